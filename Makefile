@@ -8,6 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
+INSTALLED_FRAMEWORKS := $(VENV)/.installed-frameworks
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -27,6 +28,10 @@ $(INSTALLED_DEV): $(INSTALLED)
 	@$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(INSTALLED_FRAMEWORKS): $(INSTALLED)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[frameworks]'
+	@touch $@
+
 demo: $(INSTALLED)  ## train a small Llama with and without the backend, and compare
 	@$(PY) -m memeff_compile demo
 
@@ -40,7 +45,7 @@ test: $(INSTALLED)  ## every CPU test, in two runs
 	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not slow and not interpreter'
 	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(INTERPRETED)
 
-test-all: $(INSTALLED)  ## the CPU tests and those that take minutes
+test-all: $(INSTALLED_FRAMEWORKS)  ## the CPU tests, those that take minutes, and whole frameworks (TRL, Lightning, diffusers)
 	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not interpreter'
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(INTERPRETED)
 

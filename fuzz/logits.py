@@ -99,6 +99,13 @@ _LOSSES = [
     "({a} * torch.randn({a}.shape, dtype=D)).sum()",
     "F.cross_entropy({a}, {a}.detach().softmax(-1))",
 ]
+_ENTROPY = [  # each of the one before
+    ["{a}.log_softmax(-1)", "F.log_softmax({a}, -1)", "({a} / {x}).log_softmax(-1)"],
+    ["{a}.exp()", "{a}.exp()", "torch.no_grad()(torch.exp)({a})", "{a}.exp().detach()"],
+    ["{a} * {logs}", "{logs} * {a}", "torch.no_grad()(torch.mul)({a}, {logs})"],
+    ["{a}.sum(-1)", "{a}.sum(-1)", "{a}.sum(-1, True)", "{a}.mean(-1)", "{a}[0].sum(-1)"],
+    ["{a}.mean()", "-{a}.sum()", "{a}.square().sum()"],
+]
 _BACKWARD = [
     *(
         "{loss}.backward(retain_graph=True)",
@@ -142,7 +149,7 @@ def setup(random: Random) -> list[str]:
     """Draw a model, what is done with its logits inside the graph, and how it is compiled."""
     dtype = random.choice(("float64", "float64", "float64", "float32"))
     hidden = random.choice((2, 4, 8))
-    vocabulary = random.choice((5 * hidden, 5 * hidden + 1, 67))
+    vocabulary = random.choice((36, 36, 41, 67))  # as narrow as heads that are deferred can be
     bias = random.choice(("", ", bias=False"))
     inner = random.choice(("eager", "eager", "aot_eager"))
     head = random.choice(("m[1](h)", "m[1](h)", "F.linear(h, m[1].weight)", "h @ m[1].weight.t()"))
@@ -182,8 +189,11 @@ def body(random: Random, sketch: Sketch) -> None:
         return
     kinds = [VIEWS] * 9 + [_SELECTIONS] * 2 + [VALUES] * 4 + [WRITES] * 3 + [_LOSSES] * 4
     kinds += [_FACTS, _HOOKS, _BACKWARD, _BACKWARD, _BACKWARD, _METRICS]
+    entropy = [""] if random.random() < 0.1 else []
     for _ in range(random.randint(4, 14)):
         _step(random.choice(kinds), sketch)
+        while entropy and random.random() < 0.6:
+            _entropy(entropy, sketch)
     if random.random() < 0.05:
         _call(random, sketch)
     if random.random() < 0.05:
@@ -218,6 +228,19 @@ def _step(kind: list[str], sketch: Sketch) -> None:
         sketch.add(f"seen.append({text})")
     else:
         sketch.bind(text)
+
+
+def _entropy(parts: list[str], sketch: Sketch) -> None:
+    """Draw the next part of an entropy from the one before; an empty list is over."""
+    place = len(parts) - 1
+    of = parts[-1] or sketch.pick(lambda t: t.is_floating_point() and t.dim() > 0)
+    if of is not None and place < len(_ENTROPY):
+        logs = parts[min(place, 1)]
+        text = sketch.fill([part.replace("{logs}", logs) for part in _ENTROPY[place]], of)
+        if text is not None and (name := sketch.bind(text)):
+            parts.append(name)
+            return
+    parts.clear()
 
 
 def is_exact(names: Names) -> bool:

@@ -114,7 +114,7 @@ class Sketch:
                 self.random.shuffle(shape)
             case 3:
                 place = self.random.randrange(len(shape))
-                parts = [p for p in range(1, shape[place] + 1) if shape[place] % p == 0]
+                parts = [p for p in range(1, shape[place] + 1) if shape[place] % p == 0] or [1]
                 part = self.random.choice(parts)
                 shape[place : place + 1] = [part, shape[place] // part]
             case _:

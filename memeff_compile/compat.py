@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -382,13 +382,6 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
     return cast("Compiled", aot_eager(gm, inputs))
 
 
-def trace_one(function: Callable[..., Any], operands: Sequence[Any]) -> torch.fx.Graph:
-    """Trace ``function`` on fake operands before dispatch, composite ops kept whole."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    return make_fx(function, pre_dispatch=True)(*operands).graph
-
-
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
     """Run autograd beside the caller's: out of sight of its hooks, modes and compilers.
@@ -444,14 +437,14 @@ def can_be_swapped(tensor: torch.Tensor) -> bool:
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
-def is_fake(value: Any) -> bool:
+def is_fake(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether ``value`` is a plain fake tensor: not a fake wrapper subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(value) is FakeTensor
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether ``value`` is a tensor spread over ranks."""
     tensor_module = sys.modules.get("torch.distributed.tensor")
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)
@@ -813,8 +806,7 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
 def fake_mode(made: Callable[[Any], None]) -> Any:
     """Return a mode under which tensors have sizes and no memory.
 
-    Args:
-        made: is told what each operation returns that runs outside of what Dynamo traces.
+    ``made`` is told what each operation returns that runs outside of what Dynamo traces.
     """
     from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -202,11 +202,10 @@ _table: Table | None = None
 
 def measured(machine: Machine) -> Entry | None:
     """Return what was measured on this machine, or None. The answer stays for the process."""
-    if machine not in _entries:
-        with _lock:
-            if machine not in _entries:
-                _entries[machine] = _look_up(machine)
-    return _entries[machine]
+    with _lock:
+        if machine not in _entries:
+            _entries[machine] = _look_up(machine)
+        return _entries[machine]
 
 
 def _look_up(machine: Machine) -> Entry | None:

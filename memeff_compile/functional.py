@@ -7,7 +7,8 @@ and the numbers people log beside it, without ever building the logits.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, TypeAlias, overload
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -121,6 +122,9 @@ def linear_cross_entropy(
     _require_settings(reduction, label_smoothing, z_loss, hidden, weight, target, class_weight)
     hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
     smooth = label_smoothing > 0
+    operands = (hidden, weight, bias, target)
+    how = {"ignore_index": ignore_index, "scale": float(scale), "softcap": float(softcap)}
+    how["workspace"] = 0
     if (
         reduction != "none"
         and not (smooth or z_loss or return_stats)
@@ -130,24 +134,16 @@ def linear_cross_entropy(
             hidden.device, hidden.dtype, hidden.shape[-1], gradient_filter=filter
         )
     ):
-        return _total(
-            hidden, weight, bias, target, class_weight, reduction, ignore_index, scale, softcap
-        )
+        return _total(operands, class_weight, reduction, how)
     nll, lse, logit_sum, entropy, top, *_ = op_folder.linear_cross_entropy(
-        hidden,
-        weight,
-        bias,
-        target,
+        *operands,
         class_weight if smooth else None,
-        ignore_index=ignore_index,
-        scale=float(scale),
-        softcap=float(softcap),
         with_lse=return_stats or bool(z_loss),
         with_logit_sum=smooth,
         gradient_filter=filter,
-        workspace=0,
         with_entropy=return_stats,
         with_top=return_stats,
+        **how,
     )
     kept, norm = _kept_and_norm(target, class_weight, ignore_index, nll.dtype)
     rows = nll if class_weight is None else nll * norm
@@ -176,33 +172,19 @@ def _kept_and_norm(
 
 
 def _total(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor | None, Tensor],
     class_weight: Tensor | None,
     reduction: Reduction,
-    ignore_index: int | None,
-    scale: float,
-    softcap: float,
+    how: Mapping[str, Any],
 ) -> Tensor:
     """Return a mean or a sum from the op that makes the gradients beside it."""
+    hidden, *_, target = operands
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    _, norm = _kept_and_norm(target, class_weight, ignore_index, dtype)
-    needs = [part is not None and part.requires_grad for part in (hidden, weight, bias)]
-    found: tuple[Tensor, ...] = op_folder.linear_cross_entropy_total(
-        hidden,
-        weight,
-        bias,
-        target,
-        None if class_weight is None else norm,
-        norm.sum() if reduction == "mean" else None,
-        ignore_index=ignore_index,
-        scale=float(scale),
-        softcap=float(softcap),
-        workspace=0,
-        output_mask=needs,
-    )
+    _, norm = _kept_and_norm(target, class_weight, how["ignore_index"], dtype)
+    weights = None if class_weight is None else norm, norm.sum() if reduction == "mean" else None
+    needs = [part is not None and part.requires_grad for part in operands[:3]]
+    op = op_folder.linear_cross_entropy_total
+    found: tuple[Tensor, ...] = op(*operands, *weights, output_mask=needs, **how)
     return found[0]
 
 
@@ -240,10 +222,8 @@ def _require_settings(
     elif not (z_loss >= 0 and math.isfinite(z_loss)):
         sentence = f"z_loss is {z_loss}; it must be positive and finite, or 0 for none."
     elif class_weight is not None:
-        name = "class_weight"
-        sentence = op_folder.supports(
-            hidden, weight, None, target, class_weight, dtype=hidden.dtype
-        )
-        sentence = None if sentence is None else sentence.replace("column_weight", name)
+        operands = (hidden, weight, None, target, class_weight)
+        sentence = op_folder.supports(*operands, dtype=hidden.dtype)
+        sentence = sentence and sentence.replace("column_weight", "class_weight")
     if sentence is not None:
         raise UnsupportedInputError(f"linear_cross_entropy: {sentence}")

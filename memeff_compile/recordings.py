@@ -47,8 +47,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 class Roles:
     """What the arguments of a step are, by their places."""
 
-    # tensors that count by their address: weights, caches, and what is written to
-    held: tuple[int, ...]
+    held: tuple[int, ...]  # tensors that count by address: weights, caches, what is written to
     copied: tuple[int, ...] = ()  # tensors that come anew with each call
     numbers: tuple[int, ...] = ()  # sizes and other numbers
     varying: tuple[int, ...] = ()  # tensors whose sizes are not the same in every call
@@ -137,15 +136,8 @@ class Recorder:
 
     def _alignments(self, args: Sequence[Any]) -> Hashable:
         """Return what kernels are specialised on beside sizes: whether addresses are multiples."""
-        flat: list[Any] = [_address(args[place]) for place in self._roles.held]
-        found = []
-        while flat:
-            part = flat.pop()
-            if isinstance(part, tuple):
-                flat += part
-            elif isinstance(part, int):
-                found.append(part % 16 == 0)
-        return tuple(found)
+        parts = compat.pytree.tree_leaves([_address(args[place]) for place in self._roles.held])
+        return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
     def _pays(self) -> bool:
         """Return whether recordings were replayed often enough to make another at first sight."""
@@ -191,7 +183,6 @@ class Recorder:
             self._recordings.popitem(last=False)
         if self._use.recordings > 2 * MAX_RECORDINGS and not self._pays():
             self._stop("the addresses of its caches or weights change in each call")
-            return recording
         return recording
 
     def _stop(self, why: str) -> None:
@@ -214,10 +205,9 @@ def _memory(tensor: Tensor) -> Iterator[int]:
     """Yield the storages of a tensor."""
     if type(tensor) in _PLAIN:
         yield tensor.untyped_storage().data_ptr()
-        return
-    names, _ = compat.parts_of(tensor)
-    for name in names:
-        yield from _memory(getattr(tensor, name))
+    else:
+        for name in compat.parts_of(tensor)[0]:
+            yield from _memory(getattr(tensor, name))
 
 
 class _Buffers:

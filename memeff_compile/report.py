@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -131,24 +131,18 @@ class Record:
         Of lines of the user's that were ``quoted`` before, the place is enough.
         """
         label = "failed" if self.action == "internal_error" else self.action
-        lines = [f"{label:<{_INDENT - 1}} {self._title()}"]
+        where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
+        why = f" ({self.code})" if self.action not in CHANGES else ""
         source = self.source.split(": ")[0] if self.source in quoted else self.source
         quoted.add(self.source)
-        for text in (source, self.sentence, *self._consequences(times)):
-            if text:
-                lines += textwrap.wrap(text, _WIDTH - _INDENT, break_long_words=False)
-        return f"\n{' ' * _INDENT}".join(lines)
+        texts = (source, self.sentence, *self._consequences(times))
+        return _paragraph(label, f"{self.pass_name}{where}{why}", *texts)
 
     @property
     def place(self) -> str:
         """Where it is, as in "lm_head" or "layers.0.mlp and 31 more", or ""."""
         more = f" and {self.sites - 1} more" if self.sites > 1 else ""
         return f"{self.module or 'here'}{more}" if self.module or more else ""
-
-    def _title(self) -> str:
-        where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
-        why = f" ({self.code})" if self.action not in CHANGES else ""
-        return f"{self.pass_name}{where}{why}"
 
     def _consequences(self, times: int) -> list[str]:
         texts = []
@@ -215,17 +209,13 @@ def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
 
 @dataclass
 class LogitsUse:
-    """What became of one graph's deferred logits while it ran, in counts.
+    """What became of one graph's deferred logits while it ran, in counts."""
 
-    Args:
-        fused: Calls of losses outside the graph that used the fused op, by their spelling.
-        computed: Products that built logits (or some of their rows), by what asked for them.
-        unbuilt: Bytes of the logits that the largest of those losses read and did not build.
-    """
-
+    # calls of losses outside the graph that used the fused op, by their spelling
     fused: dict[str, int] = field(default_factory=dict)
+    # products that built logits (or some of their rows), by what asked for them
     computed: dict[str, int] = field(default_factory=dict)
-    unbuilt: int = 0
+    unbuilt: int = 0  # bytes of the logits that the largest of those losses read and did not build
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
         """Count a call that used the op, and the bytes of its logits."""
@@ -256,14 +246,17 @@ class LogitsUse:
         return 0 if self.computed else self.unbuilt
 
     def __str__(self) -> str:
-        label = f"{'so far':<{_INDENT - 1}} out.logits, read outside the graph"
         size = f"; the logits of one are {format_bytes(self.unbuilt)}" if self.unbuilt else ""
-        texts = [
-            f"losses that used the fused op: {self.calls}{_listed(self.fused)}{size}",
-            f"products that computed logits: {self.products}{_listed(self.computed)}",
-        ]
-        lines = [line for text in texts for line in textwrap.wrap(text, _WIDTH - _INDENT)]
-        return f"\n{' ' * _INDENT}".join([label, *lines])
+        fused = f"losses that used the fused op: {self.calls}{_listed(self.fused)}{size}"
+        built = f"products that computed logits: {self.products}{_listed(self.computed)}"
+        return _paragraph("so far", "out.logits, read outside the graph", fused, built)
+
+
+def _paragraph(label: str, title: str, *texts: str) -> str:
+    """Return a line of the report, and what there is to say under it."""
+    fill = partial(textwrap.wrap, width=_WIDTH - _INDENT, break_long_words=False)
+    lines = [line for text in texts for line in fill(text)]
+    return f"\n{' ' * _INDENT}".join([f"{label:<{_INDENT - 1}} {title}", *lines])
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -273,26 +266,17 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 @dataclass
 class Replays:
-    """How often a graph that may be recorded as a CUDA graph was, in counts.
+    """How often a graph that may be recorded as a CUDA graph was, in counts."""
 
-    Args:
-        recordings: CUDA graphs that were recorded, one per set of addresses and sizes.
-        replays: Calls that replayed one.
-        ran: Calls that ran without one.
-        stopped: Why it is recorded no more, or "".
-    """
-
-    recordings: int = 0
-    replays: int = 0
-    ran: int = 0
-    stopped: str = ""
+    recordings: int = 0  # CUDA graphs that were recorded, one per set of addresses and sizes
+    replays: int = 0  # calls that replayed one
+    ran: int = 0  # calls that ran without one
+    stopped: str = ""  # why it is recorded no more, or ""
 
     def __str__(self) -> str:
-        label = f"{'so far':<{_INDENT - 1}} CUDA graph"
         text = f"{self.recordings} recorded, {self.replays} calls replayed, {self.ran} ran without"
         stopped = f"not recorded any more: {self.stopped}" if self.stopped else ""
-        lines = [line for each in (text, stopped) for line in textwrap.wrap(each, _WIDTH - _INDENT)]
-        return f"\n{' ' * _INDENT}".join([label, *lines])
+        return _paragraph("so far", "CUDA graph", text, stopped)
 
 
 @dataclass(frozen=True)
@@ -352,6 +336,12 @@ class GraphReport:
         paragraphs += map(str, self._uses())
         return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
 
+    def as_it_is(self) -> GraphReport:
+        """Return this report with the counts as they are now."""
+        logits = None if self.logits is None else self.logits.copy()
+        replays = None if self.replays is None else replace(self.replays)
+        return replace(self, logits=logits, replays=replays)
+
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
         """Return this report with what `memeff.verify` found when the graph first ran.
 
@@ -375,9 +365,8 @@ class GraphReport:
     @classmethod
     def _from_dict(cls, data: Mapping[str, Any]) -> GraphReport:
         records = tuple(Record._from_dict(record) for record in data["records"])
-        use = data.get("logits")
+        use, counts = data.get("logits"), data.get("replays")
         logits = None if use is None else LogitsUse(**use)
-        counts = data.get("replays")
         replays = None if counts is None else Replays(**counts)
         return cls(**{**data, "records": records, "logits": logits, "replays": replays})
 
@@ -418,7 +407,8 @@ class Report:
             return (
                 'Nothing has been compiled with backend="memeff" yet, or not since the last reset. '
                 '\nCompile a model with torch.compile(model, backend="memeff"), call it once, '
-                "then ask again."
+                "then ask again. \nOnly calls of the module itself are compiled: of a "
+                "LightningModule compile the model inside it."
             )
         texts = (f"changed: {self._changed()}", f"next: {self._next()}")
         wrapped = (textwrap.wrap(text, _WIDTH, subsequent_indent="  ") for text in texts)
@@ -582,15 +572,7 @@ def graphs() -> Sequence[GraphReport]:
         >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP
     """
     with _lock:
-        found = tuple(_graphs)
-    return tuple(
-        replace(
-            graph,
-            logits=None if graph.logits is None else graph.logits.copy(),
-            replays=None if graph.replays is None else replace(graph.replays),
-        )
-        for graph in found
-    )
+        return tuple(graph.as_it_is() for graph in _graphs)
 
 
 def last_report() -> Report:

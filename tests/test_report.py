@@ -223,7 +223,8 @@ def test_text_before_anything_was_compiled_says_what_to_do() -> None:
         str(Report(())),
         """\
 Nothing has been compiled with backend="memeff" yet, or not since the last reset. 
-Compile a model with torch.compile(model, backend="memeff"), call it once, then ask again.""",
+Compile a model with torch.compile(model, backend="memeff"), call it once, then ask again. 
+Only calls of the module itself are compiled: of a LightningModule compile the model inside it.""",
     )
 
 

@@ -69,6 +69,7 @@ from memeff_compile.kernels.coded_kv_cache import (
     reference,
     shapes_of_pair,
 )
+from memeff_compile.kernels.coded_kv_cache.layout import Own, Pair, Shared
 from memeff_compile.kernels.kv_cache import kv_cache_attention
 
 MiniCache = functools.partial(_MiniCache, force=True)  # what is lost is what is measured
@@ -584,11 +585,12 @@ def components(options: argparse.Namespace, shape: tuple[int, ...]) -> None:
     coded = reference.encode(e, 4, "kivi", is_value=True, dtype=torch.bfloat16)
     decoded = reference.decode(*coded, 4, depth, is_value=True)
     q = torch.randn(batch, heads, tokens, depth, device=options.device).bfloat16()
-    whole = (shared, lower, upper, like, 0, group, 4, settings)
+    pair = Pair(Shared(*shared), Own(*lower), Own(*upper))
+    whole = (pair, like, 0, group, 4, settings)
 
     def choose() -> Tensor:
-        shared[7].zero_()
-        return pair_reference.keep(shared, apart, behind, settings)
+        pair.shared.kept_count.zero_()
+        return pair_reference.keep(pair.shared, apart, behind, settings)
 
     parts: dict[str, Any] = {
         "magnitude, plain PyTorch": lambda: merging.direction_and_length(below),
@@ -600,9 +602,7 @@ def components(options: argparse.Namespace, shape: tuple[int, ...]) -> None:
         "lengths, plain PyTorch": lambda: merging.folded_length(below, decoded),
         "all, plain PyTorch": lambda: pair_reference.merge(*whole),
         "choice of rows": choose,
-        "replacement: rows that are kept": lambda: pair_reference.keep_rows(
-            shared, lower, upper, like, 0
-        ),
+        "replacement: rows that are kept": lambda: pair_reference.keep_rows(pair, like, 0),
         "attention of the prompt, one layer": lambda: F.scaled_dot_product_attention(
             q, below, like[1], is_causal=True, enable_gqa=True
         ),
@@ -615,10 +615,8 @@ def components(options: argparse.Namespace, shape: tuple[int, ...]) -> None:
                 keys, values, group
             ),
             "direction, codes and lengths, kernels": lambda: [
-                append_pairs.code_prompt(
-                    shared, lower, upper, pair, is_kept, group, 4, settings, place
-                )
-                for place, pair in enumerate((keys, values))
+                append_pairs.code_prompt(pair, some, is_kept, group, 4, settings, place)
+                for place, some in enumerate((keys, values))
             ],
             "all, kernels": lambda: append_pairs.merge_prompt(*whole),
         }

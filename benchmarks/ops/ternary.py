@@ -392,12 +392,13 @@ def tile_candidates(tokens: int) -> Iterator[shapes.TileShapes]:
 
 def launch(candidate: Candidate, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """Run one linear with the given tiles, quantising included."""
+    from memeff_compile.kernels.device import starts_early
     from memeff_compile.kernels.ternary_linear import tiles
 
     settings: dict[str, Any] = {"dtype": x.dtype, "weight_is_step": False, "shapes": candidate[3]}
     if isinstance(candidate[3], shapes.VectorShapes):
         return tiles.vectors(x, [packed], [scale], [None], Quantizer(), **settings)[0]
-    settings["is_chained"] = tiles.chains(x.device)
+    settings["is_chained"] = starts_early(x.device)
     codes = tiles.quantize(x, Quantizer(), is_chained=settings["is_chained"])
     return tiles.product(*codes, packed, scale, None, is_step=False, **settings)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from ..errors import UnsupportedInputError
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MAX_DEPTH = 256
+"""Head dimensions that attention serves."""
 INDICES = (torch.int32, torch.int64)
 
 
@@ -17,6 +19,11 @@ def require(op: str, sentence: str | None) -> None:
     """Raise if there is a sentence that says why an op cannot serve its inputs."""
     if sentence is not None:
         raise UnsupportedInputError(f"{op}: {sentence}")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums of numbers of a dtype are taken in: fp64 of fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def short(dtype: torch.dtype) -> str:
@@ -74,4 +81,30 @@ def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
         sentence = sentence or two_devices(first, of_first, name, tensor)
         if sentence is not None:
             return sentence
+    return None
+
+
+def unlike_sizes(named: Mapping[str, Tensor]) -> str | None:
+    """Say why the sizes of queries, keys and values do not meet, or return None.
+
+    Args:
+        named: as for `unlike_heads`, which has nothing against them.
+    """
+    (q_name, q), (k_name, k), (v_name, v) = named.items()
+    sizes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    if k.shape != v.shape:
+        return (
+            f"{k_name} is {sizes[k_name]} and {v_name} {sizes[v_name]}; they need the same shape."
+        )
+    both = f"{k_name} and {v_name}"
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return (
+            f"{q_name} is {sizes[q_name]} and {both} {sizes[k_name]}; batch and depth need to be "
+            "the same. Expand them over the batch."
+        )
+    heads, groups = q.shape[1], k.shape[1]
+    if groups == 0 or heads % groups:
+        return f"{q_name} has {heads} heads and {both} {groups}; a multiple of them is needed."
+    if not 0 < q.shape[3] <= MAX_DEPTH:
+        return f"the head dimension is {q.shape[3]}; 1 to {MAX_DEPTH} is served."
     return None

@@ -79,6 +79,11 @@ def gpu(device: torch.device) -> Gpu:
     return _gpu(_index(device))
 
 
+def starts_early(device: torch.device) -> bool:
+    """Say whether a kernel may start while the one before it ends, and wait before it reads."""
+    return device.type == "cuda" and gpu(device).starts_early
+
+
 def was_measured(device: torch.device, op: str) -> bool:
     """Say whether an op's speed was measured on this kind of GPU; also where there is no GPU."""
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from .. import compat
 from ..errors import DoubleBackwardError
@@ -17,24 +18,17 @@ _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 
 
 def op(
-    schema: str,
-    compute: Function,
+    schema: str,  # name, arguments and results
+    compute: Function,  # serves every device
+    # returns empty results; without it `compute` is written in terms of other ops, and these are
+    # what a compiler sees
     fake: Function | None = None,
     *,
-    backward: Function | None = None,
-    setup_context: Function | None = None,
-    tags: tuple[torch.Tag, ...] = (),
-) -> Any:  # noqa: ANN401 - an overload, called with what its schema says
-    """Define an op of the namespace memeff and return its overload.
-
-    Args:
-        schema: name, arguments and results.
-        compute: serves every device.
-        fake: returns empty results; without it `compute` is written in terms of other ops, and
-            these are what a compiler sees.
-        backward, setup_context: as `torch.library.register_autograd` takes them.
-        tags: beside the one that says the op is fit for a compiler.
-    """
+    backward: Function | None = None,  # as `torch.library.register_autograd` takes them
+    setup_context: Function | None = None,  # likewise
+    tags: tuple[torch.Tag, ...] = (),  # beside the one that says the op is fit for a compiler
+) -> Any:  # an overload, called with what its schema says
+    """Define an op of the namespace memeff and return its overload."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     kind = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
@@ -57,22 +51,28 @@ def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[
     return [apart(function) for function in functions]
 
 
+def heads_inside(like: Tensor) -> Tensor:
+    """Return an empty (B, H, L, D) laid out as (B, L, H, D), as models want it back."""
+    batch, heads, length, depth = like.shape
+    return like.new_empty((batch, length, heads, depth)).transpose(1, 2)
+
+
 def only_first(gradients: Function, refusal: str) -> Function:
     """Return `gradients` for where a second derivative may be asked for: that is refused."""
 
     class Once(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        def forward(ctx: Any, *arguments: Any) -> Any:
             return gradients(*arguments)
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ANN401
+        def backward(ctx: Any, *grads: Any) -> Any:
             raise DoubleBackwardError(refusal)
 
     return Once.apply
 
 
-def twin(of: Any, compute: Function, fake: Function) -> Any:  # noqa: ANN401 - two overloads
+def twin(of: Any, compute: Function, fake: Function) -> Any:  # two overloads
     """Define an op once more, without a gradient: what code below autograd calls; return both."""
     schema = str(compat.schema(of)).partition("::")[2]
     name = schema.partition("(")[0]

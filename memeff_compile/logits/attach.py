@@ -18,15 +18,12 @@ from torch import Tensor
 
 from memeff_compile import compat
 from memeff_compile.logits.fused_rows import FusedRows
-from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe, LossSettings, given_sizes
 from memeff_compile.logits.row_gradient import RowGradient
 from memeff_compile.logits.source import LogitsSource
 from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.report import LogitsUse
-
-__all__ = ["REMEDY", "accept", "attach", "defer"]
 
 REMEDY = (
     'Read out.logits before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
@@ -46,43 +43,30 @@ def defer(
     loss: LossSettings | None = None,
     use: LogitsUse | None = None,  # where to count what becomes of the logits
 ) -> Tensor:
-    """Return the logits of `hidden` as a tensor that is computed on first use.
+    """Return the logits of `hidden` as a `DeferredLogits`, joined to autograd as they would be.
 
-    Returns:
-        A `DeferredLogits` of shape (..., vocabulary), joined to autograd as the logits would be.
-        Reading it for the first time after the head or the hidden states were changed in place
-        raises a `StaleLogitsError`.
+    Reading it for the first time after the head or the hidden states were changed in place raises a
+    `StaleLogitsError`.
 
     Example:
         >>> logits = defer(hidden, head.weight, None, (), LogitsRecipe(hidden.dtype))
         >>> logits[:, -1].argmax(-1)        # computes the last rows and no others
     """
-    result: Tensor = _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
-    return result
+    return _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
 
 
 def attach(
+    # takes the graph's arguments; returns hidden states in the place of logits
     compiled: Callable[..., Sequence[Any]],
-    plan: Sequence[DeferredOutput],
+    plan: Sequence[DeferredOutput],  # an entry per piece of memory among the outputs to replace
     *,
-    clone_hidden: bool,
+    clone_hidden: bool,  # `compiled` reuses their memory at its next call, as CUDA graphs do
+    # arguments that `compiled` has no use for: autograd is not to know that they were given, or
+    # hooks of theirs would be called without a gradient
     unread: Sequence[int] = (),
-    use: LogitsUse | None = None,
+    use: LogitsUse | None = None,  # where to count what becomes of the logits
 ) -> Callable[..., Sequence[Any]]:
-    """Wrap a compiled callable so that the outputs named in `plan` become deferred logits.
-
-    Args:
-        compiled: takes the graph's arguments; returns hidden states in the place of logits.
-        plan: one entry per piece of memory among the outputs to replace; the others pass untouched.
-        clone_hidden: keep a copy of the hidden states, because `compiled` reuses their memory at
-            its next call, as CUDA graphs do.
-        unread: the arguments that `compiled` has no use for: autograd is not to know that they
-            were given, or hooks of theirs would be called without a gradient.
-        use: where to count what becomes of the logits.
-
-    Returns:
-        A callable of the graph's arguments with the kind of result that `compiled` has.
-    """
+    """Wrap a compiled callable so that the outputs named in `plan` become deferred logits."""
     entries, end = tuple(plan), given_sizes(plan)
 
     def run(*args: Any) -> Sequence[Any]:
@@ -147,7 +131,7 @@ class _Defer(torch.autograd.Function):
         return DeferredLogits.whole(Memory(source, recipe, source.hidden, shape), shape)
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *vectors = ctx.saved_tensors
         recipe: LogitsRecipe = ctx.recipe
@@ -155,7 +139,7 @@ class _Defer(torch.autograd.Function):
         source = ctx.source()
         if source is not None:
             source.is_differentiated = True
-        if not isinstance(grad, RowGradient):
+        if not isinstance(grad, RowGradient) or grad.order is not None:
             parts = recipe.gradients(grad, hidden, weight, bias, vectors, needed)
             return (None, None, *parts)
         totals: list[Tensor | None] = [None] * len(needed)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from memeff_compile.errors import StaleLogitsError
 from memeff_compile.kernels import linear_cross_entropy as op_folder
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings, Unfoldable, fold_steps
 from memeff_compile.report import LogitsUse
-
-__all__ = ["Folded", "FusedRows", "Head", "fold_recipe"]
 
 _BACKWARD_TENSORS = [
     argument.name
@@ -54,7 +52,7 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
     factor = _product(recipe.steps[end + 1 :])
     if factor is None:
         return "they are changed after log_softmax"
-    steps: list[tuple[str, object]] = []
+    steps: list[tuple[str, Any]] = []
     vectors = 0
     for name, value in recipe.steps[:end]:
         if value == torch.float64 and recipe.compute_dtype != torch.float64:
@@ -73,16 +71,14 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
     )
 
 
-def _product(steps: Sequence[tuple[str, object]]) -> float | None:
+def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
     """The number that casts, multiplications and divisions amount to; None for other steps."""
     factor = 1.0
     for name, value in steps:
-        if name == "mul":
-            factor *= cast("float", value)
-        elif name == "div":
-            factor /= cast("float", value)
-        elif name != "to":
+        if name not in ("to", "mul", "div"):
             return None
+        if name != "to":
+            factor = factor * value if name == "mul" else factor / value
     return factor
 
 
@@ -111,13 +107,18 @@ class Head:
         """Number of columns."""
         return self.recipe.vocab(self.weight)
 
-    def refusal(self, target: Tensor, column_weight: Tensor | None) -> str | None:
+    @property
+    def any_target(self) -> Tensor:
+        """A column for each row, for calls of the op that are about none."""
+        return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
+
+    def refusal(self, target: Tensor | None, column_weight: Tensor | None) -> str | None:
         """Say why the op cannot serve these rows, or return None."""
         return op_folder.supports(
             self.hidden,
             self.weight.t() if self.recipe.transposed else self.weight,
             self.bias,
-            target,
+            self.any_target if target is None else target,
             column_weight,
             dtype=self.recipe.compute_dtype,
             softcap=self.folded.softcap,
@@ -126,25 +127,20 @@ class Head:
 
     def statistics(
         self,
-        target: Tensor,
-        column_weight: Tensor | None,
-        ignore_index: int | None,
+        target: Tensor | None = None,
+        column_weight: Tensor | None = None,
+        ignore_index: int | None = None,
         **wanted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return nll, lse and the weighted sum of the logits of every row."""
+    ) -> tuple[Tensor, ...]:
+        """Return nll, lse, the weighted sum of the logits and the entropy of every row."""
+        target = self.any_target if target is None else target
         given, knobs = (*self._operands(), target, column_weight), self._knobs(ignore_index)
-        nll, lse, logit_sum, *_ = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
-        return nll, lse, logit_sum
+        found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
+        return found[:4]
 
-    def entropies(self) -> tuple[Tensor, Tensor]:
-        """Return lse and entropy of every row."""
-        rows = torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
-        wanted = {"with_lse": True, "with_logit_sum": False, "with_entropy": True}
-        given = (*self._operands(), rows, None)
-        _, lse, _, entropy, *_ = op_folder.linear_cross_entropy(
-            *given, **self._knobs(None), **wanted
-        )
-        return lse, entropy
+    def logits(self, recipe: LogitsRecipe) -> Tensor:
+        """Compute what `recipe`, all of this head's or a part of it, makes of these rows."""
+        return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self.recipe.compute_dtype
@@ -177,8 +173,9 @@ class FusedRows:
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))
-        log-probabilities:  outer * (                  - nll * [j = target] + total * w_j
-                                     + plogp * p_j * (log p_j + 1))
+        log-probabilities:  outer * (lse * p_j         - nll * [j = target] + total * w_j
+                                     + plogp * p_j * log p_j)
+        probabilities:      outer * plogp * log p_j
     """
 
     head: Head  # the rows
@@ -192,6 +189,7 @@ class FusedRows:
     lse_of_ignored: bool = True  # `row_lse` holds in ignored rows too
     outer: float = 1.0  # what the gradient has been multiplied by on its way
     is_log: bool = False  # the rows are log-probabilities
+    is_exp: bool = False  # the rows are probabilities
     plogp: Tensor | None = None  # one number per row, or None for zeros
     row_entropy: Tensor | None = None  # entropy of the rows, where plogp is given
     versions: tuple[int, ...] = ()
@@ -214,12 +212,11 @@ class FusedRows:
         """Return this gradient with its rows in another shape."""
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
-        return self._map(lambda x: x.reshape(tuple(rows)), head)
-
-    def _map(self, function: Callable[[Tensor], Tensor], head: Head) -> FusedRows:
-        tensors = {name: getattr(self, name) for name in _OF_ROWS}
-        mapped: dict[str, Any] = {n: function(x) for n, x in tensors.items() if x is not None}
-        return replace(self, head=head, **mapped)
+        held = {name: getattr(self, name) for name in _OF_ROWS}
+        shaped: dict[str, Any] = {
+            n: x.reshape(tuple(rows)) for n, x in held.items() if x is not None
+        }
+        return replace(self, head=head, **shaped)
 
     @staticmethod
     def joined(
@@ -230,9 +227,8 @@ class FusedRows:
         `join` concatenates or stacks tensors along one of the rows' dimensions.
         """
         first = parts[0]
-        if not all(first._is_like(part) and part.outer == first.outer for part in parts):
-            return None
-        if any(part.ignore_index != first.ignore_index for part in parts):
+        settings = (first.outer, first.ignore_index)
+        if not all(first._is_like(p) and (p.outer, p.ignore_index) == settings for p in parts):
             return None
         tensors: dict[str, Any] = {}
         for name in _OF_ROWS:
@@ -248,7 +244,7 @@ class FusedRows:
     def _is_like(self, other: FusedRows) -> bool:
         mine, theirs = self.head, other.head
         return (
-            self.is_log == other.is_log
+            (self.is_log, self.is_exp) == (other.is_log, other.is_exp)
             and self.column_weight is other.column_weight
             and mine.recipe.compute_dtype == theirs.recipe.compute_dtype
             and mine.folded[:3] == theirs.folded[:3]
@@ -260,18 +256,15 @@ class FusedRows:
         """Return the sum of two gradients of the same rows, or None if they need two calls."""
         if not self._is_like(other):
             return None
+        if self.target is None and other.target is not None:
+            return other.merged(self)
         if self.target is not None and other.target is not None:
             if self.target is not other.target or self.ignore_index != other.ignore_index:
                 return None
-        elif self.target is None:
-            if other.target is None:
-                return self._plus(other, self)
-            return other.merged(self)
         elif self.ignore_index is not None and other.total is not None:
             return None  # the op would leave the other's sum out of ignored rows
-        return self._plus(other, other if other.lse_of_ignored else self)
+        lse_from = self if self.target is None or not other.lse_of_ignored else other
 
-    def _plus(self, other: FusedRows, lse_from: FusedRows) -> FusedRows:
         def total(name: str) -> Any:  # noqa: ANN401
             given = ((getattr(piece, name), piece.outer) for piece in (self, other))
             parts = [p if outer == 1 else p * outer for p, outer in given if p is not None]
@@ -279,19 +272,24 @@ class FusedRows:
 
         return replace(
             self,
-            nll=total("nll"),
-            lse=total("lse"),
-            total=total("total"),
-            plogp=total("plogp"),
+            **{name: total(name) for name in ("nll", "lse", "total", "plogp")},
             row_entropy=other.row_entropy if self.row_entropy is None else self.row_entropy,
             row_lse=lse_from.row_lse,
             lse_of_ignored=lse_from.lse_of_ignored,
             outer=1.0,
         )
 
-    def of_p_log_p(self) -> FusedRows:
-        """Return the gradient of the log-probabilities l, where these rows are sums of l exp(l)."""
-        return replace(self, total=None, plogp=self.total)
+    def times_p(self) -> FusedRows:
+        """Return this gradient, of sums over the classes, times the probabilities."""
+        return replace(self, total=None, lse=self.total)
+
+    def times_log_p(self) -> FusedRows:
+        """Return it times the log-probabilities, as the gradient of the probabilities."""
+        return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
+
+    def before_exp(self) -> FusedRows:
+        """Return the gradient of the log-probabilities whose probabilities these rows are."""
+        return replace(self, is_log=True, is_exp=False)
 
     def before_log_softmax(self) -> FusedRows:
         """Return the gradient of the logits whose log-probabilities these rows are."""
@@ -320,19 +318,21 @@ class FusedRows:
             total = None if total is None else total.masked_fill(is_ignored, 0)
             if not self.lse_of_ignored:
                 lse = lse.masked_fill(is_ignored, torch.inf)
-        on_probability = [x for x in (nll, self.lse) if x is not None and not self.is_log]
+        given = (self.lse,) if self.is_log else (nll, self.lse)
+        on_probability = [x for x in given if x is not None]
         if on_probability or self.plogp is not None:
             if self.head.use is not None:
                 self.head.use.count_computed("gradient of the logits")
-            logs = self._logits().to(wide).sub_(lse.unsqueeze(-1))
+            logits = self.head.logits(self.head.folded.logits).to(wide, copy=True)
+            logs = logits.sub_(lse.unsqueeze(-1))
             factor = sum(on_probability, torch.zeros_like(lse)).unsqueeze(-1)
             if self.plogp is not None:
                 # A class of probability 0 adds 0.
-                further = torch.ones_like(lse) if self.is_log else self.row_entropy
-                assert further is not None
-                slant = logs.clamp(min=-1e4).add_(further.unsqueeze(-1))
+                slant = logs.clamp(min=-1e4)
+                if self.row_entropy is not None and not (self.is_log or self.is_exp):
+                    slant += self.row_entropy.unsqueeze(-1)
                 factor = factor + slant.mul_(self.plogp.unsqueeze(-1))
-            grad = logs.exp_().mul_(factor)
+            grad = factor if self.is_exp else logs.exp_().mul_(factor)
         else:
             shape = (*lse.shape, self.head.vocabulary)
             grad = torch.zeros(shape, dtype=wide, device=lse.device)
@@ -343,12 +343,6 @@ class FusedRows:
             by_row = total.unsqueeze(-1)
             grad += by_row if weight is None else by_row * weight.to(wide)
         return grad.mul_(self.outer).to(dtype)
-
-    def _logits(self) -> Tensor:
-        head = self.head
-        recipe = head.folded.logits
-        logits = recipe.logits(head.hidden, head.weight, head.bias, head.vectors)
-        return logits.clone() if logits.dtype == self.row_lse.dtype else logits
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight, bias and vectors of the deferred logits.
@@ -365,9 +359,6 @@ class FusedRows:
             None if x is None else x if scale == 1 else x * scale
             for x in (self.nll, self.lse, self.total, self.plogp)
         )
-        target = self.target
-        if target is None:
-            target = torch.zeros(zeros.shape, dtype=torch.int64, device=zeros.device)
         hidden, weight, bias = head._operands()
         nothing = zeros.new_empty(0)
         given = {
@@ -377,7 +368,7 @@ class FusedRows:
             "hidden": hidden,
             "weight": weight,
             "bias": bias,
-            "target": target,
+            "target": head.any_target if self.target is None else self.target,
             "column_weight": self.column_weight,
             "lse": self.row_lse,
         }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -23,36 +23,6 @@ from memeff_compile.errors import UnsupportedInputError
 if TYPE_CHECKING:
     from typing import Self
 
-    import numpy
-
-__all__ = ["MEMORY_METHODS", "LazyTensor", "untraced"]
-
-MEMORY_METHODS = (
-    "__deepcopy__",
-    "__dlpack__",
-    "__dlpack_device__",
-    "__reduce_ex__",
-    "__repr__",
-    "apply_",
-    "_typed_storage",
-    "data_ptr",
-    "is_pinned",
-    "is_shared",
-    "numpy",
-    "pin_memory",
-    "share_memory_",
-    "storage",
-    "tolist",
-    "untyped_storage",
-)
-"""Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
-
-untraced = compat.untraced
-"""Keeps Dynamo out of a function that works on the real tensors."""
-
-
-# Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.
-_ABSTRACT = "a subclass of LazyTensor has to say where its values come from"
 
 _NO_DATA = (
     "a {} was assigned to the .data of another tensor, or another one to its .data; it is computed "
@@ -62,7 +32,10 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with values on demand; subclasses say where they come from."""
+    """A tensor with values on demand; subclasses say where they come from.
+
+    Tensors have a metaclass of their own, so abc cannot refuse one that leaves something out.
+    """
 
     _device: torch.device
 
@@ -84,18 +57,14 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # annotated as a function of torch's own
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return _dispatch(cls, func, args, kwargs or {})
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one ATen operation that some of these tensors are given to."""
-        raise NotImplementedError(_ABSTRACT)
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -108,15 +77,15 @@ class LazyTensor(torch.Tensor):
 
     def _values(self) -> Tensor:
         """Return the values as a plain tensor without autograd, to be read and not written."""
-        raise NotImplementedError(_ABSTRACT)
+        raise NotImplementedError
 
     def _memory(self) -> Tensor:
         """Return the values as a plain tensor that anyone may write to from now on."""
-        raise NotImplementedError(_ABSTRACT)
+        raise NotImplementedError
 
     def _peek(self) -> Tensor | None:
         """Return the plain values if there are any already."""
-        raise NotImplementedError(_ABSTRACT)
+        raise NotImplementedError
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
         """Return a plain tensor over the same values that is a leaf, or not, as `self` is.
@@ -135,6 +104,9 @@ class LazyTensor(torch.Tensor):
             plain.requires_grad_()
             return plain if is_leaf else plain.view_as(plain)
 
+    def _apart(self) -> Tensor:
+        return self._stand_in(shared=False)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show the values once there are some; printing alone computes nothing."""
         values = self._peek()
@@ -149,41 +121,19 @@ class LazyTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(repr(self) if self.dim() else self._values().item(), spec)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._stand_in(shared=False).__reduce_ex__(protocol)
-
     def __copy__(self) -> Tensor:
         return copy.copy(self._stand_in())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            plain = self._stand_in(shared=False)
+            plain = self._apart()
             memo.setdefault(id(memo), []).append(plain)  # the copies are noted by address
             memo[id(self)] = plain.__deepcopy__(memo)
-        copied: Tensor = memo[id(self)]
-        return copied
-
-    def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
-        return self._stand_in().numpy(force=force)
-
-    def tolist(self) -> list[Any]:
-        return self._values().tolist()
+        return cast("Tensor", memo[id(self)])
 
     def apply_(self, function: Callable[[Any], Any]) -> LazyTensor:
         self._stand_in().apply_(function)
         return self
-
-    def data_ptr(self) -> int:
-        return self._memory().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self._memory().untyped_storage()
-
-    def _typed_storage(self) -> Any:
-        return self._memory()._typed_storage()
-
-    def storage(self) -> Any:
-        return self._memory().storage()
 
     def share_memory_(self) -> LazyTensor:
         self._memory().share_memory_()
@@ -197,12 +147,6 @@ class LazyTensor(torch.Tensor):
         values = self._peek()
         return values is not None and values.is_pinned(*args, **kwargs)
 
-    def pin_memory(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._stand_in(shared=False).pin_memory(*args, **kwargs)
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stand_in().__dlpack__(*args, **kwargs)
-
     def __dlpack_device__(self) -> Any:
         return torch.empty(0, device=self.device).__dlpack_device__()
 
@@ -214,7 +158,33 @@ class LazyTensor(torch.Tensor):
         return interface
 
 
-@untraced
+def _sent(to: str, name: str) -> Callable[..., Any]:
+    """Make the method `name` of the plain tensor that the method `to` returns."""
+
+    def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, to)(), name)(*args, **kwargs)
+
+    return method
+
+
+_SENT = {
+    "_values": "tolist",
+    "_apart": "__reduce_ex__ pin_memory",
+    "_stand_in": "numpy __dlpack__",
+    "_memory": "data_ptr untyped_storage _typed_storage storage",
+}
+for _to, _names in _SENT.items():
+    for _name in _names.split():
+        setattr(LazyTensor, _name, _sent(_to, _name))
+
+MEMORY_METHODS = (
+    *" ".join(_SENT.values()).split(),
+    *"__deepcopy__ __dlpack_device__ __repr__ apply_ is_pinned is_shared share_memory_".split(),
+)
+"""Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
+
+
+@compat.untraced
 def _dispatch(
     cls: type[LazyTensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,8 +17,6 @@ from memeff_compile.logits.source import LogitsSource
 if TYPE_CHECKING:
     from memeff_compile.logits.tensor import DeferredLogits
 
-__all__ = ["Memory", "Statistics"]
-
 # A product of few rows costs about as much as one of this many: reading the head dominates it.
 _LEAST_ROWS = 64
 
@@ -25,25 +24,24 @@ _LEAST_ROWS = 64
 class Statistics(NamedTuple):
     """Numbers per row that are known of one place in the memory of deferred logits."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    place: tuple[tuple[int, ...], tuple[int, ...], int]
     lse: Tensor
     logit_sum: Tensor | None
 
     def of(self, view: DeferredLogits) -> tuple[Tensor, Tensor | None] | None:
         """Return the numbers of `view`: the same rows, or one of them along dimension 0."""
-        size, stride, offset = view.dims, view.strides, view.offset
-        if (size, stride, offset) == self[:3]:
+        (size, stride, offset), (sizes, strides, start) = view.place, self.place
+        if view.place == self.place:
             return self.lse, self.logit_sum
-        if (size, stride) != (self.size[1:], self.stride[1:]) or len(size) < 2:
+        if (size, stride) != (sizes[1:], strides[1:]) or len(size) < 2:
             return None
-        index, rest = divmod(offset - self.offset, self.stride[0])
-        if rest or not 0 <= index < self.size[0]:
+        index, rest = divmod(offset - start, strides[0])
+        if rest or not 0 <= index < sizes[0]:
             return None
         return self.lse[index], None if self.logit_sum is None else self.logit_sum[index]
 
 
+@dataclass(eq=False)
 class Memory:
     """What is one piece of memory in eager PyTorch: a tensor and all its views.
 
@@ -52,21 +50,17 @@ class Memory:
     else: a write, or a plain alias that somebody could write through, makes the memory first.
     """
 
-    def __init__(
-        self,
-        source: LogitsSource,
-        recipe: LogitsRecipe,
-        rows: Tensor,
-        shape: tuple[int, ...],
-        origin: Callable[[], Tensor | None] | None = None,
-    ) -> None:
-        self.source, self.recipe, self.rows, self.shape = source, recipe, rows, shape
-        self.origin = origin
-        self.value: Tensor | None = None
-        self.rows_computed = 0
-        self.parts: list[weakref.ref[DeferredLogits]] = []  # with values of their own
-        self.is_open = False  # somebody has written, or may write unnoticed
-        self._statistics: Statistics | None = None
+    source: LogitsSource
+    recipe: LogitsRecipe
+    rows: Tensor
+    shape: tuple[int, ...]
+    origin: Callable[[], Tensor | None] | None = None
+    value: Tensor | None = None
+    rows_computed: int = 0
+    # those with values of their own
+    parts: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+    is_open: bool = False  # somebody has written, or may write unnoticed
+    _statistics: Statistics | None = None
 
     def read(self, view: DeferredLogits) -> Tensor:
         """Return the values of `view`, computing its rows alone where that is less work."""
@@ -90,12 +84,11 @@ class Memory:
             with torch.inference_mode(self.source.is_inference), torch.no_grad():
                 for part in (reference() for reference in self.parts):
                     if part is not None and part.own is not None:  # what was read stays, to the bit
-                        place = (part.dims, part.strides, part.offset)
-                        self.value.as_strided(*place).copy_(part.own)
+                        self.value.as_strided(*part.place).copy_(part.own)
             self.parts.clear()
         view.own = None
         # Never the memory itself for its size: transposed square logits have that size, too.
-        return self.value.as_strided(view.dims, view.strides, view.offset)
+        return self.value.as_strided(*view.place)
 
     def write(self, view: DeferredLogits) -> Tensor:
         """Return the memory of `view` to somebody who may write to it unnoticed."""
@@ -108,8 +101,7 @@ class Memory:
 
     def keep_statistics(self, view: DeferredLogits, lse: Tensor, logit_sum: Tensor | None) -> None:
         """Note what a loss found out about the rows of `view`."""
-        place = (view.dims, view.strides, view.offset)
-        self._statistics = Statistics(*place, lse, logit_sum)
+        self._statistics = Statistics(view.place, lse, logit_sum)
 
     def snapshot(
         self, view: DeferredLogits, function: Callable[[Tensor], Tensor]
@@ -118,22 +110,19 @@ class Memory:
 
         It holds none of this memory.
         """
-        reference, origin = weakref.ref(self), self.origin
-        geometry = (view.dims, view.strides, view.offset)
+        reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference
 
         def copy() -> Tensor | None:
-            memory, value = reference(), None
-            if memory is not None:
-                if memory.is_open:
-                    return None
-                value = memory.value
-            if value is None and origin is not None:
-                value = origin()
+            memory = reference()
+            if memory is not None and memory.is_open:
+                return None
+            value = None if memory is None else memory.value
+            value = origin() if value is None and origin is not None else value
             if value is None:
                 return None
             with torch.inference_mode(is_inference), torch.no_grad():
-                part = value.as_strided(*geometry)
+                part = value.as_strided(*place)
                 result = function(part)
                 if result is part or not result.is_contiguous():
                     result = result.clone(memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ tensors in their own right: gathered, summed or handed to `nll_loss` they are ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,22 +26,34 @@ from torch.nn import functional as F
 from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError
 from memeff_compile.logits.fused_rows import Folded, FusedRows, Head, fold_recipe
-from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.memory import Memory
-from memeff_compile.logits.recipe import LogitsRecipe
-from memeff_compile.logits.row_gradient import Piece, RowGradient
+from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
+from memeff_compile.logits.row_gradient import RowGradient, dense
 from memeff_compile.logits.source import reading_for
 
 if TYPE_CHECKING:
     from memeff_compile.logits.tensor import DeferredLogits
     from memeff_compile.report import LogitsUse
 
-__all__ = ["SERVED", "Declined"]
-
 DType: TypeAlias = "torch.dtype | None"
 
 
-class _Rows(torch.autograd.Function):
+class _Asked(NamedTuple):
+    """What a function asks of the rows of deferred logits."""
+
+    target: Tensor | None = None
+    ignore_index: int | None = None
+    column_weight: Tensor | None = None
+    with_lse: bool = False
+    with_sum: bool = False
+    of_ignored: bool = True  # the log-sum-exp of ignored rows is asked for, too
+
+
+class _Function(torch.autograd.Function):
+    apply: ClassVar[Callable[..., Any]]  # which torch leaves without types
+
+
+class _Rows(_Function):
     """From logits to numbers per row, or from log-probabilities.
 
     Of logits z with target t: nll = lse - z_t, lse, and the weighted sum of z. Of
@@ -50,296 +62,261 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        view: DeferredLogits,
-        target: Tensor | None,
-        ignore_index: int | None,
-        column_weight: Tensor | None,
-        with_lse: bool,
-        with_sum: bool,
-        of_ignored: bool,
+        ctx: Any, view: DeferredLogits, asked: _Asked
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         head, memory = view.head, view.memory
-        is_log = head.folded.factor is not None
+        target, ignore_index, column_weight, *_ = asked
+        ctx.factor = head.folded.factor  # None unless these are log-probabilities
+        is_log = ctx.factor is not None
         known = memory.statistics(view) if target is None else None
-        if known is not None and (known[1] is not None or not with_sum):
+        if known is not None and (known[1] is not None or not asked.with_sum):
             nll, (lse, logit_sum) = None, known
         else:
-            rows = target
-            if rows is None:
-                rows = torch.zeros(head.hidden.shape[:-1], dtype=torch.int64, device=view.device)
-            nll, lse, logit_sum = head.statistics(
-                rows, column_weight, ignore_index, with_lse=of_ignored, with_logit_sum=with_sum
+            given = (target, column_weight, ignore_index)
+            nll, lse, logit_sum, _ = head.statistics(
+                *given, with_lse=asked.of_ignored, with_logit_sum=asked.with_sum
             )
-            if ignore_index is None or of_ignored:
-                is_of_all = with_sum and column_weight is None and ignore_index is None
+            if ignore_index is None or asked.of_ignored:
+                is_of_all = asked.with_sum and column_weight is None and ignore_index is None
                 memory.keep_statistics(view, lse, logit_sum if is_of_all else None)
-        total = logit_sum if with_sum else None
+        total = logit_sum if asked.with_sum else None
         if is_log and total is not None:
             columns = head.vocabulary if column_weight is None else column_weight.sum()
             total = total - lse * columns
-        if ctx.needs_input_grad[0]:
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(
-                head.hidden, head.weight, head.bias, *head.vectors, target, column_weight, lse
-            )
-            ctx.view, ctx.recipe, ctx.shape, ctx.dtype = view, head.recipe, view.dims, view.dtype
-            ctx.written_by = _written_by(view)
-            ctx.settings, ctx.use = head.settings, head.use
-            ctx.ignore_index, ctx.of_ignored, ctx.is_log = ignore_index, of_ignored, is_log
-        shown = None if is_log or not with_lse else lse.clone()
+        ctx.set_materialize_grads(False)
+        ctx.kept, ctx.shape = _Kept.of(ctx, view, target, column_weight, lse), view.dims
+        ctx.is_sum = is_log and target is None and column_weight is None
+        ctx.asked = asked._replace(target=None, column_weight=None)  # autograd keeps these
+        shown = None if is_log or not asked.with_lse else lse.clone()
         of_labels = None if target is None or nll is None else _no_view(nll, nll.shape)
         return of_labels, shown, total
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(
         ctx: Any, nll: Tensor | None, lse: Tensor | None, total: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, *vectors, target, column_weight, row_lse = ctx.saved_tensors
+    ) -> tuple[Tensor, None]:
+        kept: _Kept = ctx.kept
+        if ctx.is_sum and total is not None and _needs_nothing(ctx):
+            return _spread(ctx, total / ctx.factor), None
+        target, column_weight, row_lse, *made_of = ctx.saved_tensors
+        head, asked = kept.head(made_of), ctx.asked
         if torch.is_grad_enabled():
-            return (_differentiable(ctx, target, column_weight, (nll, lse, total)), *(None,) * 6)
-        ctx.view = None
-        head = Head(hidden, weight, bias, tuple(vectors), ctx.recipe, ctx.settings, ctx.use)
+            asked = asked._replace(target=target, column_weight=column_weight)
+            return _differentiable(kept.plain(made_of), head, asked, (nll, lse, total)), None
+        ctx.kept = kept.after_a_backward()
         rows = FusedRows(
             head,
             nll,
             lse,
             total,
             target if nll is not None else None,
-            ctx.ignore_index if nll is not None else None,
+            asked.ignore_index if nll is not None else None,
             column_weight,
             row_lse,
-            lse_of_ignored=ctx.ignore_index is None or ctx.of_ignored,
-            outer=1 / (head.folded.factor or 1.0),
-            is_log=ctx.is_log,
+            lse_of_ignored=asked.ignore_index is None or asked.of_ignored,
+            outer=1 / (ctx.factor or 1.0),
+            is_log=ctx.factor is not None,
         )
-        like = hidden.new_empty(0, dtype=ctx.dtype)
-        return (RowGradient(ctx.shape, (Piece(rows, ()),), like), *(None,) * 6)
+        return RowGradient.of_fused(rows), None
 
 
 def _differentiable(
-    ctx: Any, target: Tensor | None, column_weight: Tensor | None, grads: Sequence[Tensor | None]
+    plain: Tensor, head: Head, asked: _Asked, grads: Sequence[Tensor | None]
 ) -> Tensor:
     """The gradient of the logits with a graph of its own, for second derivatives: a dense one."""
-    plain = _plain_for_second_derivative(ctx, ctx.saved_tensors[:-3])
     values = plain if plain.dtype == torch.float64 else plain.float()
-    folded = fold_recipe(ctx.recipe)
-    assert isinstance(folded, Folded)
-    if folded.factor is not None:
-        values = values / folded.factor
-    outputs: list[Tensor | None] = [None, None, None]
-    is_kept = None
-    if ctx.ignore_index is not None and target is not None:
-        is_kept = target != ctx.ignore_index
+    factor, target, is_kept = head.folded.factor, asked.target, None
+    values = values if factor is None else values / factor
+    if asked.ignore_index is not None and target is not None:
+        is_kept = target != asked.ignore_index
         target = torch.where(is_kept, target, 0)
-    lse = torch.logsumexp(values, -1) if folded.factor is None else None
-    outputs[1] = lse
+    nll, lse = None, torch.logsumexp(values, -1) if factor is None else None
     if target is not None:
         picked = values.gather(-1, target.long().unsqueeze(-1)).squeeze(-1)
-        outputs[0] = -picked if lse is None else lse - picked
-    weighted = values if column_weight is None else values * column_weight
-    outputs[2] = weighted.sum(-1)
+        nll = -picked if lse is None else lse - picked
+    weighted = values if asked.column_weight is None else values * asked.column_weight
     used: list[Tensor] = []
     given: list[Tensor] = []
-    for out, grad in zip(outputs, grads, strict=True):
+    for out, grad in zip((nll, lse, weighted.sum(-1)), grads, strict=True):
         if out is not None and grad is not None:
-            if is_kept is not None and not (out is lse and ctx.of_ignored):
-                out = torch.where(is_kept, out, 0)
-            used.append(out)
+            is_whole = is_kept is None or (out is lse and asked.of_ignored)
+            used.append(out if is_whole else torch.where(cast("Tensor", is_kept), out, 0))
             given.append(grad)
     if not used:
         return torch.zeros_like(plain)
     return torch.autograd.grad(used, [plain], given, create_graph=True)[0]
 
 
-class _LogSoftmax(torch.autograd.Function):
+class _LogSoftmax(_Function):
     """From deferred logits to deferred log-probabilities."""
 
     @staticmethod
     def forward(ctx: Any, view: DeferredLogits, recipe: LogitsRecipe) -> DeferredLogits:
         result = view.copied(recipe, lambda values: values.to(recipe.dtype).log_softmax(-1))
-        if ctx.needs_input_grad[0]:
-            head = view.head
-            ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors)
-            ctx.view, ctx.memory, ctx.recipe, ctx.use = view, result.memory, recipe, head.use
-            ctx.dtype, ctx.written_by = view.dtype, _written_by(view)
+        ctx.kept = _Kept.of(ctx, view)
+        ctx.logs = ctx.kept and ctx.kept._replace(memory=result.memory, recipe=recipe)
         return result
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        hidden, weight, bias, *vectors = ctx.saved_tensors
+        kept, logs = cast("_Kept", ctx.kept), cast("_Kept", ctx.logs)
+        ctx.kept, ctx.logs = kept.after_a_backward(), logs.after_a_backward()
         if torch.is_grad_enabled():
-            plain = _plain_for_second_derivative(ctx, ctx.saved_tensors)
-            values = plain.to(ctx.recipe.dtype).log_softmax(-1)
+            plain = kept.plain(ctx.saved_tensors)
+            values = plain.to(logs.recipe.dtype).log_softmax(-1)
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
-        is_lost = ctx.memory is None or ctx.memory.is_open  # somebody can have written to them
-        value = None if is_lost else ctx.memory.value
-        ctx.view = ctx.memory = None
+        dtype = kept.recipe.dtype
         if isinstance(grad, RowGradient) and grad.is_fused:
-            pieces = tuple(
-                Piece(cast("FusedRows", piece.rows).before_log_softmax(), piece.steps)
-                for piece in grad.pieces
-            )
-            like = hidden.new_empty(0, dtype=ctx.dtype)
-            return RowGradient(grad.shape, pieces, like), None
-        grad = grad.dense() if isinstance(grad, RowGradient) else grad
-        if value is None:
-            if ctx.use is not None:
-                ctx.use.count_computed("the backward pass of log_softmax")
-            value = ctx.recipe.logits(hidden, weight, bias, vectors)
-        dense = torch.ops.aten._log_softmax_backward_data(grad, value, -1, value.dtype)
-        return dense.to(ctx.dtype), None
+            return grad.with_rows(FusedRows.before_log_softmax, dtype), None
+        value = logs.values(ctx.saved_tensors, "log_softmax")
+        found = torch.ops.aten._log_softmax_backward_data(dense(grad), value, -1, value.dtype)
+        return found.to(dtype), None
 
 
-class _Exp(torch.autograd.Function):
+class _Exp(_Function):
     """From deferred log-probabilities to deferred probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logs: DeferredLogits) -> DeferredLogits:
-        ctx.set_materialize_grads(False)
         ctx.logs = _Kept.of(ctx, logs)
         return logs.copied(logs.recipe.then("exp"), torch.exp)
 
     @staticmethod
-    @untraced
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    @compat.untraced
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         logs: _Kept = ctx.logs
         ctx.logs = logs.after_a_backward()
-        return None if grad is None else _dense(grad) * logs.values(ctx.saved_tensors).exp()
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            return grad.with_rows(FusedRows.before_exp)
+        return dense(grad) * logs.values(ctx.saved_tensors, "exp").exp()
 
 
-class _PLogP(torch.autograd.Function):
+class _PLogP(_Function):
     """From probabilities and their logarithms, both deferred, to deferred products of the two."""
 
     @staticmethod
     def forward(ctx: Any, probs: DeferredLogits, logs: DeferredLogits) -> DeferredLogits:
-        ctx.logs, ctx.probs, ctx.is_watched = _Kept.of(ctx, logs), probs, False
+        ctx.logs = _Kept.of(ctx, logs)
         return logs.copied(logs.recipe.then("times_exp"), lambda x: x.exp() * x)
 
     @staticmethod
-    @untraced
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        if ctx.probs is not None:  # hooks there see a gradient of their own
-            ctx.is_watched = compat.tensor_hooks(ctx.probs) or ctx.probs.retains_grad
+    @compat.untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         logs: _Kept = ctx.logs
-        ctx.probs, ctx.logs = None, logs.after_a_backward()
-        if isinstance(grad, RowGradient) and grad.is_fused and not ctx.is_watched:
-            # What comes by the probabilities is in it, too.
-            pieces = tuple(
-                Piece(cast("FusedRows", piece.rows).of_p_log_p(), piece.steps)
-                for piece in grad.pieces
-            )
-            return None, RowGradient(grad.shape, pieces, grad)
-        values = logs.values(ctx.saved_tensors)
-        return _dense(grad) * values, _dense(grad) * values.exp()
+        ctx.logs = logs.after_a_backward()
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            return grad.with_rows(FusedRows.times_log_p), grad.with_rows(FusedRows.times_p)
+        values = logs.values(ctx.saved_tensors, "exp")
+        return dense(grad) * values, dense(grad) * values.exp()
 
 
-class _NegativeEntropy(torch.autograd.Function):
-    """From deferred p log p to their sum over the classes."""
+class _NegativeEntropy(_Function):
+    """From deferred p log p to their sum over the classes; `logs` is not for autograd to see."""
 
     @staticmethod
-    def forward(ctx: Any, terms: DeferredLogits, logs: DeferredLogits) -> Tensor:
-        head = logs.head
-        lse, entropy = head.entropies()
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors, lse, entropy)
-            ctx.recipe, ctx.settings, ctx.use = head.recipe, head.settings, head.use
-            ctx.shape, ctx.dtype = terms.dims, terms.dtype
+    def forward(ctx: Any, terms: DeferredLogits, logs: tuple[DeferredLogits]) -> Tensor:
+        _, lse, _, entropy = logs[0].head.statistics(
+            with_lse=True, with_logit_sum=False, with_entropy=True
+        )
+        ctx.kept, ctx.shape = _Kept.of(ctx, logs[0], lse, entropy), terms.dims
         return -entropy
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():
-            return grad.to(ctx.dtype).unsqueeze(-1).expand(ctx.shape), None
-        hidden, weight, bias, *vectors, lse, entropy = ctx.saved_tensors
-        head = Head(hidden, weight, bias, tuple(vectors), ctx.recipe, ctx.settings, ctx.use)
-        rows = FusedRows(
-            head, None, None, grad, None, None, None, lse, is_log=True, row_entropy=entropy
-        )
-        like = hidden.new_empty(0, dtype=ctx.dtype)
-        return RowGradient(ctx.shape, (Piece(rows, ()),), like), None
+        if _needs_nothing(ctx):
+            return _spread(ctx, grad), None
+        kept: _Kept = ctx.kept
+        ctx.kept = kept.after_a_backward()
+        lse, entropy, *made_of = ctx.saved_tensors
+        given = (kept.head(made_of), None, None, grad, None, None, None, lse)
+        return RowGradient.of_fused(FusedRows(*given, is_log=True, row_entropy=entropy)), None
+
+
+def _needs_nothing(ctx: Any) -> bool:
+    """Whether a sum has to go back as eager's, which saves nothing: a second time, or again."""
+    try:
+        return torch.is_grad_enabled() or not ctx.saved_tensors
+    except RuntimeError:  # a backward pass has freed them
+        return True
+
+
+def _spread(ctx: Any, grad: Tensor) -> Tensor:
+    return grad.to(ctx.kept.recipe.dtype).unsqueeze(-1).expand(ctx.shape)
 
 
 class _Kept(NamedTuple):
-    """Deferred log-probabilities of which a backward pass may need the values."""
+    """What a backward has of deferred logits, beside the tensors that are autograd's to free."""
 
     view: DeferredLogits | None
+    memory: Memory | None  # where the values that it needs may be
     recipe: LogitsRecipe
-    written_by: Any
+    settings: LossSettings
     use: LogitsUse | None
+    written_by: Any
 
     @classmethod
-    def of(cls, ctx: Any, logs: DeferredLogits) -> _Kept | None:
-        """Save what the values come from, and return the rest."""
+    def of(cls, ctx: Any, view: DeferredLogits, *others: Tensor | None) -> _Kept | None:
+        """Save others and what the values come from, where there is a backward; return the rest."""
         if not any(ctx.needs_input_grad):
             return None
-        head = logs.head
-        ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors)
-        return cls(logs, logs.recipe, _written_by(logs), head.use)
+        head = view.head
+        ctx.save_for_backward(*others, head.hidden, head.weight, head.bias, *head.vectors)
+        kept = (view, view.memory, head.recipe, head.settings, head.use)
+        return cls(*kept, _written_by(view))
 
     def after_a_backward(self) -> _Kept:
-        """Return what is kept of it: the hidden states are autograd's to free."""
-        return self if torch.is_grad_enabled() else self._replace(view=None)
+        """Return what is kept of it then."""
+        return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
-    def values(self, made_of: Sequence[Tensor | None]) -> Tensor:
+    def head(self, made_of: Sequence[Any]) -> Head:
+        """Return the rows as a loss takes them."""
+        hidden, weight, bias, *vectors = made_of
+        return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
+
+    def values(self, made_of: Sequence[Any], reader: str) -> Tensor:
         """Return the values of then, with a graph of their own where one is asked for."""
         if torch.is_grad_enabled():
-            return _plain_for_second_derivative(self, made_of)
-        memory = None if self.view is None else self.view.memory
-        value = None if memory is None or memory.is_open else memory.value
+            return self.plain(made_of)
+        # Somebody can have written to a memory that is open.
+        value = None if self.memory is None or self.memory.is_open else self.memory.value
         if value is not None:
             return value
         if self.use is not None:
-            self.use.count_computed("the backward pass of exp")
-        hidden, weight, bias, *vectors = cast("list[Tensor]", made_of)
-        return self.recipe.logits(hidden, weight, bias, vectors)
+            self.use.count_computed(f"the backward pass of {reader}")
+        return self.head(made_of).logits(self.recipe)
 
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.dense() if isinstance(grad, RowGradient) else grad
-
-
-_rows = cast("Callable[..., tuple[Tensor, Tensor, Tensor]]", _Rows.apply)
-_log_soft = cast("Callable[..., DeferredLogits]", _LogSoftmax.apply)
-_exponential = cast("Callable[..., DeferredLogits]", _Exp.apply)
-_products = cast("Callable[..., DeferredLogits]", _PLogP.apply)
-_negative_entropy = cast("Callable[..., Tensor]", _NegativeEntropy.apply)
+    def plain(self, made_of: Sequence[Any]) -> Tensor:
+        """Return the logits of then as a plain tensor that is a view of the deferred ones."""
+        if self.view is None:
+            raise DoubleBackwardError(
+                "linear_cross_entropy: create_graph=True was asked of a loss outside the graph "
+                "whose backward has run before, without it; the op has only a first derivative. "
+                "Ask for it the first time, or compile with "
+                "options={'memeff.linear_cross_entropy': 'off'}."
+            )
+        with reading_for("a second derivative"):
+            plain = self.view.to_read()
+        if not self.view.memory.is_open:
+            return plain
+        # Somebody may have written to them since: eager has what its loss saved.
+        if _written_by(self.view) is not self.written_by:
+            raise DoubleBackwardError(
+                "linear_cross_entropy: create_graph=True was asked of a loss outside the graph "
+                "whose logits were changed in place since; the op has only a first derivative. "
+                "Copy the logits before you change them, or compile with "
+                "options={'memeff.linear_cross_entropy': 'off'}."
+            )
+        with torch.no_grad():
+            change = self.head(made_of).logits(self.recipe).reshape(plain.shape) - plain
+        return plain + change
 
 
 def _written_by(view: Tensor) -> Any:
     """What autograd knows as the last write to the memory of a view; a view's own is made anew."""
     return (view if view._base is None else view._base).grad_fn
-
-
-def _plain_for_second_derivative(ctx: Any, made_of: Sequence[Tensor | None]) -> Tensor:
-    """The logits of then as an ordinary tensor that is a view of the deferred ones for autograd."""
-    view: DeferredLogits | None = ctx.view
-    if view is None:
-        raise DoubleBackwardError(
-            "linear_cross_entropy: create_graph=True was asked of a loss outside the graph whose "
-            "backward has run before, without it; the op has only a first derivative. Ask for it "
-            "the first time, or compile with options={'memeff.linear_cross_entropy': 'off'}."
-        )
-    with reading_for("a second derivative"):
-        plain = view.to_read()
-    if not view.memory.is_open:
-        return plain
-    # Somebody may have written to them since: eager has what its loss saved.
-    if _written_by(view) is not ctx.written_by:
-        raise DoubleBackwardError(
-            "linear_cross_entropy: create_graph=True was asked of a loss outside the graph whose "
-            "logits were changed in place since; the op has only a first derivative. Copy the "
-            "logits before you change them, or compile with "
-            "options={'memeff.linear_cross_entropy': 'off'}."
-        )
-    with torch.no_grad():
-        hidden, weight, bias, *vectors = made_of
-        then: Tensor = ctx.recipe.logits(hidden, weight, bias, vectors)
-        change = then.reshape(plain.shape) - plain
-    return plain + change
 
 
 # What can be served -------------------------------------------------------------------------------
@@ -362,8 +339,6 @@ def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
             raise Declined(f"an operand is a {type(operand).__name__}")
     if compat.is_functorch_active():
         raise Declined("torch.func is at work")
-    if target is None:
-        target = torch.empty(view.rows.shape[:-1], dtype=torch.int64, device=view.device)
     sentence = view.head.refusal(target, column_weight)
     if sentence is not None:
         raise Declined(sentence)
@@ -385,21 +360,11 @@ def _last(view: DeferredLogits, dim: Any) -> bool:
     return is_number and view.order is None and dim in (-1, rank - 1)
 
 
-def _served(
-    view: DeferredLogits,
-    spelling: str,
-    target: Tensor | None,
-    *,
-    ignore_index: int | None = None,
-    column_weight: Tensor | None = None,
-    with_lse: bool = False,
-    with_sum: bool = False,
-    of_ignored: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op on the rows of `view`, with autograd."""
+def _served(view: DeferredLogits, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the op on the rows of `view`, with autograd, for what is `_Asked`."""
     source = view.memory.source
     source.require_unchanged()
-    result = _rows(view, target, ignore_index, column_weight, with_lse, with_sum, of_ignored)
+    result: tuple[Tensor, Tensor, Tensor] = _Rows.apply(view, _Asked(**asked))
     if source.use is not None:
         rows = view.rows.shape[:-1].numel()
         source.use.count_fused(spelling, rows * view.head.vocabulary * view.dtype.itemsize)
@@ -451,35 +416,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    view = _class_last(input, target)
-    folded = _check(view, target, weight)
-    _need(folded.factor is None, "cross_entropy of log-probabilities")
-    _check_loss(view, weight, (size_average, reduce), reduction, label_smoothing)
-    dtype = _result_dtype("cross_entropy", view, lambda x: F.cross_entropy(x, x[:, 0].long()))
-    is_smooth = label_smoothing > 0
-    nll, lse, total = _served(
-        view,
-        "cross_entropy",
-        target,
-        ignore_index=ignore_index,
-        column_weight=weight if is_smooth else None,
-        with_lse=is_smooth,
-        with_sum=is_smooth,
-        of_ignored=False,
-    )
-    kept = target != ignore_index
-    rows, norm = nll, kept
-    if weight is not None:
-        norm = _row_weights(weight, target, kept, nll.dtype)
-        rows = nll * norm
-    loss = _reduced(rows, norm, reduction)
-    if is_smooth:
-        vocabulary = view.dims[-1]
-        mass = vocabulary if weight is None else weight.to(lse.dtype).sum()
-        spread = torch.where(kept, lse * mass - total, 0)
-        smooth = _reduced(spread, norm, reduction)
-        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
-    return loss.to(dtype)
+    how = (size_average, reduce, reduction, label_smoothing)
+    return _class_loss(F.cross_entropy, input, target, weight, ignore_index, *how)
 
 
 def _nll_loss(
@@ -491,18 +429,58 @@ def _nll_loss(
     reduce: object = None,
     reduction: str = "mean",
 ) -> Any:
-    view = _class_last(input, target)
-    folded = _check(view, target, weight)
-    _need(folded.factor is not None, "nll_loss of something other than log-probabilities")
-    _check_loss(view, weight, (size_average, reduce), reduction, 0.0)
-    dtype = _result_dtype("nll_loss", view, lambda x: F.nll_loss(x, x[:, 0].long()))
-    nll, _, _ = _served(
-        view, "log_softmax + nll_loss", target, ignore_index=ignore_index, of_ignored=False
+    how = (size_average, reduce, reduction)
+    return _class_loss(F.nll_loss, input, target, weight, ignore_index, *how)
+
+
+def _class_loss(
+    function: Callable[..., Tensor],  # F.cross_entropy, or F.nll_loss, which takes no smoothing
+    input: Any,
+    target: Any,
+    weight: Tensor | None,
+    ignore_index: int,
+    size_average: object,
+    reduce: object,
+    reduction: str,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    view, is_log = _class_last(input, target), function is F.nll_loss
+    factor = _check(view, target, weight).factor
+    if is_log:
+        _need(factor is not None, "nll_loss of something other than log-probabilities")
+    else:
+        _need(factor is None, "cross_entropy of log-probabilities")
+    _need(size_average is None and reduce is None, "size_average or reduce is given")
+    _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
+    is_share = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
+    _need(is_share, "the label smoothing is not known")
+    if weight is not None:
+        _need(not weight.requires_grad, "the class weights need a gradient")
+        _need(weight.shape == view.dims[-1:], "the class weights have another size")
+        _need(weight.dtype == view.dtype, "the class weights have another dtype")
+    dtype = _result_dtype(function.__name__, view, lambda x: function(x, x[:, 0].long()))
+    is_smooth = label_smoothing > 0
+    nll, lse, total = _served(
+        view,
+        "log_softmax + nll_loss" if is_log else "cross_entropy",
+        target=target,
+        ignore_index=ignore_index,
+        column_weight=weight if is_smooth else None,
+        with_lse=is_smooth,
+        with_sum=is_smooth,
+        of_ignored=False,
     )
     kept = target != ignore_index
     norm = kept if weight is None else _row_weights(weight, target, kept, nll.dtype)
-    rows = nll * cast("float", folded.factor)
-    return _reduced(rows if weight is None else rows * norm, norm, reduction).to(dtype)
+    rows = nll if factor is None else nll * factor
+    loss = _reduced(rows if weight is None else rows * norm, norm, reduction)
+    if is_smooth:
+        vocabulary = view.dims[-1]
+        mass = vocabulary if weight is None else weight.to(lse.dtype).sum()
+        spread = torch.where(kept, lse * mass - total, 0)
+        smooth = _reduced(spread, norm, reduction)
+        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
+    return loss.to(dtype)
 
 
 def _class_last(input: Any, target: Any) -> DeferredLogits:
@@ -521,23 +499,6 @@ def _class_last(input: Any, target: Any) -> DeferredLogits:
         _need(rank <= 2, "the loss reads its classes from dimension 1 and the head's are last")
     _need(target.shape == view.dims[:-1], "the shapes of logits and targets differ")
     return view
-
-
-def _check_loss(
-    view: DeferredLogits,
-    weight: Tensor | None,
-    legacy: tuple[object, object],
-    reduction: object,
-    label_smoothing: object,
-) -> None:
-    _need(legacy == (None, None), "size_average or reduce is given")
-    _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
-    is_share = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
-    _need(is_share, "the label smoothing is not known")
-    if weight is not None:
-        _need(not weight.requires_grad, "the class weights need a gradient")
-        _need(weight.shape == view.dims[-1:], "the class weights have another size")
-        _need(weight.dtype == view.dtype, "the class weights have another dtype")
 
 
 def _row_weights(weight: Tensor, target: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
@@ -568,7 +529,7 @@ def _log_softmax(input: Any, dim: Any, dtype: torch.dtype | None = None) -> Any:
     result = dtype or _result_dtype("log_softmax", input, lambda x: x.log_softmax(-1))
     recipe = input.recipe.cast(result).then("log_softmax")
     _need(isinstance(fold_recipe(recipe), Folded), "log_softmax in float64")
-    return _log_soft(input, recipe)
+    return _LogSoftmax.apply(input, recipe)
 
 
 def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out: Any = None) -> Any:
@@ -600,12 +561,11 @@ def _get_item(input: Any, index: Any) -> Any:
 
 def _picked(view: DeferredLogits, target: Tensor) -> Tensor:
     """One column of each row, by its index."""
-    folded = _check(view, target)
-    is_log = folded.factor is not None
+    factor = _check(view, target).factor
+    is_log = factor is not None
     spelling = "log_softmax + gather" if is_log else "gather"
-    nll, lse, _ = _served(view, spelling, target, with_lse=not is_log, with_sum=is_log)
-    picked = nll * -cast("float", folded.factor) if is_log else lse - nll
-    return picked.to(view.dtype)
+    nll, lse, _ = _served(view, spelling, target=target, with_lse=not is_log, with_sum=is_log)
+    return (lse - nll if factor is None else nll * -factor).to(view.dtype)
 
 
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
@@ -614,7 +574,7 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
     folded = _check(input, None)
     _need(folded.factor is None, "logsumexp of log-probabilities")
     dtype = _result_dtype("logsumexp", input, lambda x: x.logsumexp(-1))
-    _, lse, _ = _served(input, "logsumexp", None, with_lse=True)
+    _, lse, _ = _served(input, "logsumexp", with_lse=True)
     # A node of one result: autograd loses retain_grad of a second one that is written to.
     return (_column(lse) if keepdim else _no_view(lse, lse.shape)).to(dtype)
 
@@ -627,7 +587,7 @@ def _exp(input: Any, *, out: Any = None) -> Any:
     if not is_last or _result_dtype("exp", input, torch.exp) != input.dtype:
         return NotImplemented
     _check(input, None)
-    result = _exponential(input)
+    result = _Exp.apply(input)
     result.log_probs = input
     return result
 
@@ -640,7 +600,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
         if probs.recipe.steps[-1:] != (("exp", None),) or probs.lost_factors() is not None:
             continue
         _check(logs, None)
-        result = _products(probs, logs)
+        result = _PLogP.apply(probs, logs)
         result.log_probs = logs
         return result
     return NotImplemented
@@ -657,10 +617,10 @@ def _entropy(
     _check(logs, None)
     logs.memory.source.require_unchanged()
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
-    total = _negative_entropy(input, logs)
+    total = _NegativeEntropy.apply(input, (logs,))
     if logs.memory.source.use is not None:
         logs.memory.source.use.count_fused("entropy")
-    return (total.unsqueeze(-1) if keepdim else total).to(result)
+    return (_column(total) if keepdim else total).to(result)
 
 
 def _sum(
@@ -677,17 +637,20 @@ def _sum(
     _check(input, None)
     _need(dtype is None or dtype.is_floating_point, "sum in another dtype")
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
-    _, _, total = _served(input, "log_softmax + sum", None, with_sum=True)
-    total = total * folded.factor
+    _, _, total = _served(input, "log_softmax + sum", with_sum=True)
+    # By a number and not a tensor of it: a node of nothing saved, as that of eager's sum.
+    total = torch.ops.aten.mul.Scalar(total, folded.factor)
     return (_column(total) if keepdim else total).to(result)
 
 
 def _mean(
     input: Any, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, out: Any = None
 ) -> Any:
-    total = _sum(input, dim, keepdim, dtype=dtype or torch.float32, out=out)
-    is_served = total is not NotImplemented
-    return (total / input.dims[-1]).to(dtype or input.dtype) if is_served else NotImplemented
+    wide = dtype or torch.promote_types(input.dtype, torch.float32)
+    total = _sum(input, dim, keepdim, dtype=wide, out=out)
+    if total is NotImplemented:
+        return total
+    return torch.ops.aten.div.Scalar(total, input.dims[-1]).to(dtype or input.dtype)
 
 
 def _serving(handler: Any) -> Callable[..., Any]:

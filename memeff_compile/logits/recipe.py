@@ -12,11 +12,12 @@ are applied to the hidden states beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,34 +25,35 @@ from torch.nn import functional as F
 
 from memeff_compile.compat import pytree
 
-__all__ = [
-    "DeferredOutput",
-    "GivenSize",
-    "LogitsRecipe",
-    "LogitsView",
-    "LossSettings",
-    "Modifiers",
-    "Unfoldable",
-    "fold_steps",
-    "given_sizes",
-]
-
-_STEPS = ("to", "mul", "div", "tanh", "bias", "log_softmax", "exp", "times_exp")
+_Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
+_STEPS: _Steps = {
+    "to": lambda x, dtype: x.to(dtype),
+    "mul": lambda x, factor: x * factor,
+    "div": lambda x, factor: x / factor,
+    "tanh": lambda x, _: x.tanh(),
+    "bias": lambda x, vector: x + vector,
+    "log_softmax": lambda x, _: x.log_softmax(-1),
+    "exp": lambda x, _: x.exp(),
+    "times_exp": lambda x, _: x.exp() * x,
+}
+_IN_PLACE: _Steps = {
+    **_STEPS,
+    "mul": lambda x, factor: x.mul_(factor),
+    "div": lambda x, factor: x.div_(factor),
+    "tanh": lambda x, _: x.tanh_(),
+}
 
 
 @dataclass(frozen=True)
 class LogitsRecipe:
     """The head of a model, from hidden states to logits.
 
-    Args:
-        compute_dtype: dtype in which the product runs, autocast already resolved.
-        transposed: the weight is (hidden, vocabulary) instead of (vocabulary, hidden).
-        steps: pointwise steps behind the product, in order: ("to", dtype), ("mul", number),
-            ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors`.
-            A bias step that changes the dtype names the new one: ("bias", torch.float32).
-            ("log_softmax", None) is a step of what code outside the graph made of the logits, and
-            so are ("exp", None) and ("times_exp", None), x * exp(x), behind it; the recipes of
-            graphs, which are the ones that know gradients, have none.
+    Its pointwise steps behind the product are, in order: ("to", dtype), ("mul", number),
+    ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors`. A bias
+    step that changes the dtype names the new one: ("bias", torch.float32). ("log_softmax", None) is
+    a step of what code outside the graph made of the logits, and so are ("exp", None) and
+    ("times_exp", None), x * exp(x), behind it; the recipes of graphs, which are the ones that know
+    gradients, have none.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -59,13 +61,13 @@ class LogitsRecipe:
         torch.float32
     """
 
-    compute_dtype: torch.dtype
-    transposed: bool = False
-    steps: tuple[tuple[str, object], ...] = ()
+    compute_dtype: torch.dtype  # in which the product runs, autocast already resolved
+    transposed: bool = False  # the weight is (hidden, vocabulary) instead of (vocabulary, hidden)
+    steps: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         unknown = [name for name, _ in self.steps if name not in _STEPS]
-        assert not unknown, f"steps {unknown} are not among {_STEPS}"
+        assert not unknown, f"steps {unknown} are not among {tuple(_STEPS)}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,21 +87,18 @@ class LogitsRecipe:
         return replace(self, steps=(*self.steps, (name, value)))
 
     def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vectors: Sequence[Tensor] = ()
+        self,
+        hidden: Tensor,  # (..., hidden), any floating dtype
+        weight: Tensor,  # (vocabulary, hidden), or (hidden, vocabulary) when transposed
+        bias: Tensor | None,  # (vocabulary,) or None, the bias inside the product
+        vectors: Sequence[Tensor] = (),  # one per bias step, broadcastable to (vocabulary,)
     ) -> Tensor:
-        """Compute the logits with differentiable PyTorch calls, whatever autocast says outside.
+        """Compute the logits, (..., vocabulary) of `self.dtype`, whatever autocast says outside.
 
-        Args:
-            hidden: (..., hidden), any floating dtype.
-            weight: (vocabulary, hidden), or (hidden, vocabulary) when transposed.
-            bias: (vocabulary,) or None, the bias inside the product.
-            vectors: one tensor per bias step, broadcastable to (vocabulary,).
-
-        Returns:
-            (..., vocabulary) of `self.dtype`.
+        The calls are PyTorch's, which are differentiable.
         """
         with _autocast_off(hidden.device.type):
-            return self._forward(hidden, weight, bias, vectors, None)
+            return self._forward((hidden, weight, bias, vectors), None)
 
     def gradients(
         self,
@@ -111,29 +110,27 @@ class LogitsRecipe:
         # one claim per gradient, in the order of the result; None asks for all
         needed: Sequence[bool] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of `logits` from the gradient of its result.
-
-        Returns:
-            The gradients of hidden, weight, bias and of every vector; None where not needed.
-        """
+        """Compute the gradients of hidden, weight, bias and every vector; None where not needed."""
         count = 3 + len(vectors)
         needs = [True] * count if needed is None else list(needed)
         result: list[Tensor | None] = [None] * count
         with _autocast_off(hidden.device.type):
             tanhs: list[Tensor] = []
             if any(name == "tanh" for name, _ in self.steps):
-                self._forward(hidden, weight, bias, vectors, tanhs)
-            dtypes = self._dtypes
-            place = count
-            for index in range(len(self.steps) - 1, -1, -1):
-                name, value = self.steps[index]
+                self._forward((hidden, weight, bias, vectors), tanhs)
+            remaining = list(enumerate(vectors, 3))
+            for (name, value), before in zip(self.steps[::-1], self._dtypes[-2::-1], strict=True):
                 if name == "bias":
-                    place -= 1
+                    place, vector = remaining.pop()
                     if needs[place]:
-                        vector = vectors[place - 3]
                         result[place] = grad.sum_to_size(vector.shape).to(vector.dtype)
-                grad = _step_gradient(name, value, grad, dtypes[index], tanhs)
-            result[:3] = self._product_gradients(grad, hidden, weight, bias, needs)
+                if name in ("mul", "div"):
+                    grad = _STEPS[name](grad, value)
+                elif name == "tanh":
+                    grad = torch.ops.aten.tanh_backward(grad, tanhs.pop())
+                else:
+                    grad = grad.to(before)
+            result[:3] = self._product_gradients(grad, (hidden, weight, bias), needs)
         return tuple(result)
 
     @cached_property
@@ -142,18 +139,12 @@ class LogitsRecipe:
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             changes = name in ("to", "bias") and value is not None
-            dtypes.append(cast("torch.dtype", value) if changes else dtypes[-1])
+            dtypes.append(value if changes else dtypes[-1])
         return tuple(dtypes)
 
-    def _forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        vectors: Sequence[Tensor],
-        tanhs: list[Tensor] | None,
-    ) -> Tensor:
+    def _forward(self, made_of: Sequence[Any], tanhs: list[Tensor] | None) -> Tensor:
         """The logits; the result of every tanh step is appended to `tanhs`."""
+        hidden, weight, bias, vectors = made_of
         reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
         dtype = self.compute_dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -165,38 +156,19 @@ class LogitsRecipe:
         else:
             rows = torch.addmm(bias, hidden.reshape(-1, hidden.shape[-1]), weight)
             value = rows.view(*hidden.shape[:-1], weight.shape[1])
-        remaining = iter(vectors)
+        run, remaining = _IN_PLACE if reuses else _STEPS, iter(vectors)
         for name, argument in self.steps:
-            if name == "to":
-                value = value.to(cast("torch.dtype", argument))
-            elif name == "mul":
-                factor = cast("float", argument)
-                value = value.mul_(factor) if reuses else value * factor
-            elif name == "div":
-                factor = cast("float", argument)
-                value = value.div_(factor) if reuses else value / factor
-            elif name == "tanh":
-                value = value.tanh_() if reuses else torch.tanh(value)
-                if tanhs is not None:
-                    tanhs.append(value)
-            elif name == "log_softmax":
-                value = value.log_softmax(-1)
-            elif name in ("exp", "times_exp"):
-                value = value.exp() if name == "exp" else value.exp() * value
-            else:
-                value = value + next(remaining)
+            value = run[name](value, next(remaining) if name == "bias" else argument)
+            if name == "tanh" and tanhs is not None:
+                tanhs.append(value)
         assert value.dtype == self.dtype, f"recipe says {self.dtype}, product gave {value.dtype}"
         return value
 
     def _product_gradients(
-        self,
-        grad: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: Sequence[bool],
+        self, grad: Tensor, made_of: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         """Gradients of hidden, weight and bias from that of the bare product."""
+        hidden, weight, bias = made_of
         dtype = self.compute_dtype
         rows = grad.reshape(-1, grad.shape[-1])
         dhidden = dweight = dbias = None
@@ -270,12 +242,10 @@ class LogitsView:
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
         """Return this view of `logits`."""
-        view = logits
         for name, args in self.calls:
-            packet, overload = name.split(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload)
-            view = op(view, *(_with_sizes(arg, results) for arg in args))
-        return view
+            op = attrgetter(name)(torch.ops.aten)
+            logits = op(logits, *(_with_sizes(arg, results) for arg in args))
+        return logits
 
 
 def _with_sizes(arg: object, results: Sequence[Any]) -> object:
@@ -291,36 +261,19 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
     return min(sizes, default=None)
 
 
-def _step_gradient(
-    name: str, value: object, grad: Tensor, before: torch.dtype, tanhs: list[Tensor]
-) -> Tensor:
-    """Gradient in front of one step, where the values had the dtype `before`."""
-    if name == "mul":
-        return grad * cast("float", value)
-    if name == "div":
-        return grad / cast("float", value)
-    if name == "tanh":
-        return cast("Tensor", torch.ops.aten.tanh_backward(grad, tanhs.pop()))
-    return grad.to(before)
-
-
 @contextmanager
 def _autocast_off(device_type: str) -> Iterator[None]:
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
+    is_on = torch.is_autocast_enabled(device_type)
+    with torch.autocast(device_type, enabled=False) if is_on else nullcontext():
         yield
 
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``, softcap 0 for
-    none.
-    """
+    """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float = 1.0
-    softcap: float = 0.0
+    softcap: float = 0.0  # 0 for none
     biases: tuple[tuple[Any, float], ...] = ()  # a vector and what to divide it by
 
 
@@ -335,23 +288,19 @@ class Unfoldable:
 
 def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
     """Fold the pointwise ones of `steps`, in order, into scale, softcap and bias."""
-    result = Modifiers()
-    capped = False
+    scale, softcap, capped = 1.0, 0.0, False
+    biases: list[tuple[Any, float]] = []
     for place, (name, value) in enumerate(steps):
         if name in ("mul", "div"):
             factor = value if name == "mul" else 1.0 / value
-            result = replace(result, scale=result.scale * factor)
-            if capped:
-                result = replace(result, softcap=result.softcap * factor)
+            scale *= factor
+            softcap = softcap * factor if capped else 0.0
         elif name == "tanh":
             if capped:
                 return Unfoldable("softcap_twice", "the logits pass through tanh twice", place)
-            capped = True
-            result = replace(result, softcap=1.0)
+            softcap, capped = 1.0, True
         elif name == "bias":
             if capped:
                 return Unfoldable("bias_after_softcap", "a bias is added after the softcap", place)
-            result = replace(result, biases=(*result.biases, (value, result.scale)))
-    if result.softcap < 0:  # c tanh(u/c) is even in c
-        result = replace(result, softcap=-result.softcap)
-    return result
+            biases.append((value, scale))
+    return Modifiers(scale, abs(softcap), tuple(biases))  # c tanh(u/c) is even in c

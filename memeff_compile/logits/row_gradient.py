@@ -13,9 +13,10 @@ The gradient that a fused loss outside the graph sends is one of these too: its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,9 +25,7 @@ from torch import Tensor
 from memeff_compile import compat
 from memeff_compile.compat import pytree
 from memeff_compile.logits.fused_rows import FusedRows
-from memeff_compile.logits.lazy_tensor import LazyTensor, untraced
-
-__all__ = ["Piece", "RowGradient", "RowStep", "indexed_dims"]
+from memeff_compile.logits.lazy_tensor import LazyTensor
 
 aten = torch.ops.aten
 
@@ -53,27 +52,10 @@ class Piece(NamedTuple):
         """The rows, where they are in factored form and stand for all rows."""
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
-    @property
-    def numel(self) -> int:
-        """Elements in memory."""
-        return 0 if isinstance(self.rows, FusedRows) else self.rows.numel()
-
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the gradient of all rows."""
         rows = self.rows
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
-
-    def to(self, dtype: torch.dtype | None) -> Piece:
-        """Return this piece in another dtype; factored rows have one only when multiplied out."""
-        rows = self.rows
-        return self if isinstance(rows, FusedRows) else Piece(rows.to(dtype), self.steps)
-
-    def scaled(self, factor: float, *, invert: bool) -> Piece:
-        """Return this piece times a number, or divided by it."""
-        rows = self.rows
-        if isinstance(rows, FusedRows):
-            return Piece(rows.scaled(1 / factor if invert else factor), self.steps)
-        return Piece(rows / factor if invert else rows * factor, self.steps)
 
     def select(self, tensor: Tensor) -> Tensor:
         """Return the rows of `tensor` that this piece speaks of."""
@@ -92,19 +74,23 @@ class RowGradient(LazyTensor):
     """A dense gradient in shape, a sum of pieces in memory."""
 
     pieces: tuple[Piece, ...]
+    order: tuple[int, ...] | None  # of the pieces' dimensions, where the vocabulary is not last
     _dense: Tensor | None
-    _moved: tuple[RowGradient, tuple[int, ...]] | None  # another one, its dimensions permuted
 
     @staticmethod
     def __new__(
-        cls: type[RowGradient], shape: Sequence[int], pieces: tuple[Piece, ...], like: Tensor
+        cls: type[RowGradient],
+        shape: Sequence[int],
+        pieces: tuple[Piece, ...],
+        like: Tensor,
+        order: tuple[int, ...] | None = None,
     ) -> RowGradient:
         self = cls._make(shape, like.dtype, like.device)
-        self.pieces, self._dense, self._moved = pieces, None, None
+        self.pieces, self.order, self._dense = pieces, order, None
         return self
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def of(rows: Tensor) -> Tensor:
         """Wrap the gradient of a few rows; a gradient with a graph of its own stays as it is."""
         if type(rows) is not Tensor or rows.requires_grad:
@@ -114,41 +100,48 @@ class RowGradient(LazyTensor):
     def dense(self) -> Tensor:
         """Return the plain gradient."""
         if self._dense is None:
-            if self._moved is not None:
-                inner, order = self._moved
-                total = inner.dense().permute(order)
-            else:
-                total = _sum(self.pieces, self)
+            total = _sum(self.pieces, self)
+            if self.order is not None and self.pieces:
+                total = total.permute(self.order)
             # From here on the dense tensor is the gradient: someone may write to it.
-            self._dense, self.pieces, self._moved = total, (Piece(total, ()),), None
+            self._dense, self.pieces, self.order = total, (Piece(total, ()),), None
         return self._dense
+
+    @staticmethod
+    def of_fused(rows: FusedRows) -> RowGradient:
+        """Return the gradient of all rows of a head."""
+        head = rows.head
+        like = head.hidden.new_empty(0, dtype=head.recipe.dtype)
+        return RowGradient((*head.hidden.shape[:-1], head.vocabulary), (Piece(rows, ()),), like)
 
     @property
     def is_fused(self) -> bool:
-        """Whether all of it is in factored form."""
-        return bool(self.pieces) and all(isinstance(p.rows, FusedRows) for p in self.pieces)
+        """Whether all of it is in factored form, and the vocabulary last."""
+        are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
+        return any(are_fused) and all(are_fused) and self.order is None
+
+    def with_rows(
+        self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
+    ) -> RowGradient:
+        """Return this gradient with the rows that `function` makes of those of each piece."""
+        pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
+        like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
+        return RowGradient(self.shape, pieces, like, self.order)
 
     def permuted(self, order: Sequence[int]) -> RowGradient:
         """Return this gradient with its dimensions in another order."""
-        source, before = self._moved or (self, tuple(range(self.dim())))
-        total = tuple(before[dim % self.dim()] for dim in order)
-        last = source.dim() - 1
-        if total == tuple(range(source.dim())):
-            return RowGradient(source.shape, source.pieces, source)
-        shape = [source.shape[dim] for dim in total]
-        if total[-1] == last:
-            back = [total.index(dim) for dim in range(last + 1)]
-            step = RowStep(lambda x: x.permute(back), lambda g: g.permute(total))
-            return source.then(shape, step)
-        moved = RowGradient(shape, (), source)
-        moved._moved = source, total
-        return moved
+        last = self.dim() - 1
+        before = self.order or tuple(range(last + 1))
+        total = tuple(before[dim] for dim in order)
+        shape = [self.shape[dim] for dim in order]
+        if total[-1] != last:
+            return RowGradient(shape, self.pieces, self, total)
+        if total == tuple(range(last + 1)):
+            return RowGradient(shape, self.pieces, self)
+        back = [total.index(dim) for dim in range(last + 1)]
+        return self.then(shape, RowStep(lambda x: x.permute(back), lambda g: g.permute(total)))
 
-    def _values(self) -> Tensor:
-        return self.dense()
-
-    def _memory(self) -> Tensor:
-        return self.dense()
+    _values = _memory = dense
 
     def _peek(self) -> Tensor | None:
         return self._dense
@@ -162,7 +155,9 @@ class RowGradient(LazyTensor):
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Note one ATen operation where a rule says how, else run it on the dense gradient."""
         rule = _RULES.get(func)
-        result = None if rule is None else _apply_rule(rule, args, kwargs)
+        given = [leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, RowGradient)]
+        is_taken = rule in _ANY_ORDER or all(grad.order is None for grad in given)
+        result = rule(*args, **kwargs) if rule is not None and is_taken else None
         if result is not None:
             return result
         args, kwargs = pytree.tree_map_only(RowGradient, RowGradient.dense, (tuple(args), kwargs))
@@ -172,19 +167,9 @@ class RowGradient(LazyTensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION
 
 
-def _apply_rule(
-    rule: Callable[..., Tensor | None], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
-    first = args[0]
-    moved = first._moved if isinstance(first, RowGradient) else None
-    if moved is not None and rule in _POINTWISE:
-        inner = rule(moved[0], *args[1:], **kwargs)
-        return inner.permuted(moved[1]) if isinstance(inner, RowGradient) else None
-    if rule is not RowGradient.permuted and rule is not _transpose:
-        leaves = pytree.tree_leaves(list(args))
-        if any(isinstance(leaf, RowGradient) and leaf._moved is not None for leaf in leaves):
-            return None
-    return rule(*args, **kwargs)
+def dense(grad: Tensor) -> Tensor:
+    """Return a gradient as a plain tensor; what is no gradient in rows stays as it is."""
+    return grad.dense() if isinstance(grad, RowGradient) else grad
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
@@ -192,10 +177,7 @@ def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return functools.reduce(torch.add, parts)
 
 
 def _with_last(shape: Sequence[int], tensor: Tensor) -> list[int]:
@@ -243,21 +225,15 @@ def _shaped(func: Any) -> Callable[..., RowGradient | None]:
 
 
 def _same(grad: RowGradient, **kwargs: object) -> RowGradient:
-    return RowGradient(grad.shape, grad.pieces, grad)
+    return grad.with_rows(lambda rows: rows)
 
 
-def _cast(
-    grad: RowGradient,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **kwargs: object,
-) -> RowGradient | None:
-    if device is not None and device != grad.device:
+def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
+    dtype = kwargs.get("dtype")
+    if kwargs.get("device") not in (None, grad.device):
         return None
-    pieces = tuple(piece.to(dtype) for piece in grad.pieces)
-    like = torch.empty(0, dtype=dtype or grad.dtype, device=grad.device)
-    return RowGradient(grad.shape, pieces, like)
+    # Factored rows have a dtype only when multiplied out.
+    return grad.with_rows(lambda x: x if isinstance(x, FusedRows) else x.to(dtype), dtype)
 
 
 def _index_put(
@@ -303,13 +279,13 @@ def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None
         return None
     pieces = [*_pieces_of(left), *_pieces_of(right)]
     fused = [piece for piece in pieces if isinstance(piece.rows, FusedRows)]
-    if not fused and not (type(left) is RowGradient and type(right) is RowGradient):
-        return None
     rest = [piece for piece in pieces if not isinstance(piece.rows, FusedRows)]
-    if sum(piece.numel for piece in rest) >= left.numel():
-        if not fused:
-            return None
-        rest = rest if len(rest) == 1 else [Piece(_sum(rest, left), ())]
+    is_full = sum(cast("Tensor", piece.rows).numel() for piece in rest) >= left.numel()
+    are_rows = isinstance(left, RowGradient) and isinstance(right, RowGradient)
+    if not fused and (is_full or not are_rows):
+        return None
+    if is_full and len(rest) > 1:
+        rest = [Piece(_sum(rest, left), ())]
     return RowGradient(left.shape, (*_merged(fused), *rest), left)
 
 
@@ -341,8 +317,14 @@ def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | 
         factor = factor.item()
     if not isinstance(factor, (int, float)) or isinstance(factor, bool) or (invert and not factor):
         return None
-    pieces = tuple(piece.scaled(factor, invert=invert) for piece in grad.pieces)
-    return RowGradient(grad.shape, pieces, grad)
+    number = factor
+
+    def scaled(rows: Tensor | FusedRows) -> Tensor | FusedRows:
+        if isinstance(rows, FusedRows):
+            return rows.scaled(1 / number if invert else number)
+        return rows / number if invert else rows * number
+
+    return grad.with_rows(scaled)
 
 
 def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
@@ -353,8 +335,6 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
     """The transpose of split and chunk."""
-    if not all(isinstance(grad, RowGradient) for grad in grads):
-        return None
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -367,8 +347,6 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
     """The transpose of unbind and iteration."""
-    if not all(isinstance(grad, RowGradient) for grad in grads):
-        return None
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):
@@ -382,9 +360,11 @@ def _together(
     shape: Sequence[int],
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
-) -> RowGradient:
+) -> RowGradient | None:
     """Gradients side by side: one where all are factored and of one kind, else piece by piece."""
-    given = cast("Sequence[RowGradient]", grads)
+    given = [grad for grad in grads if isinstance(grad, RowGradient)]
+    if len(given) < len(grads):
+        return None
     fused = [grad.pieces[0].fused if len(grad.pieces) == 1 else None for grad in given]
     parts = [part for part in fused if part is not None]
     joined = FusedRows.joined(parts, join) if len(parts) == len(given) else None
@@ -412,43 +392,34 @@ def _selected(shape: Sequence[int], dim: int, index: int) -> RowStep:
     )
 
 
-def _new_zeros(
-    grad: RowGradient,
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **kwargs: object,
-) -> RowGradient | None:
-    if device is not None and device != grad.device:
+def _new_zeros(grad: RowGradient, shape: Sequence[int], **kwargs: Any) -> RowGradient | None:
+    if kwargs.get("device") not in (None, grad.device):
         return None
-    return RowGradient(shape, (), torch.empty(0, dtype=dtype or grad.dtype, device=grad.device))
+    like = torch.empty(0, dtype=kwargs.get("dtype") or grad.dtype, device=grad.device)
+    return RowGradient(shape, (), like)
 
 
-_divide, _negate = partial(_scale, invert=True), partial(_scale, factor=-1.0)
+_divide, _negate = functools.partial(_scale, invert=True), functools.partial(_scale, factor=-1.0)
 
-_RULES: dict[Any, Callable[..., Tensor | None]] = {
-    aten.select_backward.default: _part_backward(_selected),
-    aten.slice_backward.default: _part_backward(_sliced),
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _reshape),
-    **dict.fromkeys((aten._reshape_alias.default, aten.reshape.default), _reshape),
-    **dict.fromkeys(
-        (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _shaped(aten.squeeze)
-    ),
-    aten.unsqueeze.default: _shaped(aten.unsqueeze),
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _same),
-    aten._to_copy.default: _cast,
-    aten.index_put.default: _index_put,
-    aten.index_add.default: _index_add,
-    aten.add.Tensor: _add,
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _scale),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _divide),
-    aten.neg.default: _negate,
-    aten.permute.default: RowGradient.permuted,
-    aten.transpose.int: _transpose,
-    aten.cat.default: _cat,
-    aten.stack.default: _stack,
-    aten.new_zeros.default: _new_zeros,
+_NAMED: dict[Callable[..., Tensor | None], str] = {
+    _part_backward(_selected): "select_backward.default",
+    _part_backward(_sliced): "slice_backward.default",
+    _reshape: "view.default _unsafe_view.default _reshape_alias.default reshape.default",
+    _shaped(aten.squeeze): "squeeze.default squeeze.dim squeeze.dims",
+    _shaped(aten.unsqueeze): "unsqueeze.default",
+    _same: "detach.default alias.default clone.default",
+    _cast: "_to_copy.default",
+    _index_put: "index_put.default",
+    _index_add: "index_add.default",
+    _add: "add.Tensor",
+    _scale: "mul.Tensor mul.Scalar",
+    _divide: "div.Tensor div.Scalar",
+    _negate: "neg.default",
+    RowGradient.permuted: "permute.default",
+    _transpose: "transpose.int",
+    _cat: "cat.default",
+    _stack: "stack.default",
+    _new_zeros: "new_zeros.default",
 }
-
-_POINTWISE = (_same, _cast, _scale, _divide, _negate)
+_RULES = {attrgetter(name)(aten): rule for rule, names in _NAMED.items() for name in names.split()}
+_ANY_ORDER = (RowGradient.permuted, _transpose, _same, _cast, _scale, _divide, _negate)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,11 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memeff_compile import compat
 from memeff_compile.errors import StaleLogitsError
-from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
 from memeff_compile.report import LogitsUse
-
-__all__ = ["LogitsSource", "reading_for"]
 
 _REMEDY_GATHERED = (
     "FSDP frees the gathered head in the backward pass: read out.logits before loss.backward(), or "
@@ -37,9 +35,6 @@ _reading: list[str] = []
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
     """Name what asks for the values that are computed meanwhile; the outermost name counts."""
-    if _reading:
-        yield
-        return
     _reading.append(reason)
     try:
         yield
@@ -80,22 +75,22 @@ class LogitsSource:
         self.parameters = [
             weakref.ref(tensor) for tensor in (*operands, *self._shards) if tensor.requires_grad
         ]
-        self._tensors = [
-            tensor
-            for tensor in (self.hidden, self.weight, self.bias, *self.vectors)
-            if tensor is not None
+        names = ["the head's weight", *["the head's bias"] * (bias is not None)]
+        names += ["a vector added to them"] * len(vectors)
+        self._seen: list[tuple[str, Tensor, int | None, int | None]] = [
+            ("the hidden states they come from", self.hidden, *_stamp(self.hidden))
         ]
-        self._stamps: list[tuple[int | None, int | None]] = [_stamp(t) for t in self._tensors]
-        for place, shard in enumerate(shards, 1):
-            if shard is not None:  # FSDP gathers a weight again and again, each time somewhere else
-                self._stamps[place] = (self._stamps[place][0], None)
+        for name, operand, shard in zip(names, operands, shards, strict=True):
+            held = operand.detach()
+            version, pointer = _stamp(held)
+            # FSDP gathers a weight again and again, each time somewhere else.
+            self._seen.append((name, held, version, pointer if shard is None else None))
         self._shard_stamps = [_shard_stamp(shard) for shard in self._shards]
         self._sample: Tensor | None = None
         if self.parameters:
             self._sample = _sample(self.weight).clone()
             _live.add(self)
-            if not _is_watching:
-                _watch_optimizers()
+            _watch_optimizers()
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
         """Return the logits of some rows of the hidden states, without autograd.
@@ -105,7 +100,7 @@ class LogitsSource:
         self._refuse(self.change())
         self.materialisations += 1
         if self.use is not None:
-            self.use.count_computed(_reading[-1] if _reading else "their values")
+            self.use.count_computed(_reading[0] if _reading else "their values")
         with torch.inference_mode(self.is_inference), torch.no_grad():
             return recipe.logits(rows, self.weight, self.bias, self.vectors)
 
@@ -143,29 +138,22 @@ class LogitsSource:
 
     def _visible_change(self) -> str | None:
         """Say what has changed, without a look at the values."""
-        for name, tensor, before in zip(self._names(), self._tensors, self._stamps, strict=True):
+        for name, tensor, version_then, pointer_then in self._seen:
             version, pointer = _stamp(tensor)
-            if version != before[0]:
+            if version != version_then:
                 return (
-                    f"{name} changed in place since then (version {before[0]}, now {version}; "
+                    f"{name} changed in place since then (version {version_then}, now {version}; "
                     "an optimizer step does this)"
                 )
             if tensor.numel() and not tensor.untyped_storage().nbytes():
                 return f"the memory of {name} was freed since then, as sharded training does"
-            if before[1] is not None and pointer != before[1]:
+            if pointer_then is not None and pointer != pointer_then:
                 return f"the memory of {name} was replaced since then"
         if [_shard_stamp(shard) for shard in self._shards] != self._shard_stamps:
             return "the sharded head changed in place since then"
         if self.stepped_by is not None:
             return f"{self.stepped_by}.step() updated the head since then"
         return None
-
-    def _names(self) -> Iterator[str]:
-        yield "the hidden states they come from"
-        yield "the head's weight"
-        if self.bias is not None:
-            yield "the head's bias"
-        yield from ("a vector added to them" for _ in self.vectors)
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
@@ -193,27 +181,22 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
 
 
 _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
-_is_watching = False
 
 
+@cache
 def _watch_optimizers() -> None:
     """See optimizer steps that no version counter shows: fused ones, and writes through `.data`."""
-    global _is_watching
     register_optimizer_step_post_hook(_after_step)
-    _is_watching = True
 
 
-@untraced
+@compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark the sources whose head this optimizer has just updated."""
-    waiting: dict[int, list[LogitsSource]] = {}
-    for source in list(_live):
-        for reference in source.parameters if source.stepped_by is None else ():
-            waiting.setdefault(id(reference()), []).append(source)
+    waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in waiting and parameter.grad is not None:
-                for source in waiting[id(parameter)]:
-                    source.stepped_by = type(optimizer).__name__
+    given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    updated = {id(parameter) for parameter in given if parameter.grad is not None}
+    for source in waiting:
+        if any(id(reference()) in updated for reference in source.parameters):
+            source.stepped_by = type(optimizer).__name__

@@ -30,7 +30,7 @@ from contextlib import nullcontext
 from math import isfinite, prod
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,14 +40,12 @@ from memeff_compile import compat
 from memeff_compile.compat import pytree
 from memeff_compile.errors import MemeffError, UnsupportedInputError
 from memeff_compile.logits.fused_rows import Head
-from memeff_compile.logits.lazy_tensor import MEMORY_METHODS, LazyTensor, untraced
+from memeff_compile.logits.lazy_tensor import MEMORY_METHODS, LazyTensor
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.outside_loss import SERVED, Declined
 from memeff_compile.logits.recipe import LogitsRecipe
-from memeff_compile.logits.row_gradient import RowGradient, indexed_dims
+from memeff_compile.logits.row_gradient import RowGradient, dense, indexed_dims
 from memeff_compile.logits.source import reading_for
-
-__all__ = ["DeferredLogits"]
 
 aten = torch.ops.aten
 
@@ -143,6 +141,11 @@ class DeferredLogits(LazyTensor):
         return Head(*made_of, self.recipe, source.loss, source.use)
 
     @property
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Where this tensor is in its memory: as `as_strided` takes it."""
+        return self.dims, self.strides, self.offset
+
+    @property
     def recipe(self) -> LogitsRecipe:
         """How the values come from the hidden states."""
         return self.memory.recipe
@@ -161,12 +164,12 @@ class DeferredLogits(LazyTensor):
         """Products computed so far for these logits and everything derived from them."""
         return self.memory.source.materialisations
 
-    @untraced
+    @compat.untraced
     def _values(self) -> Tensor:
         with compat.outside_dispatch_modes():
             return self.memory.read(self)
 
-    @untraced
+    @compat.untraced
     def _memory(self) -> Tensor:
         # A compiler that makes a fake copy of this tensor asks for its storage in its fake mode.
         with compat.outside_dispatch_modes():
@@ -183,16 +186,10 @@ class DeferredLogits(LazyTensor):
     def _geometry(self) -> Tensor:
         """This tensor's place in its memory, on the meta device."""
         memory = torch.empty(self.memory.shape, dtype=self.memory.recipe.dtype, device="meta")
-        return memory.as_strided(self.dims, self.strides, self.offset)
+        return memory.as_strided(*self.place)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _function(func, types, args, kwargs or {})
 
     @classmethod
@@ -200,7 +197,7 @@ class DeferredLogits(LazyTensor):
         """Run one ATen operation: lazily where a rule says how, else on the computed values."""
         rule = _LAZY.get(func)
         if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
-            result = rule(func, args[0], args[1:], kwargs)
+            result = rule(_Call(func, args[0], args[1:], kwargs))
             if result is not None:
                 return None if result is _NOTHING else result
         elif torch.is_inference_mode_enabled():
@@ -226,16 +223,14 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the computed values."""
+    schema = compat.schema(func)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
-        name = compat.schema(func).name.split("::")[-1]
-        raise UnsupportedInputError(_OTHER_MEMORY.format(name))
+        raise UnsupportedInputError(_OTHER_MEMORY.format(schema.name.split("::")[-1]))
     written = {id(view): view for view in _written(func, args, kwargs)}
-    is_view = any(
-        out.alias_info and not out.alias_info.is_write for out in compat.schema(func).returns
-    )
+    is_view = any(out.alias_info and not out.alias_info.is_write for out in schema.returns)
     is_to_read = func is aten.expand.default and kwargs.get("implicit")
     if is_view and not is_to_read and isinstance(args[0], DeferredLogits):
-        views = _windows(func, args[0], args[1:], kwargs)
+        views = _windows(_Call(func, args[0], args[1:], kwargs))
         if views is not None:
             return views
     wrappers: dict[int, DeferredLogits] = {}
@@ -250,13 +245,12 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # Writes first: a tensor that is read and written must be read where it is written.
     for view in written.values():
         view.memory.write(view)
-    plain_args, plain_kwargs = pytree.tree_map_only(
-        DeferredLogits, plain, (tuple(args), dict(kwargs))
-    )
+    given = (tuple(args), dict(kwargs))
+    plain_args, plain_kwargs = pytree.tree_map_only(DeferredLogits, plain, given)
     result = func(*plain_args, **plain_kwargs)
     if not written:
         return result
-    if compat.schema(func).name.startswith("aten::_foreach"):
+    if schema.name.startswith("aten::_foreach"):
         # These count writes on the tensors they are given, which are the plain ones.
         for view in written.values():
             if not view.is_inference():
@@ -266,133 +260,121 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
     """The deferred logits among the arguments that an operation writes to."""
-    name = compat.schema(func).name
-    if not compat.schema(func).is_mutable and (name.startswith("aten::") or not name.endswith("_")):
+    schema = compat.schema(func)
+    is_atens = schema.name.startswith("aten::")
+    if not schema.is_mutable and (is_atens or not schema.name.endswith("_")):
         return []
     found: list[Any] = []
-    for place, argument in enumerate(compat.schema(func).arguments):
+    for place, argument in enumerate(schema.arguments):
         # Collectives write to lists of tensors without saying so in their schema.
-        if name.startswith("aten::") and not (argument.alias_info and argument.alias_info.is_write):
-            continue
-        found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+        if not is_atens or (argument.alias_info and argument.alias_info.is_write):
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, DeferredLogits)]
 
 
-_Rule = Callable[[Any, DeferredLogits, Sequence[Any], Mapping[str, Any]], Any]
+class _Call(NamedTuple):
+    """One ATen operation on deferred logits."""
+
+    func: Any
+    view: DeferredLogits
+    args: Sequence[Any]  # behind `view`
+    kwargs: Mapping[str, Any]
+
+    def on(self, tensor: Tensor) -> Any:
+        """Run it on a tensor in the place of the logits."""
+        return self.func(tensor, *self.args, **self.kwargs)
 
 
-def _derive(view: DeferredLogits, geometry: Tensor, rows: Tensor) -> DeferredLogits:
-    """A view of `view` that has the given rows."""
+_Rule = Callable[[_Call], Any]
+
+
+def _derive(
+    view: DeferredLogits, geometry: Tensor, rows: Tensor, order: tuple[int, ...] | None = None
+) -> DeferredLogits:
+    """A view of `view` that has the given rows, and perhaps the vocabulary in another place."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
     changes = is_inference != torch.is_inference_mode_enabled()
     with torch.inference_mode(is_inference) if changes else nullcontext():
         derived = DeferredLogits(view.memory, rows, size, geometry.stride(), offset)
-    derived._is_reordered = view._is_reordered
+    derived.order, derived._is_reordered = order, view._is_reordered
     return derived
 
 
-def _windows(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _windows(call: _Call) -> Any:
     """Views that are no rows: a part of the vocabulary, a diagonal, all logits in one dimension.
 
     Their values are a view of those of `view`. None for views that are more: of another dtype.
     """
-    geometry = func(view._geometry(), *args, **kwargs)
+    view = call.view
+    geometry = call.on(view._geometry())
     if any(p.dtype != view.dtype or p.is_neg() for p in pytree.tree_leaves(geometry)):
         return None
-    if func in (aten.as_strided.default, aten._reshape_alias.default):
+    if call.func in (aten.as_strided.default, aten._reshape_alias.default):
         view.memory.link(view)  # strides count in the memory that eager PyTorch would have
 
-    def take(number: int | None) -> Callable[[Tensor], Tensor]:
-        if number is None:
-            return lambda values: func(values, *args, **kwargs)
-        return lambda values: func(values, *args, **kwargs)[number]
+    def window(place: Tensor, take: Callable[[Tensor], Tensor]) -> DeferredLogits:
+        derived = _derive(view, place, view.rows)
+        derived.window = view, take
+        return derived
+
+    def part(number: int) -> Callable[[Tensor], Tensor]:
+        return lambda values: cast("Tensor", call.on(values)[number])
 
     if isinstance(geometry, Tensor):
-        return _window(view, geometry, take(None))
-    return [_window(view, place, take(number)) for number, place in enumerate(geometry)]
+        return window(geometry, call.on)
+    return [window(place, part(number)) for number, place in enumerate(geometry)]
 
 
-def _window(
-    view: DeferredLogits, geometry: Tensor, take: Callable[[Tensor], Tensor]
-) -> DeferredLogits:
-    window = _derive(view, geometry, view.rows)
-    window.window = view, take
-    return window
-
-
-def _same_rows(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> DeferredLogits | None:
+def _same_rows(call: _Call) -> DeferredLogits | None:
     """Views that keep all rows in their order: alias, detach, reshapes of leading dimensions."""
-    geometry = func(view._geometry(), *args, **kwargs)
+    view = call.view
+    geometry = call.on(view._geometry())
     if geometry.dim() == 0 or geometry.shape[-1] != view.dims[-1]:
         return None
     rows = view.rows
     if geometry.shape != view.dims and view.order is None:
         rows = rows.reshape(*geometry.shape[:-1], rows.shape[-1])
-    derived = _derive(view, geometry, rows)
-    derived.order = view.order
-    return derived
+    return _derive(view, geometry, rows, view.order)
 
 
-def _some_rows(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _some_rows(call: _Call) -> Any:
     """Views of some rows: slice, select, unbind and split of a leading dimension."""
-    takes_dim_first = func in (aten.slice.Tensor, aten.select.int, aten.unbind.int)
+    view, args = call.view, call.args
+    takes_dim_first = call.func in (aten.slice.Tensor, aten.select.int, aten.unbind.int)
     place = 0 if takes_dim_first else 1
-    dim = kwargs.get("dim", args[place] if place < len(args) else 0)
-    geometry = func(view._geometry(), *args, **kwargs)
+    dim = call.kwargs.get("dim", args[place] if place < len(args) else 0)
+    geometry = call.on(view._geometry())
     if dim % len(view.dims) == len(view.dims) - 1:
         is_all = isinstance(geometry, Tensor) and geometry.shape == view.dims
         return _derive(view, geometry, view.rows) if is_all else None
-    rows = func(view.rows, *args, **kwargs)
+    rows = call.on(view.rows)
     if isinstance(geometry, Tensor):
         return _derive(view, geometry, rows)
     return [_derive(view, place, some) for place, some in zip(geometry, rows, strict=True)]
 
 
-def _permuted(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> DeferredLogits:
+def _permuted(call: _Call) -> DeferredLogits:
     """Dimensions in another order; the vocabulary may go to another place and come back."""
-    geometry = func(view._geometry(), *args, **kwargs)
-    numbered = torch.empty(tuple(range(len(view.dims))), device="meta")
-    order = tuple(func(numbered, *args, **kwargs).shape)
+    view = call.view
+    geometry = call.on(view._geometry())
+    order = call.on(torch.empty(tuple(range(len(view.dims))), device="meta")).shape
     before = view.order or tuple(range(len(view.dims)))
     total = tuple(before[dim] for dim in order)
     last = len(total) - 1
     if total[-1] != last:
-        derived = _derive(view, geometry, view.rows)
-        derived.order = total
-        return derived
+        return _derive(view, geometry, view.rows, total)
     derived = _derive(view, geometry, view.rows.permute(total))
     derived._is_reordered = view._is_reordered or total != tuple(range(last + 1))
     return derived
 
 
-def _unmoved(view: DeferredLogits, order: tuple[int, ...]) -> DeferredLogits:
-    """`view` with its vocabulary back in the last place."""
-    back = [order.index(dim) for dim in range(len(order))]
-    return _derive(view, view._geometry().permute(back), view.rows)
-
-
-def _moved(view: DeferredLogits, order: tuple[int, ...]) -> DeferredLogits:
-    derived = _derive(view, view._geometry().permute(order), view.rows)
-    derived.order = order
-    return derived
-
-
-def _copied(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> DeferredLogits | None:
+def _copied(call: _Call) -> DeferredLogits | None:
     """Copies and floating casts on one device."""
-    memory = view.memory
-    dtype, device = kwargs.get("dtype") or memory.recipe.dtype, kwargs.get("device")
+    view, kwargs = call.view, call.kwargs
+    recipe = view.memory.recipe
+    dtype, device = kwargs.get("dtype") or recipe.dtype, kwargs.get("device")
     preserves = kwargs.get("memory_format") in (None, torch.preserve_format)
     if (
         dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -404,18 +386,18 @@ def _copied(
         or (view._is_reordered and preserves)
     ):
         return None
-    return _copy(view, memory.recipe.cast(dtype), lambda values: values.to(dtype))
+    return _copy(view, recipe.cast(dtype), lambda values: values.to(dtype))
 
 
-def _scaled(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> DeferredLogits | None:
+def _scaled(call: _Call) -> DeferredLogits | None:
     """Multiplication and division by a number, as by a temperature."""
+    func, view, args, kwargs = call
     number: Any = -1.0 if func is aten.neg.default else args[0]
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if kwargs or not is_number or not isfinite(number) or number == 0 or view._is_reordered:
         return None
     name = "div" if func in (aten.div.Tensor, aten.div.Scalar) else "mul"
+    # Not `call.on`, which holds the view, and with it the memory that the copy is to outlive.
     return _copy(view, view.memory.recipe.then(name, number), lambda values: func(values, *args))
 
 
@@ -426,54 +408,49 @@ def _copy(
     # A copy of values that are there is possible even when they could not be computed again.
     if view.lost_factors() is not None:
         return None
-    # Asked of `view` itself: what `_unmoved` makes has a version counter of its own.
     order = view.order
-    view = view if order is None else _unmoved(view, order)
+    if order is not None:  # the vocabulary goes back to the last place, and out again
+        back = [order.index(dim) for dim in range(len(order))]
+        view = _derive(view, view._geometry().permute(back), view.rows)
     is_whole = prod(view.dims) == prod(view.memory.shape) and not view._is_reordered
     result = view.copied(recipe, function, is_whole=is_whole)
-    return result if order is None else _moved(result, order)
+    if order is None:
+        return result
+    return _derive(result, result._geometry().permute(order), result.rows, order)
 
 
-def _indexed(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> DeferredLogits | None:
+def _indexed(call: _Call) -> DeferredLogits | None:
     """Rows picked by tensors of positions or masks, which is a copy in eager PyTorch too."""
-    memory = view.memory
+    view, where = call.view, call.args[0]
+    memory, rank = view.memory, len(view.dims)
     if memory.value is not None or memory.is_open or view._is_reordered:
         return None
-    is_leading = (
-        indexed_dims(args[0]) < len(view.dims)
-        if func is aten.index.Tensor
-        else args[0] % len(view.dims) != len(view.dims) - 1
-    )
+    is_by_tensors = call.func is aten.index.Tensor
+    is_leading = indexed_dims(where) < rank if is_by_tensors else where % rank != rank - 1
     if not is_leading:
         return None
-    rows = func(view.rows, *args, **kwargs)
+    rows = call.on(view.rows)
     shape = (*rows.shape[:-1], view.dims[-1])
     return view.whole(Memory(memory.source, memory.recipe, rows, shape), shape)
 
 
-def _shaped_like(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _shaped_like(call: _Call) -> Any:
     """New tensors that take nothing but shape, dtype and device."""
-    options = {name: value for name, value in kwargs.items() if value is not None}
-    return func(view._geometry(), *args, **{"device": view.device, **options})
+    options = {name: value for name, value in call.kwargs.items() if value is not None}
+    device = {"device": call.view.device}
+    return call.func(call.view._geometry(), *call.args, **{**device, **options})
 
 
-def _itself(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> DeferredLogits:
-    return view
+def _itself(call: _Call) -> DeferredLogits:
+    return call.view
 
 
-def _recorded(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> object:
+def _recorded(call: _Call) -> object:
     """Keep what the values come from until another stream has used it."""
+    view = call.view
     for tensor in (view.rows, view.memory.source.weight, view._peek()):
         if tensor is not None:
-            func(tensor, *args, **kwargs)
+            call.on(tensor)
     return _NOTHING
 
 
@@ -503,7 +480,7 @@ _ALIASES = (aten.alias.default, aten.detach.default)
 # Above autograd ----------------------------------------------------------------------------------
 
 
-@untraced
+@compat.untraced
 def _function(
     func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -544,22 +521,18 @@ def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
         view._row_hook = register(RowGradient.of)
 
 
-def _dense(grad: Any) -> Any:
-    return grad.dense() if isinstance(grad, RowGradient) else grad
-
-
 def _register_hook(func: Any, view: DeferredLogits, hook: Callable[[Tensor], Any]) -> Any:
     """Hooks see the gradients that eager PyTorch would show them."""
     _forget_rows(view)
     if compat.ignores_gradients(hook):
         return func(view, hook)
-    return func(view, lambda grad: hook(_dense(grad)))
+    return func(view, lambda grad: hook(dense(grad)))
 
 
 def _retain_grad(func: Any, view: DeferredLogits) -> None:
     _forget_rows(view)
     register: Callable[..., Any] = view.register_hook
-    register(_dense)
+    register(dense)
     func(view)
 
 
@@ -577,7 +550,7 @@ def _read_grad(func: Any, view: DeferredLogits) -> Tensor | None:
 
 
 def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    return tuple(_dense(grad) for grad in func(*args, **kwargs))
+    return tuple(dense(grad) for grad in func(*args, **kwargs))
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:

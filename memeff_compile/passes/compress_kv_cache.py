@@ -159,15 +159,13 @@ def _unread(view: Node) -> Decline:
 
 def _unserved(info: GraphInfo, match: Site) -> Decline | None:
     args = match.call.args
-    parts = []
-    for name in ("key", "value"):
-        view, chain = _behind(info, args[name])
-        parts.append((view, chain[-1].args[1] if view is not None else None))
+    read = (_behind(info, args[name]) for name in ("key", "value"))
+    parts = [(view, chain[-1].args[1]) for view, chain in read if view is not None]
     if parts != [(match.view, 0), (match.view, 1)]:
         said = "keys and values of attention are not the two parts of one dense view"
         return Decline("other_operands", said)
     query = info.tensor(args["query"])
-    if query is None or not compat.is_fake(query) or query.dim() != 4:
+    if not compat.is_fake(query) or query.dim() != 4:
         return Decline("unsupported", "the query is no plain tensor of four dimensions")
     if not compat.statically_true(query.shape[2] == 1):
         return Decline(
@@ -182,15 +180,10 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
             "attention over the dense view has no mask, so it sees the whole buffer, filled or not",
             "give a boolean mask",
         )
-    seen = info.tensor(mask)
-    told = match.view.args[_POOL + 3]
+    seen, told = info.tensor(mask), match.view.args[_POOL + 3]
     limit: Any = compat.example_value(told) if isinstance(told, Node) else told
-    if (
-        seen is None
-        or not compat.is_fake(seen)
-        or (seen.dtype, seen.dim()) != (torch.bool, 4)
-        or not compat.statically_true(seen.shape[3] == limit)
-    ):
+    is_whole = compat.is_fake(seen) and (seen.dtype, seen.dim()) == (torch.bool, 4)
+    if seen is None or not is_whole or not compat.statically_true(seen.shape[3] == limit):
         return Decline(
             "mask_form",
             "the mask is not boolean with four dimensions, the last as long as the cache: what is "
@@ -246,19 +239,17 @@ _ON_MERGING = (
 
 def _sentence(info: GraphInfo, match: Site) -> str:
     query, codes = info.value(match.call.args["query"]), info.value(match.view.args[0])
-    width, tokens = _bits(match.view), compat.known_number(match.view.args[_POOL + 3])
-    assert width is not None
-    group = op_folder.group_of(
-        compat.size_hint(codes.shape[3]), compat.size_hint(query.shape[3]), width
-    )
+    width, tokens = _bits(match.view) or 0, compat.known_number(match.view.args[_POOL + 3])
+    held, depth = map(compat.size_hint, (codes.shape[3], query.shape[3]))
+    group = op_folder.group_of(held, depth, width)
     name = op_folder.engine_for(query.device, query.dtype, group, width)
-    form = "as they come" if width == op_folder.PLAIN else f"in codes of {width} bits"
+    form, what = f"in codes of {width} bits", "the codes"
+    if width == op_folder.PLAIN:
+        form, what = "as they come", "them"
     is_merged = match.view.args[_POOL] is not None
-    if is_merged:
-        form = f"whose directions two layers share, {form}"
-    what = "them" if width == op_folder.PLAIN else "the codes"
+    shared = "whose directions two layers share, " if is_merged else ""
     return (
-        f"attention over a cache of {tokens or 'many'} tokens {form} -> "
+        f"attention over a cache of {tokens or 'many'} tokens {shared}{form} -> "
         f"memeff::coded_kv_cache_attention, which reads {what}; engine "
         f"{name}: {op_folder.ENGINES[name]}{_ON_MERGING if is_merged else ''}"
     )

@@ -51,7 +51,6 @@ class DeferLogits(GraphPass):
         return outputs.check_returned(info, match)
 
     def places(self, match: outputs.Returned) -> Sequence[Node]:
-        """Return the head."""
         return [match.head]
 
     def rewrite(self, info: GraphInfo, match: outputs.Returned, editor: Editor) -> Done:

@@ -33,7 +33,7 @@ from ..kernels import coded_weight as op_folder
 from ..kernels.checks import short
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, call_of
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
 
@@ -133,15 +133,12 @@ class EncodeWeights(GraphPass):
         )
 
     def places(self, match: Several) -> Sequence[Node]:
-        """Return the linears."""
         return [site.node for site in match.sites]
 
     def parts(self, match: Several) -> Sequence[Several]:
-        """Return a match per linear."""
         return [Several((site,), match.split) for site in match.sites]
 
     def rewrite(self, info: GraphInfo, match: Several, editor: Editor) -> Done:
-        """Replace the linears by the op."""
         first = match.sites[0]
         sentence = _sentence(info, match)
         with editor.at(first.node):
@@ -170,8 +167,7 @@ def _coded(node: Node) -> op_folder.CodedWeight | None:
 
 
 def _read(node: Node) -> Coded | None:
-    call = read_one(node)
-    if call is None or call.op is not aten.linear.default:
+    if (call := call_of(node, aten.linear.default)) is None:
         return None
     x, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))
     if _coded(weight) is None or any(_coded(n) is not None for n in (x, bias) if n is not None):

@@ -33,7 +33,7 @@ from .attention.mask_reader import reader_of
 from .attention.sites import subclass
 from .attention.torch_kernels import kernels_chosen, why_no_kernel
 from .graph.base import Decline, Done, GraphPass, mutated
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, call_of, read_one
 from .graph.editor import Editor, EditRefused
 from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 
@@ -44,8 +44,7 @@ class Mask:
 
     node: Node  # the mask as the function is given it
     taken: Node | None  # where it is true, a key is taken away; None for a mask of other numbers
-    # what turned ``taken`` into ``node``, as nn.MultiheadAttention does first
-    made_by: tuple[Node, ...] = ()
+    made_by: tuple[Node, ...] = ()  # what made it of ``taken``, as nn.MultiheadAttention does first
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,9 @@ class ExpandMultihead(GraphPass):
         return None if found is None else found.counted(match.node)
 
     def places(self, match: Multihead) -> Sequence[Node]:
-        """Return the call."""
         return (match.node,)
 
     def rewrite(self, info: GraphInfo, match: Multihead, editor: Editor) -> Done:
-        """Replace the call by its parts."""
         sentence = (
             "multi_head_attention_forward -> linear, scaled_dot_product_attention, linear; "
             + "; ".join(_gains(info, match))
@@ -148,7 +145,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
     if node.op != "call_method" or node.target not in ("masked_fill_", "masked_fill"):
         return Mask(node, None)
     zeros, taken, *fill = node.args
-    call = read_one(zeros) if isinstance(zeros, Node) else None
+    call = read_one(zeros)
     is_ours = (
         call is not None
         and call.op is aten.zeros_like.default
@@ -163,8 +160,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 def _turned_from(node: Node) -> Node | None:
     """Return what was turned round, batch and length, or None."""
-    call = read_one(node)
-    if call is None or call.op is not aten.transpose.int:
+    if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]
     return source if {call.args["dim0"] % 3, call.args["dim1"] % 3} == {0, 1} else None
@@ -317,8 +313,6 @@ class _Expansion:
     def _cast(self, node: Node | None) -> Node | None:
         return None if node is None else self.editor.cast(node, self.output.dtype)
 
-    # --- projections ------------------------------------------------------------------------------
-
     def _projected(self) -> list[Node]:
         """Return query, key and value as (batch, heads, length, head size)."""
         given = self.match.given
@@ -373,16 +367,15 @@ class _Expansion:
         turned = _turned_from(node)
         return (node, 1) if turned is None else (turned, 0)
 
-    # --- masks ------------------------------------------------------------------------------------
-
     def _mask(self) -> Node | None:
         """Return one mask: true where a key counts, or numbers to add; None without one."""
         masks = self.match.masks
         if not masks:
             return None
-        if all(mask.taken is not None for mask in masks):
-            taken = [self._four_axes(mask, mask.taken) for mask in masks]
-            either = taken[0] if len(taken) == 1 else self.call(aten.bitwise_or.Tensor, *taken)
+        taken = [(mask, mask.taken) for mask in masks if mask.taken is not None]
+        if len(taken) == len(masks):
+            wide = [self._four_axes(*each) for each in taken]
+            either = wide[0] if len(wide) == 1 else self.call(aten.bitwise_or.Tensor, *wide)
             return self.call(aten.bitwise_not.default, either)
         added = [self._cast(self._four_axes(mask, self._as_numbers(mask))) for mask in masks]
         return added[0] if len(added) == 1 else self.call(aten.add.Tensor, *added)
@@ -394,19 +387,14 @@ class _Expansion:
         zeros = self.call(aten.zeros_like.default, node, dtype=self.output.dtype)
         return self.call(aten.masked_fill.Scalar, zeros, node, -math.inf)
 
-    def _four_axes(self, mask: Mask, node: Node | None) -> Node:
+    def _four_axes(self, mask: Mask, node: Node) -> Node:
         """Return a mask that broadcasts to the scores."""
-        assert node is not None
         node = self.info.current(node)
         rank = compat.example_value(node).dim()
-        if mask is self.match.attention:
-            if rank == 3:  # one for each sequence and head
-                return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
-            return self._unsqueezed(node, 0, 0)
-        return self._unsqueezed(node, 1, 1) if rank == 2 else self._unsqueezed(node, 0, 0, 0)
-
-    def _unsqueezed(self, node: Node, *places: int) -> Node:
-        for place in places:
+        is_attention = mask is self.match.attention
+        if is_attention and rank == 3:  # one for each sequence and head
+            return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
+        for place in (0, 0) if is_attention else (1, 1) if rank == 2 else (0, 0, 0):
             node = self.call(aten.unsqueeze.default, node, place)
         return node
 

@@ -33,7 +33,7 @@ from .. import compat
 from ..kernels import embedding as op_folder
 from ..kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_total
 from .graph.base import Decline, Done, Gain, GraphPass, mutated
-from .graph.canonical import Call, aten, read_one
+from .graph.canonical import Call, aten, call_of, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among
 
@@ -136,7 +136,6 @@ class FuseEmbeddingGradient(GraphPass):
         return Gain(before, op_folder.bytes_after(n, d, **call, pieces=b), sizes)
 
     def places(self, match: Table) -> Sequence[Node]:
-        """Return the lookups and the heads."""
         return [*match.lookups, *match.heads]
 
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
@@ -156,7 +155,6 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def dead(self, match: Table) -> Sequence[Node]:
-        """Return the lookups."""
         return match.lookups
 
 
@@ -212,13 +210,9 @@ def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     A cast to a narrower dtype is no such reader: the gradient would be widened as soon as it is
     there, and be held wide through the whole backward pass.
     """
-    found = []
-    for user in weight.users:
-        if info.positions[user] < info.positions[last] or not info.regions[user].grad:
-            continue
-        if _is_head(user, weight) or _is_cast_for_heads(info, user, weight):
-            found.append(user)
-    return found
+    later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
+    trained = [user for user in later if info.regions[user].grad]
+    return [u for u in trained if _is_head(u, weight) or _is_cast_for_heads(info, u, weight)]
 
 
 def _is_head(node: Node, weight: Node) -> bool:
@@ -230,9 +224,8 @@ def _is_head(node: Node, weight: Node) -> bool:
 
 
 def _is_cast_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
-    call = read_one(node)
     before, after = info.tensor(weight), info.tensor(node)
-    if call is None or call.op is not aten.to.dtype or before is None or after is None:
+    if call_of(node, aten.to.dtype) is None or before is None or after is None:
         return False
     if before.dtype == after.dtype or after.dtype.itemsize < before.dtype.itemsize:
         return False

@@ -24,7 +24,7 @@ from .. import compat
 from ..kernels import gated_linear as op_folder
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass, mutated
-from .graph.canonical import Call, aten, named, read_one
+from .graph.canonical import Call, aten, call_of, named, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
 
@@ -68,7 +68,6 @@ class FuseGatedLinear(GraphPass):
         return (match.linear, match.product, match.activated)
 
     def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:
-        """Replace the linear by the op."""
         dtype = info.value(match.gate).dtype
         with editor.at(match.linear):  # weight and bias are cast as autocast would have
             weight = editor.cast(match.weight, dtype)
@@ -81,12 +80,10 @@ class FuseGatedLinear(GraphPass):
 
 def _read(node: Node) -> Gated | None:
     """Read ``node`` as the linear of a gated product, or return None."""
-    call = read_one(node)
-    if call is None or call.op is not aten.linear.default:
+    if (call := call_of(node, aten.linear.default)) is None:
         return None
     product, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))
-    factors = read_one(product)
-    if factors is None or factors.op is not aten.mul.Tensor:
+    if (factors := call_of(product, aten.mul.Tensor)) is None:
         return None
     left, right = factors.args["self"], factors.args["other"]
     for activated, up in ((left, right), (right, left)):
@@ -131,13 +128,11 @@ _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 def _is_computed_here(node: Node) -> bool:
     """Return whether a value comes fresh out of an op of this body that does not keep it."""
-    call = read_one(node)
-    while call is not None and call.op in _VIEWS:
+    while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]
         if len(node.users) != 1:
             return False
-        call = read_one(node)
-    return call is not None and call.op in _MADE_BY_PRODUCTS
+    return call_of(node, *_MADE_BY_PRODUCTS) is not None
 
 
 def _unserved(info: GraphInfo, match: Gated) -> Decline | None:

@@ -49,9 +49,9 @@ from .losses.tails import (
     METRICS,
     Site,
     Tail,
+    TailReader,
     has_pair,
     loss_outside,
-    tails_of,
     without_parts,
 )
 
@@ -62,10 +62,11 @@ class FuseLinearCrossEntropy(GraphPass):
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
         """Yield one site per head with a loss-like consumer; a Decline per loss that has none."""
         reader = HeadReader(info)
+        tail_reader = TailReader(info, reader)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
         losses = False
         for node in info.visit(info.gm.graph.nodes):
-            for answer in tails_of(info, reader, node):
+            for answer in tail_reader.tails(node):
                 losses = losses or isinstance(answer, Decline) or answer.kind not in METRICS
                 if isinstance(answer, Decline):
                     yield answer
@@ -94,8 +95,7 @@ class FuseLinearCrossEntropy(GraphPass):
                 if user in served or user in seen:
                     continue
                 if user is output and isinstance(chain, Chain):
-                    detached = any(s.kind == "detach" for s in chain.steps)
-                    site.outputs.append(outputs.LogitsOutput(node, chain, detached))
+                    site.outputs.append(outputs.LogitsOutput(node, chain))
                     continue
                 is_parted = is_several(user) and all(
                     part in throughs or isinstance(reader.chain(part), Chain) for part in user.users
@@ -176,11 +176,9 @@ class FuseLinearCrossEntropy(GraphPass):
         return pieces + op_folder.TOTAL_BYTES_PER_ROW * rows, sizes | {"B": int(held)}
 
     def anchor(self, match: Site) -> Node:
-        """Return the loss node."""
         return match.tails[0].node
 
     def places(self, match: Site) -> Sequence[Node]:
-        """Return the head and the losses."""
         return [match.head.node, *(t.node for t in match.tails)]
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:

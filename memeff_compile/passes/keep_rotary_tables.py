@@ -53,11 +53,9 @@ class KeepRotaryTables(GraphPass):
             yield tuple(found)
 
     def places(self, match: Tables) -> Sequence[Node]:
-        """Return the tables."""
         return match
 
     def parts(self, match: Tables) -> Sequence[Tables]:
-        """Return a match per table."""
         return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:

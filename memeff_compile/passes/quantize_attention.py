@@ -30,7 +30,7 @@ from ..kernels.device import kernels_need, was_measured, where_it_runs
 from .attention.sites import have_one_size
 from .attention.torch_kernels import kernels_chosen, laid_out_as
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, call_of
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
 
@@ -58,8 +58,7 @@ class Asked:
     """What a place asks of attention."""
 
     operands: tuple[Node, Node, Node]  # q, k and v
-    # key_mask, query_ids and key_ids, each None or a node
-    tables: tuple[Any, Any, Any] = (None, None, None)
+    tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes
     ahead: Any = None  # how far a key may stand ahead of a query; None for any
     behind: Any = None  # how far behind it; None for any
     scale: Any = None  # of the scores; None for that of the head dimension
@@ -133,15 +132,12 @@ class QuantizeAttention(GraphPass):
         yield from declines
 
     def places(self, match: Match) -> Sequence[Node]:
-        """Return the sites."""
         return [site.node for site in match.sites]
 
     def parts(self, match: Match) -> Sequence[Match]:
-        """Return a match per site."""
         return [Match([site], match.sentence) for site in match.sites]
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
-        """Replace each attention by the op."""
         for site in match.sites:
             with editor.at(site.node):
                 result = _insert(info, editor, site)
@@ -149,7 +145,6 @@ class QuantizeAttention(GraphPass):
         return Done(match.sites[0].node, match.sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
-        """Return the calls that were replaced."""
         return [node for site in match.sites for node in dict.fromkeys((site.node, site.call))]
 
 
@@ -182,8 +177,7 @@ def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
         return None
     if node_name(node) != "scaled_dot_product_attention":
         return None
-    call = read_one(node)
-    if call is None or call.op is not aten.scaled_dot_product_attention.default:
+    if (call := call_of(node, aten.scaled_dot_product_attention.default)) is None:
         return None
     return _asked_of_call(info, node, call.args)
 
@@ -314,8 +308,8 @@ def _without_gain(
     if depth > WIDEST:
         return _not_faster(node, f"heads of {depth} were measured to be slower in 8 bits")
     if 4 * depth < 3 * (NARROW if depth <= NARROW else WIDEST):
-        why = f"heads of {depth} leave much of a tile empty, and were not measured to be faster"
-        return _not_faster(node, why)
+        what = "leave much of a tile empty, and were not measured to be faster"
+        return _not_faster(node, f"heads of {depth} {what}")
     is_grouped = compat.size_hint(query.shape[1]) >= 4 * compat.size_hint(key.shape[1])
     least = SHORTEST_GROUPED if is_grouped and depth > NARROW else SHORTEST
     reached = keys

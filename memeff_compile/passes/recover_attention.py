@@ -25,24 +25,15 @@ from torch.fx import Node
 from .. import compat
 from ..kernels.checks import short
 from ..kernels.device import was_measured
+from .attention import told_to_op
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import Mask, reader_of
 from .attention.repeated_heads import REPEATS, without_repeat
 from .attention.sites import Site, find_sites, subclass
-from .attention.told_to_op import (
-    Said,
-    said_for,
-    sentence,
-    sentence_of_mask,
-    why_not_added,
-    why_not_here,
-    why_not_read,
-    write,
-)
 from .attention.torch_kernels import kernels_chosen, laid_out_as, why_not_fused, why_not_grouped
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, named, read, read_one
+from .graph.canonical import aten, back_over, call_of, named, read
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
@@ -53,10 +44,11 @@ class Plan:
 
     causal: bool  # the new call's is_causal
     limit: Any  # keys from this one on are never attended to and cut off; None keeps all
-    # keys and values before they were repeated, or None where they stay as they are
-    bases: tuple[Node, Node] | None
+    bases: tuple[Node, Node] | None  # keys and values before they were repeated; None: they stay
     sentence: str  # what is done, for the report
-    said: Said | None = None  # what memeff::attention is told, where PyTorch's call cannot say it
+    said: told_to_op.Said | None = (
+        None  # what memeff::attention is told, where PyTorch's call cannot say it
+    )
 
 
 @dataclass
@@ -78,33 +70,27 @@ class RecoverAttention(GraphPass):
         matches: dict[tuple[str, ...], Match] = {}
         for site in find_sites(info):
             answer = site if isinstance(site, Decline) else plan_for(info, site)
-            if answer is None:
-                continue
             node = site.node
-            assert node is not None
+            if answer is None or node is None:
+                continue
             code = answer.code if isinstance(answer, Decline) else ""
             key = (code, answer.sentence, self.skipped(info, node))
             match = matches.setdefault(key, Match())
+            match.sites.append(site if isinstance(site, Site) else Site(node, node, node, node))
             if isinstance(answer, Plan):
-                assert isinstance(site, Site)
-                match.sites.append(site)
                 match.plans.append(answer)
-                continue
-            match.sites.append(Site(node, node, node, node))
-            first = (match.decline or answer).counted(match.sites[0].node)
-            match.decline = replace(first, sites=len(match.sites))
+            else:
+                first = (match.decline or answer).counted(match.sites[0].node)
+                match.decline = replace(first, sites=len(match.sites))
         yield from matches.values()
 
     def check(self, info: GraphInfo, match: Match) -> Decline | None:
-        """Return why the sites must be left alone, or None."""
         return match.decline
 
     def places(self, match: Match) -> Sequence[Node]:
-        """Return the sites."""
         return [site.node for site in match.sites]
 
     def parts(self, match: Match) -> Sequence[Match]:
-        """Return a match per site."""
         pairs = zip(match.sites, match.plans, strict=True)
         return [] if match.decline else [Match([site], [plan]) for site, plan in pairs]
 
@@ -141,7 +127,7 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
         return subclass(kind, site.node)
     asked = _asked(info, site)
     if isinstance(asked, Decline):
-        reason = why_not_read(info, site) or why_not_added(info, site)
+        reason = told_to_op.why_not_read(info, site) or told_to_op.why_not_added(info, site)
         if not reason:
             return _as_read(info, site)
         return replace(asked, sentence=f"{asked.sentence}: kept, {reason}", node=site.node)
@@ -180,25 +166,25 @@ def _as_call(
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
     """Return the plan of a call of memeff::attention, or why there is none."""
-    reason = why_not_here(info, site) if form.is_sayable else ""
+    reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(site, form, reason)
-    said = said_for(info, site, form, mask)
+    said = told_to_op.said_for(info, site, form, mask)
     if isinstance(said, str):
-        reason = why_not_read(info, site)
+        reason = told_to_op.why_not_read(info, site)
         return _kept(site, form, f"{said}, and {reason}") if reason else _as_read(info, site)
     if isinstance(said, Decline):
         return replace(said, node=site.node)
-    return _told(info, site, said, sentence(info, site, said, form, _shown(info, site)))
+    return _told(info, site, said, told_to_op.sentence(info, site, said, form, _shown(info, site)))
 
 
 def _as_read(info: GraphInfo, site: Site) -> Plan | Decline:
     """Return the plan of a call of memeff::attention that reads the mask when it runs."""
-    read = Said(reads_mask=True)
-    return _told(info, site, read, sentence_of_mask(info, site, _shown(info, site)))
+    read = told_to_op.Said(reads_mask=True)
+    return _told(info, site, read, told_to_op.sentence_of_mask(info, site, _shown(info, site)))
 
 
-def _told(info: GraphInfo, site: Site, said: Said, what: str) -> Plan | Decline:
+def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan | Decline:
     chosen = kernels_chosen(info, site.node)
     if chosen is not None:
         return chosen
@@ -241,13 +227,11 @@ def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[s
 
 
 def _shown(info: GraphInfo, site: Site) -> str:
-    return "" if site.mask is None else f"mask {_sizes(info.tensor(site.mask))}"
-
-
-def _sizes(tensor: torch.Tensor | None) -> str:
-    assert tensor is not None
-    sizes = " x ".join(str(compat.size_hint(size)) for size in tensor.shape)
-    return f"({sizes}, {short(tensor.dtype)})"
+    if site.mask is None:
+        return ""
+    mask = info.value(site.mask)
+    sizes = " x ".join(str(compat.size_hint(size)) for size in mask.shape)
+    return f"mask ({sizes}, {short(mask.dtype)})"
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
@@ -284,13 +268,10 @@ def _kept(site: Site, form: Form, reason: str) -> Decline:
     else:
         code = "empty_rows" if form.empty else "offset_causal"
     said = " and ".join(form.conditions)
-    heads = []
-    if site.softcap:
-        heads.append("the scores are capped by tanh, which PyTorch's kernels do not")
-    if said:
-        empty = " (some query attends to nothing, or may)" if code == "empty_rows" else ""
-        heads.append(f"the mask is {said}{empty}")
-    return Decline(code, f"{'; '.join(heads)}: kept, {reason}", hint, site.node)
+    empty = " (some query attends to nothing, or may)" if code == "empty_rows" else ""
+    capped = "the scores are capped by tanh, which PyTorch's kernels do not" if site.softcap else ""
+    heads = "; ".join(filter(None, (capped, f"the mask is {said}{empty}" if said else "")))
+    return Decline(code, f"{heads}: kept, {reason}", hint, site.node)
 
 
 def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decline | None]:
@@ -300,15 +281,15 @@ def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decli
     key, value = _unrepeated(info, site.key), _unrepeated(info, site.value)
     if key is None or value is None:
         return None, None
-    (key_base, key_first), (value_base, value_first) = key, value
-    if not _same_heads(info, key_base, value_base) or not _same_heads(info, site.query, site.key):
+    bases = key[0], value[0]
+    if not _same_heads(info, *bases) or not _same_heads(info, site.query, site.key):
         return None, None
-    for base, first in ((key_base, key_first), (value_base, value_first)):
-        write = info.written_between([base], first, site.node)
-        if write is not None:
-            said = f"`{node_name(write)}` writes to them in between"
-            return None, Decline("mutated", said, node=site.node)
-    return (key_base, value_base), None
+    writes = (info.written_between([base], first, site.node) for base, first in (key, value))
+    write = next(filter(None, writes), None)
+    if write is None:
+        return bases, None
+    said = f"`{node_name(write)}` writes to them in between"
+    return None, Decline("mutated", said, node=site.node)
 
 
 def _same_heads(info: GraphInfo, key: Node, value: Node) -> bool:
@@ -321,11 +302,8 @@ _COPIES = named("contiguous.default clone.default")
 
 def _unrepeated(info: GraphInfo, node: Node) -> tuple[Node, Node] | None:
     """Return what ``repeat_kv`` repeated over the heads and the first node of it, or None."""
-    result, call = info.tensor(node), read_one(node)
-    while call is not None and call.op in _COPIES:
-        node = call.args["self"]
-        call = read_one(node)
-    if result is None or result.dim() != 4 or call is None or call.op not in REPEATS:
+    result, node = info.tensor(node), back_over(node, _COPIES)
+    if result is None or result.dim() != 4 or call_of(node, *REPEATS) is None:
         return None
     repeated = without_repeat(info, node)
     return None if repeated is None else (repeated[1], repeated[0][-1])
@@ -349,7 +327,7 @@ def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
         key, value = (editor.call(aten.slice.Tensor, node, -2, 0, end) for node in (key, value))
     operands = [editor.cast(node, old.dtype) for node in (query, key, value)]
     if plan.said is not None:
-        return write(editor, site, plan.said, operands)
+        return told_to_op.write(editor, site, plan.said, operands)
     how = {"scale": site.scale, "enable_gqa": site.grouped or plan.bases is not None}
     sdpa = aten.scaled_dot_product_attention.default
     return editor.call(sdpa, *operands, None, 0.0, plan.causal, **how)

@@ -32,7 +32,7 @@ from ..kernels import kv_cache as op_folder
 from .attention import cached
 from .attention.repeated_heads import without_repeat
 from .graph.base import Decline, Done, Gain
-from .graph.canonical import aten, named, read, read_one
+from .graph.canonical import aten, back_over, call_of, named, read, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, same_shape
 
@@ -144,7 +144,7 @@ class RewriteKVUpdate(cached.CachedPass):
             match.owned += [first, second]
         with editor.at(match.node):
             mask = visible.mask
-            last = _bound(editor, visible) if mask is None else _last(info, editor, match)
+            last = _bound(editor, visible) if mask is None else _last(info, editor, mask, match)
             taken = (match.call.args["query"], key.node, value.node, last, mask)
             out = editor.call(op_folder.kv_cache_attention, *taken, cached.held_scale(match.call))
             if _is_laid_out_by_head(info, match.node):
@@ -166,19 +166,15 @@ def _is_cache_write(node: Node) -> bool:
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
     """Return the memory of ``nodes``: of those that outlive the graph, or of all of them."""
-    found = set()
-    for node in nodes:
-        value = info.tensor(node) if any_op or node.op in ("placeholder", "get_attr") else None
-        if value is not None and compat.is_fake(value):
-            found.add(compat.storage_key(value))
-    return frozenset(found)
+    held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
+    return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
     """Return whether ``node`` is in one of ``storages``, or a copy of what is, a few steps away."""
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
-        if value is None or not compat.is_fake(value):
+        if not compat.is_fake(value):
             return False
         if compat.storage_key(value) in storages:
             return True
@@ -211,19 +207,16 @@ def _copies(info: GraphInfo, match: Site) -> bool:
     if len(match.caches) < 2 or not all(cache.chain for cache in match.caches):
         return False
     pairs = [(info.tensor(c.chain[0]), info.tensor(c.node)) for c in match.caches]
-    return all(
-        taken is not None
-        and held is not None
-        and compat.storage_key(taken) != compat.storage_key(held)
-        for taken, held in pairs
-    )
+    known = [(taken, held) for taken, held in pairs if taken is not None and held is not None]
+    apart = [compat.storage_key(taken) != compat.storage_key(held) for taken, held in known]
+    return len(known) == len(pairs) and all(apart)
 
 
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
     """Read the mask; None where there is none or it is no boolean mask for all heads alike."""
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
-    if value is None or not match.caches or not compat.is_fake(value):
+    if not match.caches or not compat.is_fake(value):
         return None
     cache = info.value(match.caches[0].node)
     by_position = _by_position(info, mask, cache.shape[2])
@@ -248,11 +241,8 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
     """Read ``arange(N) <= positions[..., None]``, broadcast; None for any other mask."""
     chain: list[Node] = []
-    call = read_one(node := mask)
-    while call is not None and call.op in _TRANSPARENT:
-        chain.append(node)
-        call = read_one(node := call.args["self"])
-    if call is None or call.op not in _COMPARED:
+    node: Node = back_over(mask, _TRANSPARENT, chain)
+    if (call := call_of(node, *_COMPARED)) is None:
         return None
     key_side, query_side, equal = _COMPARED[call.op]
     places, positions = call.args[key_side], call.args[query_side]
@@ -311,15 +301,13 @@ def _bound(editor: Editor, visible: Visible) -> Node:
     return editor.call(aten.sub.Scalar, last, visible.minus) if visible.minus else last
 
 
-def _last(info: GraphInfo, editor: Editor, match: Site) -> Node:
+def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
     """Return where the mask's queries see last, found once for all who take the same mask."""
-    mask, end = match.shown.mask, info.positions[match.node]
-    assert mask is not None
+    end = info.positions[match.node]
     for user in mask.users:
-        if user.target is op_folder.kv_cache_last and user in info.positions:
-            begin = info.positions[user]
-            if begin < end and info.written_alike(mask, begin, end) is None:
-                return user
+        begin = info.positions.get(user, end) if user.target is op_folder.kv_cache_last else end
+        if begin < end and info.written_alike(mask, begin, end) is None:
+            return user
     return editor.call(op_folder.kv_cache_last, mask)
 
 
@@ -416,12 +404,10 @@ def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] |
     if k_positions is not v_positions or k_write is v_write:
         return None
     operands = (key.node, value.node, k_new, v_new, k_positions)
-    tensors = [info.tensor(n) for n in operands]
-    if any(t is None or not compat.is_fake(t) for t in tensors):
+    tensors = [t for t in map(info.tensor, operands) if compat.is_fake(t)]
+    if len(tensors) < len(operands) or op_folder.supports_append(*tensors) is not None:
         return None
-    if op_folder.supports_append(*tensors) is not None:  # type: ignore[arg-type]
-        return None
-    if compat.storage_key(tensors[0]) == compat.storage_key(tensors[1]):  # type: ignore[arg-type]
+    if compat.storage_key(tensors[0]) == compat.storage_key(tensors[1]):
         return None
     first, second = sorted((k_write, v_write), key=lambda n: info.positions[n])
     is_alone = all(not w.users or _is_seen_only_by(w, match.owned) for w in (first, second))
@@ -439,59 +425,47 @@ def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
 
 def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
     """Return the last write to a cache before attention: the node, what it writes, and where."""
-    held = info.value(cache.node)
-    last = None
+    held, last = compat.storage_key(info.value(cache.node)), None
     for write in info.writes:
         if write.position >= info.positions[match.node]:
             break
-        for target in write.targets:
-            value = info.tensor(target)
-            if value is not None and compat.storage_key(value) == compat.storage_key(held):
-                last = write
-    if last is None or last.targets != (cache.node,):
-        return None
-    return _read_write(last.node)
+        written = [value for value in map(info.tensor, write.targets) if value is not None]
+        if any(compat.storage_key(value) == held for value in written):
+            last = write
+    return _read_write(last.node) if last is not None and last.targets == (cache.node,) else None
 
 
 def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
     """Read ``cache.index_copy_(2, positions, new)`` or ``cache[:, :, positions] = new``."""
-    call = read_one(node)
-    if call is not None and call.op is aten.index_copy_.default:
-        if call.args["dim"] not in (2, -2):
-            return None
-        return node, call.args["source"], call.args["index"]
+    call = call_of(node, aten.index_copy_.default)
+    if call is not None:
+        is_along_keys = call.args["dim"] in (2, -2)
+        return (node, call.args["source"], call.args["index"]) if is_along_keys else None
     if node.target is not operator.setitem or len(node.args) != 3:
         return None
     index, new = node.args[1], node.args[2]
     if not isinstance(index, tuple) or not isinstance(new, Node):
         return None
     everything = slice(None, None, None)
-    if index[0] is Ellipsis:
-        front, rest = (everything, everything), index[1:]
-    else:
-        front, rest = index[:2], index[2:]
+    is_short = index[0] is Ellipsis  # of both leading axes
+    front, rest = ((everything,) * 2, index[1:]) if is_short else (index[:2], index[2:])
     if front != (everything, everything) or len(rest) not in (1, 2):
         return None
-    is_whole = rest[1:] == (everything,) or (len(rest) == 1 and index[0] is not Ellipsis)
+    is_whole = rest[1:] == (everything,) or (len(rest) == 1 and not is_short)
     return (node, new, rest[0]) if is_whole and isinstance(rest[0], Node) else None
 
 
 def _nothing_between(
-    info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor | None]
+    info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor]
 ) -> bool:
     """Return whether no node between the two writes anything or sees one of the caches."""
-    held = {compat.storage_key(cache) for cache in caches if cache is not None}
+    held = set(map(compat.storage_key, caches))
     lo, hi = info.positions[first], info.positions[second]
     if any(lo < write.position < hi for write in info.writes):
         return False
-    for node, position in info.positions.items():
-        if not lo < position < hi:
-            continue
-        for operand in node.all_input_nodes:
-            value = info.tensor(operand)
-            if value is not None and compat.is_fake(value) and compat.storage_key(value) in held:
-                return False
-    return True
+    between = [node for node, position in info.positions.items() if lo < position < hi]
+    read = (info.tensor(operand) for node in between for operand in node.all_input_nodes)
+    return not any(compat.is_fake(value) and compat.storage_key(value) in held for value in read)
 
 
 def _is_laid_out_by_head(info: GraphInfo, node: Node) -> bool:

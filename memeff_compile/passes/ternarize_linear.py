@@ -28,7 +28,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import ternary_linear as op_folder
 from .graph.base import Decline, Done, Gain, GraphPass, mutated
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, call_of
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
 from .ternary.chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
@@ -68,8 +68,7 @@ class Calls:
 
     nodes: list[Node]  # the calls
     entering: Entering  # what stands before them and can be part of one call
-    # the sum behind the only result, and what is added; or None
-    added: tuple[Node, Node] | None = None
+    added: tuple[Node, Node] | None = None  # the sum behind the only result, and what is added
     is_early: bool = False  # a kernel of this graph runs before, and nobody writes to the weights
     owned: list[Node] = field(default_factory=list)  # what is erased in the end
 
@@ -126,16 +125,14 @@ class TernarizeLinear(GraphPass):
                 is_mine = not self.skipped(info, node)
                 if is_mine and all(n.op in ("placeholder", "get_attr") for n in operands):
                     found.setdefault((x, tuple(rest)), []).append(node)
-        by_first = {nodes[0]: nodes for nodes in found.values()}
+        by_first = {nodes[0]: (x, nodes) for (x, _), nodes in found.items()}
         for first in info.visit(by_first):
-            nodes = by_first[first]
+            x, nodes = by_first[first]
             if any(map(info.may_be_written, _weights(nodes))):
                 continue
-            x = nodes[0].args[0]
-            assert isinstance(x, Node)
             is_written = info.written_between([x], nodes[0], nodes[-1]) is not None
             for together in [[node] for node in nodes] if is_written else [nodes]:
-                calls = _with_neighbours(info, together)
+                calls = _with_neighbours(info, x, together)
                 if len(together) > 1 or calls.entering.chain or calls.added is not None:
                     yield calls
 
@@ -153,11 +150,9 @@ class TernarizeLinear(GraphPass):
 
     def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
         """Return what is kept for the backward, before and after; None where nothing is."""
-        if isinstance(match, Calls) or match.products:
+        if isinstance(match, Calls) or match.products or info.called_by is not None:
             return None
-        if info.called_by is not None or self.check(info, match) is not None:
-            return None
-        if not _is_trained(info, match.sites[0]):
+        if self.check(info, match) is not None or not _is_trained(info, match.sites[0]):
             return None
         n, k, m = sympy.symbols("N K M", integer=True, positive=True)
         every = [_sizes(info, site) for site in match.sites]
@@ -168,7 +163,6 @@ class TernarizeLinear(GraphPass):
         return Gain(before, op_folder.saved_after(n, k, m), sizes)
 
     def places(self, match: Group | Calls) -> Sequence[Node]:
-        """Return the linears."""
         if isinstance(match, Calls):
             return match.nodes
         return [site.linear for site in match.sites]
@@ -180,7 +174,6 @@ class TernarizeLinear(GraphPass):
         return [Group([site]) for site in match.sites]
 
     def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
-        """Replace the linears by ops on codes."""
         if isinstance(match, Calls):
             return _merge(info, match, editor)
         if match.products:
@@ -208,8 +201,7 @@ class TernarizeLinear(GraphPass):
 
 def _site(node: Node) -> Site | None:
     """Read a linear of which an operand is quantised, or return None."""
-    call = read_one(node)
-    if call is None or call.op is not aten.linear.default:
+    if (call := call_of(node, aten.linear.default)) is None:
         return None
     tokens, weight = call.args["input"], call.args["weight"]
     read_weight = read_quantized(weight) if rounds(weight) else None
@@ -391,10 +383,8 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
     return read_gate([site.linear for site in match.sites])
 
 
-def _with_neighbours(info: GraphInfo, nodes: list[Node]) -> Calls:
+def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
     """Read what can be part of calls that have a kernel; without one it would gain nothing."""
-    x = nodes[0].args[0]
-    assert isinstance(x, Node)
     value = info.tensor(x)
     has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)
     if value is None or has_more or op_folder.engine_for(value.device, value.dtype) == "reference":
@@ -414,18 +404,15 @@ FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
 
 def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
     """Return the sum behind the one result of one call, if what is added is there in time."""
-    items = list(nodes[0].users)
-    packed: Any = nodes[0].args[1]
-    if len(nodes) > 1 or len(items) != 1 or len(packed) != 1:
-        return None
-    found = read_added(items[0])
-    if found is None or info.positions[found[1]] > info.positions[nodes[0]]:
+    items, (first, *others) = list(nodes[0].users), nodes
+    packed: Any = first.args[1]
+    found = None if others or len(items) != 1 or len(packed) != 1 else read_added(items[0])
+    if found is None or info.positions[found[1]] > info.positions[first]:
         return None
     value = info.tensor(found[0])
     if value is None or value.requires_grad:
         return None
-    is_written = info.written_between([found[1]], nodes[0], found[0]) is not None
-    return None if is_written else found
+    return found if info.written_between([found[1]], first, found[0]) is None else None
 
 
 def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:

@@ -17,20 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memeff_compile import compat
-from memeff_compile.logits.attach import attach
-from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.logits.tensor import DeferredLogits
-from memeff_compile.options import Options
-from memeff_compile.verify.op_by_op import WIDER, KeptGraph, levels_of, run_op_by_op, wide_outputs
-from memeff_compile.verify.tolerance import (
-    EXACT,
-    Gap,
-    Tolerance,
-    gradient_gaps,
-    slack_of,
-    value_gap,
-)
+from .. import compat
+from ..logits.attach import attach
+from ..logits.recipe import DeferredOutput
+from ..logits.tensor import DeferredLogits
+from ..options import Options
+from .op_by_op import WIDER, KeptGraph, levels_of, run_op_by_op, wide_outputs
+from .tolerance import EXACT, Gap, Tolerance, gradient_gaps, slack_of, value_gap
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +82,8 @@ class Verdict:
         """Say what was compared and how near it came."""
         kinds = {gap.what for gap in (*self.exact, *self.as_run)}
         gradients = sum(what.startswith("gradient") for what in kinds)
-        counted = f"{len(kinds) - gradients} values"
-        if self.has_gradients:
-            counted += f" and {gradients} gradients"
+        more = f" and {gradients} gradients" if self.has_gradients else ""
+        counted = f"{len(kinds) - gradients} values{more}"
         parts = [f"The first call also ran the original graph, and {counted} agree."]
         if self.why_not_exact:
             parts.append(f"They were not compared in float64: {self.why_not_exact}.")
@@ -100,15 +92,11 @@ class Verdict:
         if self.as_run:
             parts.append(f"As run ({self.ran}): {_nearest(self.as_run)}.")
         if self.lossy:
-            parts.append(
-                f"Gradients were not compared as run: memeff.linear_cross_entropy={self.lossy!r} "
-                "leaves a part of them out."
-            )
+            mode = f"memeff.linear_cross_entropy={self.lossy!r} leaves a part of them out"
+            parts.append(f"Gradients were not compared as run: {mode}.")
         if self.is_coded:
-            parts.append(
-                "Nothing was compared as run: memeff.attention computes in low bits, of which "
-                "float64 has none."
-            )
+            why = "memeff.attention computes in low bits, of which float64 has none"
+            parts.append(f"Nothing was compared as run: {why}.")
         return " ".join(parts)
 
 
@@ -283,8 +271,6 @@ class Comparison:
                 raise NotRunError("the rewritten graph ran out of memory beside it") from None
             return Gap("the rewritten graph", 0.0, 0.0, words=f"raised {in_one_line(error)}")
 
-    # --- one run ----------------------------------------------------------------------------------
-
     def _trial(
         self,
         args: Sequence[Any],
@@ -338,24 +324,18 @@ class Comparison:
         # Writes into a leaf are illegal, and were legal for what the user passed.
         return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
 
-    # --- distances --------------------------------------------------------------------------------
-
     def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
         """Compare what numbers cannot say: missing outputs, dtypes, whether gradients flow."""
-        gaps = []
+        words: dict[int, str] = {}
         for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
-            words = ""
-            if place in self.dropped:
-                continue
             if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
-                words = f"is {_kind(mine)} and not {_kind(theirs)}"
+                words[place] = f"is {_kind(mine)} and not {_kind(theirs)}"
             elif isinstance(mine, Tensor) and mine.dtype != theirs.dtype:
-                words = f"has dtype {mine.dtype} and not {theirs.dtype}"
+                words[place] = f"has dtype {mine.dtype} and not {theirs.dtype}"
             elif ours.asks_gradient[place] != plain.asks_gradient[place]:
-                words = f"has requires_grad={ours.asks_gradient[place]}"
-            if words:
-                gaps.append(Gap(f"output {place}", 0.0, 0.0, words=words))
-        return gaps
+                words[place] = f"has requires_grad={ours.asks_gradient[place]}"
+        kept = words.keys() - self.dropped
+        return [Gap(f"output {place}", 0.0, 0.0, words=words[place]) for place in sorted(kept)]
 
     def _gaps(
         self,

@@ -28,8 +28,6 @@ NAMED_BY_OTHERS = {
     "fuse_linear_cross_entropy": {"cli/doctor.py"},
     "encode_weights": {"backend.py"},
     "defer_logits": {"passes/graph/base.py"},
-    "expand_multihead": {"planning/capture.py"},
-    "recover_attention": {"planning/capture.py"},
 }
 """Who asks about one pass by its name, for a reason of its own: a new pass needs none of them."""
 

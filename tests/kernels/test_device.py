@@ -25,7 +25,6 @@ from memeff_compile.kernels._triton.gpus import AMD, GPUS, H200, NVIDIA, gpu_of
 from memeff_compile.kernels.attention.op import served
 from memeff_compile.kernels.coded_weight import codecs
 from memeff_compile.kernels.quantized_attention.op import has_fp8
-from memeff_compile.kernels.ternary_linear.tiles import chains
 from memeff_compile.passes import recover_attention
 
 CUDA = torch.device("cuda", 0)
@@ -95,7 +94,7 @@ def test_nothing_that_only_nvidia_has_is_asked_of_amd(
     assert (gpu.vendor, gpu.kind, gpu.measured) == (AMD, "narrow", frozenset())
     assert not any((gpu.is_hopper, gpu.has_fp8, gpu.has_descriptors, gpu.starts_early))
     assert not has_fp8(CUDA)
-    assert not chains(CUDA)
+    assert not device.starts_early(CUDA)
     assert not codecs._is_wide(64, CUDA)
     assert not device.was_measured(CUDA, "attention")
     assert "need triton and an NVIDIA GPU" in served(CUDA, HALF, 64)

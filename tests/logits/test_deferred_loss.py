@@ -449,6 +449,77 @@ def test_gradients_inside_an_entropy_are_eagers(watched: str) -> None:
         assert_close(ours, theirs, 1e-6, str(place))
 
 
+def test_a_scaled_copy_does_not_keep_the_computed_logits() -> None:
+    logits = world().logits.detach()
+    logits.argmax()
+    value = weakref.ref(logits.memory.value)
+    kept = logits / 2
+    del logits
+    assert value() is None
+    assert type(kept) is DeferredLogits
+
+
+@pytest.mark.parametrize("cut", ["nothing", "log_probs", "probs", "probs in place", "terms"])
+def test_gradients_of_an_entropy_go_where_eagers_go(cut: str) -> None:
+    found = []
+    for deferred in (True, False):
+        at = world("fp64", deferred=deferred)
+        log_probs = at.logits.log_softmax(-1)
+        with torch.set_grad_enabled(cut != "probs"):
+            probs = log_probs.exp()
+        if "in place" in cut:
+            probs.detach_()
+        if cut == "log_probs":
+            log_probs.detach_()
+        with torch.set_grad_enabled(cut != "terms"):
+            terms = probs * log_probs
+        loss = (-terms.sum(-1) * ADVANTAGES).sum() + log_probs[..., 1].sum() + at.logits.sum()
+        inside = [x for x in (log_probs, probs, terms, at.logits) if x.requires_grad]
+        grads = torch.autograd.grad(loss, inside, retain_graph=True, allow_unused=True)
+        loss.backward()
+        kept = [grad for grad in grads if grad is not None]
+        found.append([*kept, at.leaves["x"].grad, at.leaves["weight"].grad])
+    for place, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        assert type(ours) is Tensor
+        assert_close(ours, theirs, 1e-6, str(place))
+
+
+SUMMED: dict[str, Form] = {
+    "log_probs": lambda lp: lp,
+    "scaled": lambda lp: -lp / 0.7,
+    "p log p": lambda lp: lp.exp() * lp,
+}
+SUMS: dict[str, Form] = {"sum": lambda x: x.sum(-1), "mean": lambda x: x.mean(-1, True)}
+
+
+@pytest.mark.parametrize("form", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize("summed", SUMMED.values(), ids=SUMMED)
+def test_sums_over_the_classes_are_eagers_to_the_last_digits_and_save_nothing(
+    summed: Form, form: Form
+) -> None:
+    found = []
+    for deferred in (True, False):
+        at = world("fp64", deferred=deferred)
+        log_probs = at.logits.log_softmax(-1)
+        terms = summed(log_probs)
+        total = form(terms).square().sum()
+        (once,) = torch.autograd.grad(total, log_probs, create_graph=True)
+        (twice,) = torch.autograd.grad(once.square().sum(), log_probs, retain_graph=True)
+        linear = form(terms).sum()
+        linear.backward()
+        (again,) = torch.autograd.grad(linear, terms)
+        found.append([total.detach(), once.detach(), twice, again, at.leaves["x"].grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs, 1e-12)
+
+
+def test_an_entropy_of_terms_made_without_gradients_needs_none() -> None:
+    log_probs = world("fp64").logits.log_softmax(-1)
+    with torch.no_grad():
+        terms = log_probs.exp() * log_probs
+    assert not terms.sum(-1).requires_grad
+
+
 def test_an_entropy_beside_classes_of_probability_zero() -> None:
     """Where eager has nan, of 0 times minus infinity, a class of probability 0 adds 0."""
     leaves = world().leaves

@@ -16,6 +16,8 @@ from memeff_compile.kernels.coded_kv_cache import (
     pool_of,
     shapes_of_pair,
 )
+from memeff_compile.kernels.coded_kv_cache.layout import Own, Shared
+from memeff_compile.kernels.coded_kv_cache.layout import Pair as Tensors
 from memeff_compile.kernels.coded_kv_cache.reference import decode
 
 
@@ -48,6 +50,9 @@ class Pair:
         named["bound"].fill_(torch.nan)
         if first:
             named["starts"].copy_(torch.tensor(first, dtype=torch.int32)[:, None])
+
+    def tensors(self) -> Tensors:
+        return Tensors(Shared(*self.shared), Own(*self.lower), Own(*self.upper))
 
     def all(self) -> list[Tensor]:
         return [*self.shared, *self.lower, *self.upper]

@@ -149,6 +149,106 @@ FAMILIES = (
     Family("distilbert", "masked", {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "dropout": 0.0}),
 )
 
+_EXPERTS = {
+    **_GQA,
+    **dict.fromkeys(["num_local_experts", "num_experts", "n_routed_experts"], 4),
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+_GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+_LATENT = {**_EXPERTS, **_GROUPS, **_RANKS, "v_head_dim": 8, "num_key_value_heads": 4}
+_MAMBA = {"mamba_d_head": 8, "mamba_d_state": 4}
+_WINDOW = {**_GQA, "sliding_window": 8}
+_T5 = next(family.overrides for family in FAMILIES if family.name == "t5")
+_NO_JITTER = {"router_jitter_noise": 0.0}
+
+# Newer ones, hybrids and those that Dynamo splits: a step of each in the slow tests.
+FURTHER = (
+    *(Family(name, overrides=_GQA) for name in "glm4 ernie4_5 hunyuan_v1_dense arcee".split()),
+    *(Family(name, overrides=_GQA) for name in "apertus nanochat".split()),
+    *(Family(name, overrides=_WINDOW) for name in "olmo3 exaone4 ministral".split()),
+    *(Family(name, overrides=_EXPERTS) for name in "olmoe granitemoe flex_olmo".split()),
+    *(Family(name, overrides=_LATENT) for name in "deepseek_v2 deepseek_v3".split()),
+    *(Family(name, overrides={**_EXPERTS, **_GROUPS}) for name in "glm4_moe dots1".split()),
+    *(Family(name, "seq2seq", _SEQ2SEQ) for name in "led plbart".split()),
+    *(Family(name, "seq2seq", _T5) for name in "mt5 umt5".split()),
+    Family("persimmon", overrides={"hidden_dropout": 0.0}),
+    Family("seed_oss", overrides={**_GQA, "residual_dropout": 0.0}),
+    Family("diffllama", overrides={"num_key_value_heads": 2}),
+    Family("vaultgemma", overrides={**_WINDOW, "query_pre_attn_scalar": 8}),
+    Family("qwen3_moe", overrides={**_EXPERTS, "decoder_sparse_step": 1}),
+    Family("qwen2_moe", overrides={**_EXPERTS, "shared_expert_intermediate_size": 16}),
+    Family("phimoe", overrides={**_EXPERTS, **_NO_JITTER, "input_jitter_noise": 0.0}),
+    Family("gpt_oss", overrides={**_EXPERTS, "sliding_window": 8}),
+    Family(
+        "minimax",
+        overrides={**_EXPERTS, "layer_types": ["full_attention", "linear_attention"]},
+    ),
+    Family(
+        "ernie4_5_moe",
+        overrides={**_EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+    ),
+    Family("jetmoe", overrides={**_EXPERTS, "kv_channels": 8}),
+    Family(
+        "dbrx",
+        overrides={
+            "d_model": WIDTH,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {
+                "kv_n_heads": 2,
+                "attn_pdrop": 0.0,
+                "clip_qkv": 8.0,
+                "rope_theta": 10000.0,
+            },
+            "ffn_config": {
+                "hidden_size": WIDTH,
+                "ffn_hidden_size": 16,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+            },
+        },
+    ),
+    Family("mamba", overrides={"state_size": 4}),
+    Family("mamba2", overrides={"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1}),
+    Family("falcon_h1", overrides={**_GQA, **_MAMBA, "mamba_d_ssm": WIDTH, "mamba_n_heads": 4}),
+    Family(
+        "bamba",
+        overrides={
+            **_GQA,
+            **_MAMBA,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 1,
+        },
+    ),
+    Family("lfm2", overrides={**_GQA, "layer_types": ["conv", "full_attention"]}),
+    Family(
+        "recurrent_gemma",
+        overrides={
+            **_GQA,
+            "lru_width": WIDTH,
+            "attention_window_size": 8,
+            "block_types": ["recurrent", "attention"],
+        },
+    ),
+    Family(
+        "nllb-moe",
+        "seq2seq",
+        {
+            **_SEQ2SEQ,
+            **_NO_JITTER,
+            "moe_token_dropout": 0.0,
+            "encoder_layerdrop": 0.0,
+            "decoder_layerdrop": 0.0,
+            "num_experts": 4,
+            "encoder_sparse_step": 1,
+            "decoder_sparse_step": 1,
+        },
+    ),
+)
+
 
 def build(family: Family, dtype: torch.dtype = torch.float32, **overrides: Any) -> nn.Module:
     """Build the family's model with random weights, dropout off, in training mode."""

@@ -20,7 +20,7 @@ def current_device() -> int:
     return found
 
 
-def is_watched(kernel: Any) -> bool:  # noqa: ANN401
+def is_watched(kernel: Any) -> bool:
     """Say whether somebody, such as a profiler, asked to be called around each launch."""
     from triton import knobs
 
@@ -29,28 +29,25 @@ def is_watched(kernel: Any) -> bool:  # noqa: ANN401
     return bool(calls or kernel.pre_run_hooks)
 
 
-def takes(kernel: Any, name: str) -> bool:  # noqa: ANN401
+def takes(kernel: Any, name: str) -> bool:
     """Say whether a kernel has an argument of this name."""
     return name in kernel.arg_names
 
 
-def constant(value: Any) -> Any:  # noqa: ANN401
+def constant(value: Any) -> Any:
     """Return a value as a compiled kernel reads it."""
     import triton.language as tl
 
     return tl.constexpr(value)
 
 
-def is_compiled(kernel: Any) -> bool:  # noqa: ANN401
+def is_compiled(kernel: Any) -> bool:
     """Say whether a kernel runs on a GPU, not in the interpreter."""
     return hasattr(kernel, "device_caches")
 
 
 def launcher(
-    kernel: Any,  # noqa: ANN401
-    compiled: Any,  # noqa: ANN401
-    constants: Mapping[str, Any],
-    count: int,
+    kernel: Any, compiled: Any, constants: Mapping[str, Any], count: int
 ) -> Callable[[tuple[int, int, int], int, Sequence[Any]], None]:
     """Return what launches a compiled kernel on a grid, with the `count` arguments that vary."""
     from triton.runtime import driver
@@ -66,7 +63,7 @@ def launcher(
     return launch
 
 
-def described(tensor: Tensor, block: Sequence[int]) -> Any:  # noqa: ANN401
+def described(tensor: Tensor, block: Sequence[int]) -> Any:
     """Return a matrix as the descriptor of tiles of a shape, which the GPU loads by itself."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

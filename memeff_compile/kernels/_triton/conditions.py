@@ -10,31 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conditions:
-    """What has to hold for a key to count for a query, and how the scores are made.
+    """What has to hold for a key to count for a query, and how the scores are made."""
 
-    Attributes:
-        key_mask: bool (B or 1, N): keys that count at all, or None.
-        query_ids, key_ids: (B or 1, M) and (B or 1, N): equal where a key counts, or both None.
-        ahead: query m sees keys up to m + ahead, or None for no bound.
-        behind: query m sees keys from m - behind on, or None for no bound.
-        scale: factor of the scores.
-        softcap: c > 0 makes a score c * tanh(score / c); 0 leaves it.
-        mean: a query without any key that counts gets the mean of all values instead of zeros.
-        mask: bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or what is
-            added to the score; then nothing above it decides. None for none.
-        mask_tiles: what `mask_tiles.classify` says of the mask, or None.
-    """
-
-    key_mask: Tensor | None
+    key_mask: Tensor | None  # bool (B or 1, N): keys that count at all, or None
+    # (B or 1, M) and (B or 1, N): equal where a key counts, or both None
     query_ids: Tensor | None
     key_ids: Tensor | None
-    ahead: int | None
-    behind: int | None
-    scale: float
-    softcap: float
-    mean: bool
+    ahead: int | None  # query m sees keys up to m + ahead, or None for no bound
+    behind: int | None  # query m sees keys from m - behind on, or None for no bound
+    scale: float  # factor of the scores
+    softcap: float  # c > 0 makes a score c * tanh(score / c); 0 leaves it
+    mean: bool  # a query without any key that counts gets the mean of all values, not zeros
+    # bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or what is added
+    # to the score; then nothing above it decides. None for none.
     mask: Tensor | None = None
-    mask_tiles: Tensor | None = None
+    mask_tiles: Tensor | None = None  # what `mask_tiles.classify` says of the mask, or None
 
     @property
     def is_bias(self) -> bool:

@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
-def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: int = 128) -> Any:  # noqa: ANN401
+def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: int = 128) -> Any:
     """Return a matrix as the descriptor of tiles of a shape, which the GPU loads by itself."""
     layout = NVMMASharedLayout(swizzle, bits, 2)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Which tiles of keys meet which tiles of queries, and which keys of a tile count.
 
@@ -19,19 +18,6 @@ FAR = tl.constexpr(2**62)
 
 
 @triton.jit
-def _counts(query, key, is_key, query_id, key_id, ahead, behind, C: tl.constexpr):
-    """Return which keys count for which queries; each argument is broadcast to two axes."""
-    found = is_key
-    if C.HAS_AHEAD:
-        found = found & (key <= query + ahead)
-    if C.HAS_BEHIND:
-        found = found & (key >= query - behind)
-    if C.HAS_IDS:
-        found = found & (query_id == key_id)
-    return found
-
-
-@triton.jit
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
     """Return which keys of a tile count for which queries, these along an axis.
 
@@ -39,10 +25,16 @@ def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr
     """
     query = tl.expand_dims(queries[0], 1 - AXIS)
     key = tl.expand_dims(keys[0], AXIS)
-    is_key = tl.expand_dims(is_key, AXIS)
+    found = tl.expand_dims(is_key, AXIS)
     query_id = tl.expand_dims(queries[1], 1 - AXIS)
     key_id = tl.expand_dims(keys[1], AXIS)
-    return _counts(query, key, is_key, query_id, key_id, span[0], span[1], C)
+    if C.HAS_AHEAD:
+        found = found & (key <= query + span[0])
+    if C.HAS_BEHIND:
+        found = found & (key >= query - span[1])
+    if C.HAS_IDS:
+        found = found & (query_id == key_id)
+    return found
 
 
 @triton.jit
@@ -203,16 +195,9 @@ def _attention_bounds_kernel(
                     key_id = ids_of(key_ids_ptr, key, is_key, C)
                     if C.HAS_KEY_MASK:
                         is_key = keys_shown(mask_ptr, key, is_key)
-                    counts = _counts(
-                        place[:, None],
-                        key[None, :],
-                        is_key[None, :] & is_row[:, None],
-                        query_id[:, None],
-                        key_id[None, :],
-                        ahead,
-                        behind,
-                        C,
-                    )
+                    keys_here, span = (key, key_id), (ahead, behind)
+                    counts = which_count((place, query_id), keys_here, is_key, span, 0, C)
+                    counts = counts & is_row[:, None]
                     is_empty = is_empty * (1 - tl.max(counts.to(tl.int32), axis=1))
         if tl.max(is_empty, axis=0) != 0:
             least, whole, broken = least * 0, whole * 0, broken * 0

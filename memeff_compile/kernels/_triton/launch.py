@@ -43,7 +43,7 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
     return Constants(dict(given), is_compiled=is_compiled)
 
 
-def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by name, those in capitals as one where the kernel takes them so.
 
     Example: {"ROWS": 64, "num_warps": 4} becomes {"num_warps": 4, "C": C}, and C.ROWS is 64.
@@ -55,28 +55,20 @@ def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: AN
     return {**rest, "C": _constants(constants, is_compiled=compat.is_compiled(kernel))}
 
 
-def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:  # noqa: ANN401
+def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
     """Run a kernel as `kernel[grid](*arguments, **given)` does, its constants packed."""
     kernel[grid](*arguments, **packed(kernel, given))
 
 
 def launch(
-    kernel: Any,  # noqa: ANN401
-    grid: tuple[int, ...],
+    kernel: Any,  # what `triton.jit` made, or the interpreter's form of it
+    grid: tuple[int, ...],  # one to three numbers of programs
+    # all that are no constants of the compiler, in the order of the kernel, which has them first
     arguments: Sequence[Argument],
-    constants: Mapping[str, Any],
-    name: tuple[Any, ...],
+    constants: Mapping[str, Any],  # the others by their names, and options of the compiler
+    name: tuple[Any, ...],  # what `constants` follow from; equal names have equal constants
 ) -> None:
-    """Run a kernel as `start(kernel, grid, *arguments, **constants)` does.
-
-    Args:
-        kernel: What `triton.jit` made, or the interpreter's form of it.
-        grid: One to three numbers of programs.
-        arguments: All that are no constants of the compiler, in the order of the kernel, which has
-            them first.
-        constants: The others by their names, and options of the compiler.
-        name: What `constants` follow from; equal names have equal constants.
-    """
+    """Run a kernel as `start(kernel, grid, *arguments, **constants)` does."""
     if not compat.is_compiled(kernel):
         start(kernel, grid, *arguments, **constants)
         return
@@ -94,7 +86,7 @@ def launch(
     found((across, down, deep), device, arguments)
 
 
-def _kind(argument: Argument) -> Any:  # noqa: ANN401
+def _kind(argument: Argument) -> Any:
     """Return all of an argument that the compiler may have made use of."""
     if isinstance(argument, tuple):
         return tuple(map(_kind, argument))

@@ -15,19 +15,19 @@ Query heads that share a key head read it where it is.
 
 from __future__ import annotations
 
-from memeff_compile.kernels.attention.memory import backward_bytes as backward_bytes
-from memeff_compile.kernels.attention.memory import bounds_bytes as bounds_bytes
-from memeff_compile.kernels.attention.memory import bytes_after as bytes_after
-from memeff_compile.kernels.attention.memory import bytes_before as bytes_before
-from memeff_compile.kernels.attention.memory import lists_bytes as lists_bytes
-from memeff_compile.kernels.attention.memory import mask_bytes as mask_bytes
-from memeff_compile.kernels.attention.memory import mask_tiles_bytes as mask_tiles_bytes
-from memeff_compile.kernels.attention.op import EMPTY_ROWS as EMPTY_ROWS
-from memeff_compile.kernels.attention.op import ENGINES as ENGINES
-from memeff_compile.kernels.attention.op import MAX_DEPTH as MAX_DEPTH
-from memeff_compile.kernels.attention.op import attention as attention
-from memeff_compile.kernels.attention.op import attention_backward as attention_backward
-from memeff_compile.kernels.attention.op import attention_mask_tiles as attention_mask_tiles
-from memeff_compile.kernels.attention.op import engine_for as engine_for
-from memeff_compile.kernels.attention.op import served as served
-from memeff_compile.kernels.attention.op import supports as supports
+from ..checks import MAX_DEPTH as MAX_DEPTH
+from .memory import backward_bytes as backward_bytes
+from .memory import bounds_bytes as bounds_bytes
+from .memory import bytes_after as bytes_after
+from .memory import bytes_before as bytes_before
+from .memory import lists_bytes as lists_bytes
+from .memory import mask_bytes as mask_bytes
+from .memory import mask_tiles_bytes as mask_tiles_bytes
+from .op import EMPTY_ROWS as EMPTY_ROWS
+from .op import ENGINES as ENGINES
+from .op import attention as attention
+from .op import attention_backward as attention_backward
+from .op import attention_mask_tiles as attention_mask_tiles
+from .op import engine_for as engine_for
+from .op import served as served
+from .op import supports as supports

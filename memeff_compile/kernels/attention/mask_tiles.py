@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.kernels._triton.key_tiles import Cells, tiles_of
-from memeff_compile.kernels._triton.launch import launch
-from memeff_compile.kernels.device import kernels_serve, on_device
+from .._triton.key_tiles import Cells, tiles_of
+from .._triton.launch import launch
+from ..device import kernels_serve, on_device
 
 TILE = 64
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -71,7 +71,7 @@ def classify(mask: Tensor) -> Tensor:
 
 def classify_in_kernel(mask: Tensor) -> Tensor:
     """Return what `classify` does, from the kernel."""
-    from memeff_compile.kernels.attention import mask_tiles_kernels as kernels
+    from . import mask_tiles_kernels as kernels
 
     shape = table_shape(mask)
     codes = mask.new_empty(shape, dtype=torch.uint8)
@@ -112,23 +112,15 @@ def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
 
 
 def dense_of(
-    mask: Tensor,
-    codes: Tensor | None,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
+    mask: Tensor,  # as for `classify`
+    codes: Tensor | None,  # what that gave, or None to do it now
+    lengths: tuple[int, int],  # queries and keys
+    tile: tuple[int, int],  # queries and keys per tile
     *,
-    ours_are_queries: bool = True,
+    ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask for a kernel, with the lists of what its tiles visit.
-
-    Args:
-        mask: as for `classify`.
-        codes: what that gave, or None to do it now.
-        lengths: queries and keys.
-        tile: queries and keys per tile.
-        ours_are_queries: tiles of queries visit tiles of keys, not the other way around.
-    """
-    from memeff_compile.kernels.attention import mask_tiles_kernels as kernels
+    """Return a mask for a kernel, with the lists of what its tiles visit."""
+    from . import mask_tiles_kernels as kernels
 
     if codes is None:
         codes = classify_in_kernel(mask)

@@ -1,7 +1,7 @@
 """Bytes before and after, as formulas in B (sequences), H (query heads), M, N and D.
 
-M is the number of queries, N that of keys, D the head dimension. They count what lives beside q, k,
-v, the output and the gradients.
+M is the number of queries, N that of keys, D the head dimension, as symbols or numbers. They count
+what lives beside q, k, v, the output and the gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
-from memeff_compile.kernels.attention.mask_tiles import TILE
+from .mask_tiles import TILE
 
 Size: TypeAlias = sympy.Expr | int
 
@@ -20,10 +20,6 @@ def bytes_before(
     batch: Size, heads: Size, queries: Size, keys: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
     """Return the bytes of one buffer of scores or weights, of which a chain builds several.
-
-    Args:
-        batch, heads, queries, keys: B, H, M, N as symbols or numbers.
-        dtype: dtype of the buffer.
 
     Example: bytes_before(4, 8, 2048, 2048, dtype=torch.float32) == 512 << 20.
     """
@@ -57,12 +53,8 @@ def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 def bounds_bytes(batch: Size, length: Size, *, tile: Size) -> sympy.Expr:
     """Return the bytes that say which tiles are visited, where masks or ids decide.
 
-    They live during a kernel: four int32 per tile of queries (or keys) of a sequence.
-
-    Args:
-        batch: B.
-        length: M or N, whichever is cut into tiles.
-        tile: places per tile.
+    They live during a kernel: four int32 per tile of queries (or keys) of a sequence, of which
+    `length` is cut into tiles of so many places.
 
     Example: bounds_bytes(4, 2048, tile=128) == 16 * 4 * 16.
     """
@@ -72,8 +64,7 @@ def bounds_bytes(batch: Size, length: Size, *, tile: Size) -> sympy.Expr:
 def mask_tiles_bytes(batch: Size, heads: Size, queries: Size, keys: Size) -> sympy.Expr:
     """Return the bytes of the codes of a mask's tiles, kept for the backward.
 
-    Args:
-        batch, heads, queries, keys: sizes of the mask, 1 where it is broadcast.
+    All are sizes of the mask, 1 where it is broadcast.
 
     Example: mask_tiles_bytes(4, 1, 2048, 2048) == 4 * 32 * 32.
     """
@@ -86,10 +77,8 @@ def lists_bytes(
 ) -> sympy.Expr:
     """Return the bytes of a kernel's lists of the tiles that it visits, under such a mask.
 
-    Args:
-        batch, heads: sizes of the mask, 1 where it is broadcast.
-        ours, others: M and N, or N and M in the kernel of the gradients of k and v.
-        tile: places per tile, of ours and of others.
+    Batch and heads are the mask's, 1 where it is broadcast; ours and others, and the places per
+    tile, are of M and N, or of N and M in the kernel of the gradients of k and v.
 
     Example: lists_bytes(4, 1, 2048, 2048, tile=(128, 64)) == 4 * 4 * 16 * 35.
     """

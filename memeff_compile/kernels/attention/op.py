@@ -6,25 +6,29 @@ backward computes the scores again. `lse` is for the backward and not differenti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels.attention import reference
-from memeff_compile.kernels.attention.mask_tiles import classify, table_shape
-from memeff_compile.kernels.checks import INDICES, short, two_dtypes, unlike_heads
-from memeff_compile.kernels.device import (
-    kernels_need,
-    kernels_serve,
-    where_it_runs,
-    without_autocast,
+from ...errors import UnsupportedInputError
+from .. import library
+from .._triton.conditions import Conditions
+from ..checks import (
+    INDICES,
+    MAX_DEPTH,
+    require,
+    short,
+    two_dtypes,
+    unlike_heads,
+    unlike_sizes,
+    wide,
 )
+from ..device import kernels_need, kernels_serve, where_it_runs, without_autocast
+from . import reference
+from .mask_tiles import classify, table_shape
 
 HALF = (torch.bfloat16, torch.float16)
-MAX_DEPTH = 256
 
 EMPTY_ROWS = ("zeros", "mean")
 """What a query gets for which no key counts: zeros, or the mean of all values."""
@@ -37,63 +41,72 @@ ENGINES = {
     "reference": "plain PyTorch, a block of queries at a time (any device, also fp32 and fp64)",
 }
 
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
-_Tables = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-_LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, Tensor? query_ids=None, "
-    "Tensor? key_ids=None, Tensor? mask=None, Tensor? mask_tiles=None, *, SymInt? ahead=None, "
-    "SymInt? behind=None, float? scale=None, "
-    'float softcap=0.0, str empty_rows="zeros") -> (Tensor out, Tensor lse)',
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? key_mask, Tensor? query_ids, Tensor? key_ids, Tensor? mask, Tensor? mask_tiles, "
-    "SymInt? ahead, SymInt? behind, float? scale, float softcap, str empty_rows) "
-    "-> (Tensor, Tensor, Tensor)",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define("attention_mask_tiles(Tensor mask) -> Tensor", tags=_COMPLIANT)
+
+class _Call(NamedTuple):
+    """What `attention` is called with."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    mask: Tensor | None = None
+    mask_tiles: Tensor | None = None
+    ahead: int | None = None
+    behind: int | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    empty_rows: str = "zeros"
+
+
+class _Gradients(NamedTuple):
+    """What `attention_backward` is called with."""
+
+    grad_out: Tensor
+    call: _Call
+    out: Tensor
+    lse: Tensor
+
+
+def _called_back(*given: Any) -> _Gradients:
+    grad_out, q, k, v, out, lse, *conditions = given
+    return _Gradients(grad_out, _Call(q, k, v, *conditions), out, lse)
 
 
 def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_tiles: Tensor | None = None,
+    q: Tensor,  # (B, H, M, D)
+    k: Tensor,  # (B, G, N, D), H a multiple of G
+    v: Tensor,  # likewise
+    key_mask: Tensor | None = None,  # bool (B or 1, N)
+    query_ids: Tensor | None = None,  # int32 or int64 (B or 1, M)
+    key_ids: Tensor | None = None,  # likewise (B or 1, N)
+    mask: Tensor | None = None,  # bool or floating (B or 1, H or 1, M or 1, N or 1), alone
+    mask_tiles: Tensor | None = None,  # what `attention_mask_tiles` gives for it
     *,
-    ahead: int | None = None,
-    behind: int | None = None,
-    softcap: float = 0.0,
-    empty_rows: str = "zeros",
+    ahead: int | None = None,  # the bound, or None
+    behind: int | None = None,  # likewise
+    softcap: float = 0.0,  # 0 for none
+    empty_rows: str = "zeros",  # one of `EMPTY_ROWS`
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
 
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D), H a multiple of G.
-        key_mask: bool (B or 1, N).
-        query_ids, key_ids: int32 or int64 (B or 1, M) and (B or 1, N).
-        mask: bool or floating (B or 1, H or 1, M or 1, N or 1), alone.
-        mask_tiles: what `attention_mask_tiles` gives for it.
-        ahead, behind: the bounds.
-        softcap: 0 for none.
-        empty_rows: one of `EMPTY_ROWS`.
-
     Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
     """
+    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
+    return _unlike(_Call(q, k, v, *tables, ahead, behind, None, softcap, empty_rows))
+
+
+def _unlike(given: _Call) -> str | None:
+    """Say in a sentence why a call cannot be served, or return None."""
+    named = {"q": given.q, "k": given.k, "v": given.v}
     return (
-        _unlike_settings(softcap, empty_rows)
-        or unlike_heads({"q": q, "k": k, "v": v})
-        or _unlike_shapes(q, k, v)
-        or _unlike_tables(q, k, key_mask, query_ids, key_ids)
-        or _unlike_mask(q, k, mask, mask_tiles)
-        or _not_alone(mask, (key_mask, query_ids, ahead, behind), softcap, empty_rows)
+        _unlike_settings(given.softcap, given.empty_rows)
+        or unlike_heads(named)
+        or unlike_sizes(named)
+        or _unlike_tables(*given[:2], *given[3:6])
+        or _unlike_mask(*given[:2], *given[6:8])
+        or _not_alone(given)
     )
 
 
@@ -102,22 +115,6 @@ def _unlike_settings(softcap: float, empty_rows: str) -> str | None:
         return f"softcap is {softcap}; a number above 0 is needed, or 0 for none."
     if empty_rows not in EMPTY_ROWS:
         return f"empty_rows is {empty_rows!r}; one of {', '.join(EMPTY_ROWS)} is needed."
-    return None
-
-
-def _unlike_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    if k.shape != v.shape:
-        return f"k is {_shape(k)} and v {_shape(v)}; they need the same shape."
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        return (
-            f"q is {_shape(q)} and k and v {_shape(k)}; batch and depth need to be the same. "
-            "Expand them over the batch."
-        )
-    heads, groups = q.shape[1], k.shape[1]
-    if groups == 0 or heads % groups:
-        return f"q has {heads} heads and k and v {groups}; a multiple of them is needed."
-    if not 0 < q.shape[3] <= MAX_DEPTH:
-        return f"the head dimension is {q.shape[3]}; 1 to {MAX_DEPTH} is served."
     return None
 
 
@@ -170,12 +167,12 @@ def _unlike_mask(q: Tensor, k: Tensor, mask: Tensor | None, codes: Tensor | None
     )
 
 
-def _not_alone(
-    mask: Tensor | None, others: tuple[Any, ...], softcap: float, empty_rows: str
-) -> str | None:
+def _not_alone(given: _Call) -> str | None:
+    mask, softcap = given.mask, given.softcap
     if mask is None:
         return None
-    if empty_rows != "zeros" or any(each is not None for each in others):
+    others = (given.key_mask, given.query_ids, given.ahead, given.behind)
+    if given.empty_rows != "zeros" or any(each is not None for each in others):
         return (
             "mask is given with another condition or with empty_rows; it decides alone: put the "
             "condition into the mask."
@@ -189,27 +186,17 @@ def _shape(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape)
 
 
-def _given(
-    name: str, operands: tuple[Tensor, Tensor, Tensor], tables: _Tables, settings: tuple[Any, ...]
-) -> Conditions:
+def _conditions(name: str, given: _Call) -> Conditions:
     """Return the conditions of a call, or raise where it is not supported."""
-    ahead, behind, scale, softcap, empty_rows = settings
-    told = {"ahead": ahead, "behind": behind, "softcap": softcap, "empty_rows": empty_rows}
-    sentence = supports(*operands, *tables, **told)
-    if sentence is not None:
-        raise UnsupportedInputError(f"{name}: {sentence}")
-    factor = operands[0].shape[3] ** -0.5 if scale is None else scale
-    is_mean = empty_rows == "mean"
-    return Conditions(*tables[:3], ahead, behind, factor, softcap, is_mean, *tables[3:])
+    require(name, _unlike(given))
+    factor = given.q.shape[3] ** -0.5 if given.scale is None else given.scale
+    bounds, is_mean = (given.ahead, given.behind), given.empty_rows == "mean"
+    masks = given.mask, given.mask_tiles
+    return Conditions(*given[3:6], *bounds, factor, given.softcap, is_mean, *masks)
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Say in a sentence why the engine `tiles` does not serve this, or return "" if it does.
-
-    Args:
-        device: where q, k and v are.
-        dtype: their dtype.
-        depth: their head dimension.
+    """Say in a sentence why the engine `tiles` does not serve q, k and v of a kind, or return "".
 
     Example: served(torch.device("cpu"), torch.float32, 64) names the device.
     """
@@ -229,145 +216,59 @@ def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH)
     return "reference" if served(device, dtype, depth) else "tiles"
 
 
-def _engine(q: Tensor, k: Tensor) -> Any:  # noqa: ANN401 - a module
+def _engine(q: Tensor, k: Tensor) -> Any:  # a module
     if q.is_cuda and q.numel() and k.numel() and not served(q.device, q.dtype, q.shape[3]):
-        from memeff_compile.kernels.attention import tiles
+        from . import tiles
 
         return tiles
     return reference
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_tiles: Tensor | None = None,
-    *,
-    ahead: int | None = None,
-    behind: int | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    empty_rows: str = "zeros",
-) -> tuple[Tensor, Tensor]:
-    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
-    settings = (ahead, behind, scale, softcap, empty_rows)
-    given = _given("attention", (q, k, v), tables, settings)
+def _forward(given: _Call) -> tuple[Tensor, Tensor]:
+    conditions = _conditions("attention", given)
+    q, k, v, *_ = given
     with without_autocast(q.device.type):
-        found: tuple[Tensor, Tensor] = _engine(q, k).attend(q, k, v, given)
+        found: tuple[Tensor, Tensor] = _engine(q, k).attend(q, k, v, conditions)
     return found
 
 
-def _fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_tiles: Tensor | None = None,
-    *,
-    ahead: int | None = None,
-    behind: int | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    empty_rows: str = "zeros",
-) -> tuple[Tensor, Tensor]:
-    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
-    settings = (ahead, behind, scale, softcap, empty_rows)
-    given = _given("attention", (q, k, v), tables, settings)
-    planes = (2,) if given.is_bias else ()
-    lse = q.new_empty((*planes, *q.shape[:3]), dtype=_sum_dtype(q.dtype))
-    return _heads_inside(q, q.dtype), lse
+def _fake_forward(given: _Call) -> tuple[Tensor, Tensor]:
+    planes = (2,) if _conditions("attention", given).is_bias else ()
+    q = given.q
+    lse = q.new_empty((*planes, *q.shape[:3]), dtype=wide(q.dtype))
+    return library.heads_inside(q), lse
 
 
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_mask: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    ahead: int | None,
-    behind: int | None,
-    scale: float | None,
-    softcap: float,
-    empty_rows: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
-    settings = (ahead, behind, scale, softcap, empty_rows)
-    given = _given("attention_backward", (q, k, v), tables, settings)
+def _backward(given: _Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    conditions = _conditions("attention_backward", given.call)
+    grad_out, (q, k, v, *_), out, lse = given
     with without_autocast(q.device.type):
         found: tuple[Tensor, Tensor, Tensor] = _engine(q, k).gradients(
-            grad_out, q, k, v, out, lse, given
+            grad_out, q, k, v, out, lse, conditions
         )
     return found
 
 
-def _fake_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_mask: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    ahead: int | None,
-    behind: int | None,
-    scale: float | None,
-    softcap: float,
-    empty_rows: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
-    settings = (ahead, behind, scale, softcap, empty_rows)
-    given = _given("attention_backward", (q, k, v), tables, settings)
-    del grad_out, out, lse, given
-    return _heads_inside(q, q.dtype), _heads_inside(k, k.dtype), _heads_inside(v, v.dtype)
+def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
+    _conditions("attention_backward", given.call)
+    return tuple(map(library.heads_inside, given.call[:3]))
 
 
-def _mask_tiles(mask: Tensor) -> Tensor:
-    _require_mask(mask)
-    return classify(mask)
-
-
-def _fake_mask_tiles(mask: Tensor) -> Tensor:
-    _require_mask(mask)
-    return mask.new_empty(table_shape(mask), dtype=torch.uint8)
-
-
-def _require_mask(mask: Tensor) -> None:
+def _readable(mask: Tensor) -> Tensor:
     if mask.dim() != 4 or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         raise UnsupportedInputError(
             f"attention_mask_tiles: mask is {short(mask.dtype)} with {mask.dim()} dimensions; bool "
             "or a floating dtype of (batch, heads, queries, keys) is needed."
         )
+    return mask
 
 
-def _heads_inside(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty (B, H, L, D) laid out as (B, L, H, D), as models want it back."""
-    batch, heads, length, depth = like.shape
-    return like.new_empty((batch, length, heads, depth), dtype=dtype).transpose(1, 2)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _fake_mask_tiles(mask: Tensor) -> Tensor:
+    return mask.new_empty(table_shape(mask), dtype=torch.uint8)
 
 
 def _setup_context(
-    ctx: Any,  # noqa: ANN401
+    ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, Tensor],
@@ -386,44 +287,39 @@ def _setup_context(
     ctx.settings = tuple(keyword_only_inputs[name] for name in names)
 
 
-def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
     if grad is None:
         return (None,) * 8
-    if torch.is_grad_enabled():  # create_graph=True
-        found = _Once.apply(grad, *ctx.saved_tensors, *ctx.settings)  # type: ignore[no-untyped-call]
-    else:
-        found = torch.ops.memeff.attention_backward.default(grad, *ctx.saved_tensors, *ctx.settings)
+    once = _gradients_once if torch.is_grad_enabled() else attention_backward  # create_graph=True
+    found = once(grad, *ctx.saved_tensors, *ctx.settings)
     needed = ctx.needs_input_grad
     gradients = (each if need else None for each, need in zip(found, needed[:3], strict=True))
     return (*gradients, *5 * [None])
 
 
-class _Once(torch.autograd.Function):
-    """The gradients where a second derivative may be asked for: it is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ANN401
-        return torch.ops.memeff.attention_backward.default(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ANN401
-        raise DoubleBackwardError(
-            "attention: a second derivative of the fused attention was asked for, and the op has "
-            "only a first one. Compile with options={'memeff.attention': 'off'}."
-        )
-
-
-_LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("attention_mask_tiles", _mask_tiles, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::attention", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("memeff::attention_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_fake("memeff::attention_mask_tiles", _fake_mask_tiles, lib=_LIBRARY)
-torch.library.register_autograd(
-    "memeff::attention", _link, setup_context=_setup_context, lib=_LIBRARY
+attention = library.op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, Tensor? query_ids=None, "
+    "Tensor? key_ids=None, Tensor? mask=None, Tensor? mask_tiles=None, *, SymInt? ahead=None, "
+    "SymInt? behind=None, float? scale=None, "
+    'float softcap=0.0, str empty_rows="zeros") -> (Tensor out, Tensor lse)',
+    *library.taking(_Call, _forward, _fake_forward),
+    backward=_link,
+    setup_context=_setup_context,
 )
-
-attention = torch.ops.memeff.attention.default
-attention_backward = torch.ops.memeff.attention_backward.default
-attention_mask_tiles = torch.ops.memeff.attention_mask_tiles.default
+attention_backward = library.op(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? key_mask, Tensor? query_ids, Tensor? key_ids, Tensor? mask, Tensor? mask_tiles, "
+    "SymInt? ahead, SymInt? behind, float? scale, float softcap, str empty_rows) "
+    "-> (Tensor, Tensor, Tensor)",
+    *library.taking(_called_back, _backward, _fake_backward),
+)
+attention_mask_tiles = library.op(
+    "attention_mask_tiles(Tensor mask) -> Tensor",
+    *library.taking(_readable, classify, _fake_mask_tiles),
+)
+_gradients_once = library.only_first(
+    attention_backward,
+    "attention: a second derivative of the fused attention was asked for, and the op has only a "
+    "first one. Compile with options={'memeff.attention': 'off'}.",
+)

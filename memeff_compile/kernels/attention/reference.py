@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.conditions import Conditions
+from .._triton.conditions import Conditions
+from ..checks import wide
+from ..library import heads_inside
 
 BLOCK_SCORES = 1 << 22
 """Scores of one block: enough for the products to be fast, 16 MiB in fp32."""
@@ -69,9 +71,7 @@ class _Operands:
 def block_of(heads: int, queries: int, keys: int) -> int:
     """Return the queries of a block: as many as `BLOCK_SCORES` holds, at least 16.
 
-    Args:
-        heads: sequences times query heads.
-        queries, keys: of one head.
+    `heads` are those of all sequences.
 
     Example: block_of(32, 2048, 2048) == 64.
     """
@@ -93,7 +93,7 @@ def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
     batch, heads, queries, depth = q.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if given.key_mask is not None and not given.mean:
         # What padding holds must not reach anything, not even as 0 * nan.
@@ -106,11 +106,6 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
     """Attend to the keys that count.
 
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D).
-        given: the conditions.
-
     Returns:
         (B, H, M, D) laid out as (B, M, H, D), and the logarithm of the sum of the weights,
         (B, H, M) in fp32 or fp64: minus infinity for a query without keys. Under a mask that is
@@ -118,7 +113,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)
-    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    out = heads_inside(q)
     planes = every.q.new_empty((1 + given.is_bias, batch, heads, queries))
     lse = planes if given.is_bias else planes[0]
     for first, stop in every.blocks():
@@ -151,10 +146,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, each laid out with its heads beside its depth.
 
-    Args:
-        grad_out: (B, H, M, D), of out.
-        q, k, v, given: as for `attend`.
-        out, lse: what it returned.
+    `grad_out` is of out; out and lse are what `attend` returned.
     """
     every = _operands(q, k, v, given)
     grad = grad_out.to(every.q.dtype).reshape(every.q.shape)

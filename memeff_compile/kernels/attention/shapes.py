@@ -6,9 +6,10 @@ Everything follows from the head dimension and the GPU's kind, never from what t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from memeff_compile.kernels._triton.gpus import Gpu
-from memeff_compile.kernels._triton.key_tiles import depth_block
+from .._triton.gpus import Gpu
+from .._triton.key_tiles import depth_block
 
 KERNELS = ("forward", "query_gradient", "key_gradient")
 
@@ -26,63 +27,33 @@ class Shape:
     is_split: bool = False
 
 
-# By the room that shared memory leaves, then by kernel and padded head dimension.
+def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:
+    """Return shapes by padded head dimension."""
+    return {depth: Shape(*shape) for depth, shape in zip((64, 128, 256), shapes, strict=True)}
+
+
+# By the room that shared memory leaves, then by kernel: rows, keys, warps and stages for padded
+# head dimensions of 64, 128 and 256, and whether the last is split.
 _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
     "hopper": {  # 227 KiB, products of warp groups; the fastest of a sweep on an H200
-        "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 64, 8, 3), 256: Shape(128, 64, 8, 2)},
-        "query_gradient": {
-            64: Shape(64, 64, 4, 3),
-            128: Shape(128, 64, 8, 3),
-            256: Shape(128, 32, 8, 2),
-        },
-        "key_gradient": {
-            64: Shape(64, 64, 4, 3),
-            128: Shape(32, 64, 4, 3),
-            256: Shape(64, 64, 8, 2),
-        },
+        "forward": _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+        "query_gradient": _row((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+        "key_gradient": _row((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 8, 2)),
     },
     "blackwell": {  # 227 KiB, and memory of its own for sums
-        "forward": {
-            64: Shape(128, 128, 8, 2),
-            128: Shape(128, 64, 8, 3),
-            256: Shape(128, 32, 8, 2),
-        },
-        "query_gradient": {
-            64: Shape(128, 64, 8, 3),
-            128: Shape(128, 64, 8, 3),
-            256: Shape(128, 32, 8, 2),
-        },
-        "key_gradient": {
-            64: Shape(64, 128, 8, 2),
-            128: Shape(32, 128, 8, 3),
-            256: Shape(16, 64, 8, 1, is_split=True),
-        },
+        "forward": _row((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2)),
+        "query_gradient": _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+        "key_gradient": _row((64, 128, 8, 2), (32, 128, 8, 3), (16, 64, 8, 1, True)),
     },
     "roomy": {  # 163 KiB on 8.0
-        "forward": {64: Shape(128, 64, 4, 3), 128: Shape(128, 64, 8, 3), 256: Shape(64, 32, 8, 2)},
-        "query_gradient": {
-            64: Shape(128, 64, 8, 2),
-            128: Shape(64, 64, 8, 2),
-            256: Shape(64, 32, 8, 1),
-        },
-        "key_gradient": {
-            64: Shape(64, 128, 8, 2),
-            128: Shape(64, 64, 8, 2),
-            256: Shape(32, 32, 8, 1),
-        },
+        "forward": _row((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+        "query_gradient": _row((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+        "key_gradient": _row((64, 128, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
     },
     "narrow": {  # 99 KiB
-        "forward": {64: Shape(128, 64, 4, 2), 128: Shape(128, 32, 8, 2), 256: Shape(64, 32, 8, 1)},
-        "query_gradient": {
-            64: Shape(64, 64, 4, 2),
-            128: Shape(64, 32, 8, 1),
-            256: Shape(32, 32, 8, 1),
-        },
-        "key_gradient": {
-            64: Shape(64, 64, 4, 2),
-            128: Shape(32, 64, 8, 1),
-            256: Shape(32, 32, 8, 1),
-        },
+        "forward": _row((128, 64, 4, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "query_gradient": _row((64, 64, 4, 2), (64, 32, 8, 1), (32, 32, 8, 1)),
+        "key_gradient": _row((64, 64, 4, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
     },
 }
 
@@ -117,16 +88,14 @@ _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
 
 
 def shape_for(
-    kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False, has_mask: bool = False
+    kernel: str,  # one of `KERNELS`
+    depth: int,  # head dimension
+    gpu: Gpu,  # the GPU
+    *,
+    has_tables: bool = False,  # masks or ids decide, not positions alone
+    has_mask: bool = False,  # a mask that is a tensor decides
 ) -> Shape:
     """Return the tile of a kernel.
-
-    Args:
-        kernel: one of `KERNELS`.
-        depth: head dimension.
-        gpu: the GPU.
-        has_tables: masks or ids decide, not positions alone.
-        has_mask: a mask that is a tensor decides.
 
     Example: shape_for("forward", 128, H200).rows == 128.
     """

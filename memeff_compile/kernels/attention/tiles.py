@@ -10,27 +10,20 @@ and a key that counts, in each head, and 10 D in the backward, which computes th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels._triton.key_tiles import (
-    depth_block,
-    find_bounds,
-    flags_of,
-    positions_of,
-    rows_of,
-    tables_of,
-    tiles_of,
-    within,
-)
-from memeff_compile.kernels._triton.launch import launch
-from memeff_compile.kernels.attention.mask_tiles import Dense, dense_of, none_of
-from memeff_compile.kernels.attention.shapes import KERNELS, Shape, shape_for
-from memeff_compile.kernels.device import gpu, on_device
+from .._triton import key_tiles
+from .._triton.conditions import Conditions
+from .._triton.key_tiles import depth_block, rows_of, tiles_of
+from .._triton.launch import launch
+from ..device import gpu, on_device
+from .mask_tiles import Dense, dense_of, none_of
+from .shapes import KERNELS, Shape, shape_for
 
 MAX_ROW_STRIDE = 1 << 22
 """Elements from one position to the next, up to which a tile's offsets are 32-bit numbers."""
@@ -92,7 +85,7 @@ class _Call:
             "HAS_MASK": self.given.mask is not None,
             "IS_BIAS": self.given.is_bias,
             "PER_HEAD": self.given.mask is not None and self.given.mask.shape[1] > 1,
-            **flags_of(self.given),
+            **key_tiles.flags_of(self.given),
         }
 
     def scales(self) -> tuple[float, float]:
@@ -112,17 +105,10 @@ class _Call:
     ) -> tuple[Tensor, int]:
         """Return which tiles each tile of ours visits, and how many there are."""
         _, heads, _, queries, keys, _ = self.sizes
-        tile = (shape.rows, shape.keys)
+        sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         ours = (queries, shape.rows) if ours_are_queries else (keys, shape.keys)
-        found = find_bounds(
-            self.q,
-            self.given,
-            (heads, queries, keys),
-            tile,
-            ours_are_queries=ours_are_queries,
-            mean=self.mean,
-            lse=lse,
-        )
+        told = {"ours_are_queries": ours_are_queries, "mean": self.mean}
+        found = key_tiles.find_bounds(self.q, self.given, sizes, tile, **told, lse=lse)
         return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
@@ -137,10 +123,39 @@ class _Call:
             ours_are_queries=ours_are_queries,
         )
 
+    def run(
+        self,
+        kernel: Any,
+        shape: Shape,
+        read: tuple[Tensor, ...],  # (B, heads, positions, D) each
+        others: tuple[Any, ...],  # what stands between the bounds and the positions
+        *,
+        lse: Tensor | None = None,
+        ours_are_queries: bool = True,
+        parts: Sequence[Mapping[str, bool]] = ({},),  # constants of each launch beside the others
+    ) -> None:
+        """Run a kernel whose programs have a tile of queries each, or of keys."""
+        batch, heads, groups, queries, keys, _ = self.sizes
+        bounds, tiles = self.bounds(shape, lse, ours_are_queries=ours_are_queries)
+        ours = heads if ours_are_queries else groups
+        arguments = (
+            *map(rows_of, read),
+            key_tiles.tables_of(self.given, self.q),
+            self.dense(shape, ours_are_queries=ours_are_queries),
+            bounds,
+            *others,
+            *key_tiles.positions_of(self.given),
+            (batch * ours, ours, heads // groups, queries, keys, tiles),
+        )
+        for part in parts:
+            constants = {**self.constants(shape), **part}
+            name = tuple(constants.items())
+            launch(kernel, (batch * ours * tiles,), arguments, constants, name)
+
 
 def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
     queries, keys = q.shape[2], k.shape[2]
-    given = within(given, queries, keys)
+    given = key_tiles.within(given, queries, keys)
     sizes = (q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
     mean = given.has_empty_means(queries, keys)
     return _Call(_rows(q), _rows(k), _rows(v), given, mean, sizes)
@@ -153,64 +168,44 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
+    q: Tensor,  # (B, H, M, D) bf16 or fp16
+    k: Tensor,  # (B, G, N, D)
+    v: Tensor,  # likewise
+    given: Conditions,  # the conditions
+    *,
+    plan: Plan | None = None,  # the tiles, by default what `plan_for` gives
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; as `reference.attend`.
-
-    Args:
-        q: (B, H, M, D) bf16 or fp16.
-        k, v: (B, G, N, D).
-        given: the conditions.
-        plan: the tiles, by default what `plan_for` gives.
-    """
-    from memeff_compile.kernels.attention import tiles_kernels as kernels
+    """Attend to the keys that count; as `reference.attend`."""
+    from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
-    batch, heads, groups, queries, keys, depth = call.sizes
+    batch, heads, _, queries, _, depth = call.sizes
     shape = (plan or call.plan()).forward
     out = q.new_empty((batch, queries, heads, depth))
     planes = (2,) if call.given.is_bias else ()
     lse = q.new_empty((*planes, batch, heads, queries), dtype=torch.float32)
     with on_device(q):
-        bounds, tiles = call.bounds(shape, None)
-        arguments = (
-            rows_of(call.q),
-            rows_of(call.k),
-            rows_of(call.v),
-            tables_of(call.given, call.q),
-            call.dense(shape),
-            bounds,
-            out,
-            lse,
-            call.scales(),
-            *positions_of(call.given),
-            (batch * heads, heads, heads // groups, queries, keys, tiles),
-        )
-        constants = call.constants(shape)
-        grid = (batch * heads * tiles,)
-        launch(kernels._attention_kernel, grid, arguments, constants, tuple(constants.items()))
+        read, others = (call.q, call.k, call.v), (out, lse, call.scales())
+        call.run(kernels._attention_kernel, shape, read, others)
     return out.transpose(1, 2), lse
 
 
 def gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    given: Conditions,
+    grad_out: Tensor,  # (B, H, M, D), of out
+    q: Tensor,  # as for `attend`
+    k: Tensor,  # likewise
+    v: Tensor,  # likewise
+    out: Tensor,  # what it returned
+    lse: Tensor,  # likewise
+    given: Conditions,  # as for `attend`
     *,
-    plan: Plan | None = None,
+    plan: Plan | None = None,  # likewise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; as `reference.gradients`.
+    """Return the gradients of q, k and v; as `reference.gradients`."""
+    from . import tiles_kernels as kernels
 
-    Args:
-        grad_out: (B, H, M, D), of out.
-        q, k, v, given, plan: as for `attend`.
-        out, lse: what it returned.
-    """
     call = _call(q, k, v, given)
+    q, k, v = call.q, call.k, call.v
     batch, heads, groups, queries, keys, depth = call.sizes
     plan = plan or call.plan()
     grad, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
@@ -219,69 +214,20 @@ def gradients(
     grad_v = torch.empty_like(grad_k)
     sums, delta = lse.new_empty((2, batch, heads, queries))
     with on_device(q):
-        _query_gradient(call, plan.query_gradient, (grad, out, lse, sums, delta, grad_q))
-        _key_gradient(call, plan.key_gradient, (grad, lse, sums, delta, grad_k, grad_v))
+        # sums and delta are made by the first kernel and read by the others
+        kernel, made = kernels._attention_query_gradient_kernel, (lse, sums, delta, grad_q)
+        scales = (call.scales(), call.given.scale)
+        call.run(kernel, plan.query_gradient, (grad, out, q, k, v), (*made, *scales), lse=lse)
+        parts = [(True, True)]
+        if plan.key_gradient.is_split:
+            parts = [(False, True), (True, False)]
+        call.run(
+            kernels._attention_key_gradient_kernel,
+            plan.key_gradient,
+            (grad, q, k, v),
+            (lse, sums, delta, grad_k, grad_v, *scales),
+            lse=lse,
+            ours_are_queries=False,
+            parts=[{"WITH_K": with_k, "WITH_V": with_v} for with_k, with_v in parts],
+        )
     return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
-
-
-def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> None:
-    """Write the gradient of q, and sums and delta, which the other kernel reads."""
-    from memeff_compile.kernels.attention import tiles_kernels as kernels
-
-    grad, out, lse, sums, delta, grad_q = buffers
-    batch, heads, groups, queries, keys, _ = call.sizes
-    bounds, tiles = call.bounds(shape, lse)
-    arguments = (
-        rows_of(grad),
-        rows_of(out),
-        rows_of(call.q),
-        rows_of(call.k),
-        rows_of(call.v),
-        tables_of(call.given, call.q),
-        call.dense(shape),
-        bounds,
-        lse,
-        sums,
-        delta,
-        grad_q,
-        call.scales(),
-        call.given.scale,
-        *positions_of(call.given),
-        (batch * heads, heads, heads // groups, queries, keys, tiles),
-    )
-    constants = call.constants(shape)
-    kernel, grid = kernels._attention_query_gradient_kernel, (batch * heads * tiles,)
-    launch(kernel, grid, arguments, constants, tuple(constants.items()))
-
-
-def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> None:
-    """Write the gradients of k and v."""
-    from memeff_compile.kernels.attention import tiles_kernels as kernels
-
-    grad, lse, sums, delta, grad_k, grad_v = buffers
-    batch, heads, groups, queries, keys, _ = call.sizes
-    bounds, tiles = call.bounds(shape, lse, ours_are_queries=False)
-    dense = call.dense(shape, ours_are_queries=False)
-    parts = ((False, True), (True, False)) if shape.is_split else ((True, True),)
-    arguments = (
-        rows_of(grad),
-        rows_of(call.q),
-        rows_of(call.k),
-        rows_of(call.v),
-        tables_of(call.given, call.q),
-        dense,
-        bounds,
-        lse,
-        sums,
-        delta,
-        grad_k,
-        grad_v,
-        call.scales(),
-        call.given.scale,
-        *positions_of(call.given),
-        (batch * groups, groups, heads // groups, queries, keys, tiles),
-    )
-    kernel, grid = kernels._attention_key_gradient_kernel, (batch * groups * tiles,)
-    for with_k, with_v in parts:
-        constants = {**call.constants(shape), "WITH_K": with_k, "WITH_V": with_v}
-        launch(kernel, grid, arguments, constants, tuple(constants.items()))

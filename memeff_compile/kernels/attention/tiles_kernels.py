@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of the engine `tiles`: which tiles count, attention, and the two of its backward.
 
@@ -26,20 +25,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.key_tiles_kernels import (
-    bounds_of,
-    edge_tile,
-    ids_of,
-    keys_shown,
-    which_count,
-)
-from memeff_compile.kernels._triton.products_kernels import dot, load_rows, of_head, store_rows
-from memeff_compile.kernels.attention.mask_tiles_kernels import (
-    corner_of,
-    list_of,
-    listed,
-    places_in,
-)
+from .._triton.key_tiles_kernels import bounds_of, edge_tile, ids_of, keys_shown, which_count
+from .._triton.products_kernels import dot, load_rows, of_head, store_rows
+from .mask_tiles_kernels import corner_of, list_of, listed, places_in
 
 LOW = tl.constexpr(-1.0e38)  # below every score; finite, so that differences are numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -106,8 +94,31 @@ def _tiles_of(x, batch, head, offs, depth):
 
 
 @triton.jit
-def _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return a tile of keys: which they are, which are inside, which are shown, and k and v."""
+def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
+    """Return which tiles a tile visits, and their list with HAS_MASK and how long it may be.
+
+    The tile is batch, first head, number and how many there are. Of two lengths, bounds, sizes and
+    whether it is bound, ours come first.
+    """
+    batch, head, number, count = tile
+    first, full_first, full_stop, stop = bounds_of(
+        bounds_ptr, batch, number, count, lengths, span, SIZES, IS_BOUND, C
+    )
+    list_ptr, others = bounds_ptr, 0
+    if C.HAS_MASK:
+        others = (lengths[1] + SIZES[1] - 1) // SIZES[1]
+        list_ptr, full_stop, partial = list_of(mask, batch, head, number, others)
+        first, full_first, stop = 0, 0, full_stop + partial
+    return first, full_first, full_stop, stop, list_ptr, others
+
+
+@triton.jit
+def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
+    """Load a tile of keys; return raw numbers, these under a mask that is a tensor, keys, k and v.
+
+    The keys are which they are, which are inside and which are shown.
+    """
+    wide_zero, k, v, mask, scales, keys = seen
     start = wide_zero + tile * C.KEYS
     key = tile * C.KEYS + tl.arange(0, C.KEYS)
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -121,37 +132,24 @@ def _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C: tl.constexpr, MASKED: t
     v_base, v_offs, v_row = v
     k = load_rows(k_base + start * k_row + k_offs, is_read, depth, C, MASKED)
     v = load_rows(v_base + start * v_row + v_offs, is_read, depth, C, MASKED)
-    return key, is_inside, is_key, k, v
+    if MASKED and C.HAS_MASK:
+        found = _mask_tile(mask, start, is_row, is_inside, C)
+    zeros = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
+    raw = _raw(dot(q, tl.trans(k), zeros, C.UPCAST), scales[1], C)
+    shown = raw
+    if MASKED and C.HAS_MASK:
+        shown = _masked(raw, found, is_inside, C)
+    return raw, shown, (key, is_inside, is_key), k, v
 
 
 @triton.jit
-def _attend_tile(
-    sums,
-    ours,
-    tile,
-    wide_zero,
-    k,
-    v,
-    tables,
-    mask,
-    scales,
-    span,
-    keys,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _attend_tile(sums, ours, tile, seen, told, C: tl.constexpr, MASKED: tl.constexpr):
     acc, total, largest = sums
     q, query, is_row, query_id = ours
-    scale, inner = scales
-    mask_ptr, key_ids_ptr = tables
-    key, is_inside, is_key, k, v = _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C, MASKED)
-    if MASKED and C.HAS_MASK:
-        found = _mask_tile(mask, wide_zero + tile * C.KEYS, is_row, is_inside, C)
-    product = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
-    raw = _raw(dot(q, tl.trans(k), product, C.UPCAST), inner, C)
-    if MASKED and C.HAS_MASK:
-        raw = _masked(raw, found, is_inside, C)
-    elif MASKED:
+    mask_ptr, key_ids_ptr, span, scale = told
+    _, raw, found, _, v = _scores(q, is_row, tile, seen, mask_ptr, C, MASKED)
+    key, is_inside, is_key = found
+    if MASKED and not C.HAS_MASK:
         key_id = ids_of(key_ids_ptr, key, is_inside, C)
         counts = which_count((query, query_id), (key, key_id), is_key, span, 0, C)
         if C.MEAN:
@@ -207,24 +205,15 @@ def _attention_kernel(
     mask_ptr = tables.key_mask + batch * tables.mask_batch
     key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
     query_id = ids_of(tables.query_ids + batch * tables.query_ids_batch, query, is_row, C)
-    first, full_first, full_stop, stop = bounds_of(
-        bounds_ptr,
-        batch,
-        tile,
-        query_tiles,
-        (queries, keys),
-        (ahead, behind),
-        (C.ROWS, C.KEYS),
-        (C.HAS_AHEAD, C.HAS_BEHIND),
-        C,
+    lengths, span, is_bound = (queries, keys), (ahead, behind), (C.HAS_AHEAD, C.HAS_BEHIND)
+    which = (batch, head, tile, query_tiles)
+    first, full_first, full_stop, stop, list_ptr, others = _visits(
+        which, bounds_ptr, mask, lengths, span, (C.ROWS, C.KEYS), is_bound, C
     )
-    list_ptr, others = bounds_ptr, 0
-    if C.HAS_MASK:
-        others = (keys + C.KEYS - 1) // C.KEYS
-        list_ptr, full_stop, partial = list_of(mask, batch, head, tile, others)
-        first, full_first, stop = 0, 0, full_stop + partial
     corner = corner_of(mask, batch, head, wide_zero + tile * C.ROWS, wide_zero)
     places = places_in(mask, tl.arange(0, C.ROWS)[:, None], offs[None, :])
+    seen = (wide_zero, k, v, (corner, places, mask.key), scales, keys)
+    told = (mask_ptr, key_ids_ptr, span, scales[0])
     largest = tl.full((C.ROWS,), float("-inf") if C.IS_BIAS else LOW, dtype=tl.float32)
     total = tl.zeros((C.ROWS,), dtype=tl.float32)
     acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -238,21 +227,8 @@ def _attention_kernel(
         for index in tl.range(start, end, num_stages=C.STAGES):
             visits = (first, full_first, full_stop, list_ptr, others, ahead_tile)
             other, ahead_tile = _nth(index, index + 1, visits, C, MASKED)
-            acc, total, largest = _attend_tile(
-                (acc, total, largest),
-                (q, query, is_row, query_id),
-                other,
-                wide_zero,
-                k,
-                v,
-                (mask_ptr, key_ids_ptr),
-                (corner, places, mask.key),
-                scales,
-                (ahead, behind),
-                keys,
-                C,
-                MASKED,
-            )
+            sums, ours = (acc, total, largest), (q, query, is_row, query_id)
+            acc, total, largest = _attend_tile(sums, ours, other, seen, told, C, MASKED)
     scale = scales[0]
     divisor = tl.where(total == 0.0, 1.0, total)
     stat = (batch * heads + head) * queries + query
@@ -270,32 +246,11 @@ def _attention_kernel(
 
 
 @triton.jit
-def _query_gradient_tile(
-    acc,
-    ours,
-    tile,
-    wide_zero,
-    k,
-    v,
-    tables,
-    mask,
-    scales,
-    span,
-    keys,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _query_gradient_tile(acc, ours, tile, seen, told, C: tl.constexpr, MASKED: tl.constexpr):
     q, grad, top, sums, is_empty, delta, query, is_row, query_id = ours
-    scale, inner = scales
-    mask_ptr, key_ids_ptr = tables
-    key, is_inside, is_key, k, v = _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C, MASKED)
-    if MASKED and C.HAS_MASK:
-        found = _mask_tile(mask, wide_zero + tile * C.KEYS, is_row, is_inside, C)
-    zeros = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
-    raw = _raw(dot(q, tl.trans(k), zeros, C.UPCAST), inner, C)
-    shown = raw
-    if MASKED and C.HAS_MASK:
-        shown = _masked(raw, found, is_inside, C)
+    mask_ptr, key_ids_ptr, span, scale = told
+    raw, shown, found, k, v = _scores(q, is_row, tile, seen, mask_ptr, C, MASKED)
+    key, is_inside, is_key = found
     if C.IS_BIAS:
         shown = shown - top[:, None]
     weight = _weights(shown, sums[:, None], scale)
@@ -304,7 +259,7 @@ def _query_gradient_tile(
         counts = which_count((query, query_id), (key, key_id), is_key, span, 0, C)
         weight = tl.where(counts, weight, 0.0)
         if C.MEAN:
-            weight = tl.where(is_empty[:, None] & is_inside[None, :], 1.0 / keys, weight)
+            weight = tl.where(is_empty[:, None] & is_inside[None, :], 1.0 / seen[5], weight)
     zeros = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
     slope = weight * (dot(grad, tl.trans(v), zeros, C.UPCAST) - delta[:, None])
     if C.SOFTCAP:
@@ -367,24 +322,15 @@ def _attention_query_gradient_kernel(
     mask_ptr = tables.key_mask + batch * tables.mask_batch
     key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
     query_id = ids_of(tables.query_ids + batch * tables.query_ids_batch, query, is_row, C)
-    first, full_first, full_stop, stop = bounds_of(
-        bounds_ptr,
-        batch,
-        tile,
-        query_tiles,
-        (queries, keys),
-        (ahead, behind),
-        (C.ROWS, C.KEYS),
-        (C.HAS_AHEAD, C.HAS_BEHIND),
-        C,
+    lengths, span, is_bound = (queries, keys), (ahead, behind), (C.HAS_AHEAD, C.HAS_BEHIND)
+    which = (batch, head, tile, query_tiles)
+    first, full_first, full_stop, stop, list_ptr, others = _visits(
+        which, bounds_ptr, mask, lengths, span, (C.ROWS, C.KEYS), is_bound, C
     )
-    list_ptr, others = bounds_ptr, 0
-    if C.HAS_MASK:
-        others = (keys + C.KEYS - 1) // C.KEYS
-        list_ptr, full_stop, partial = list_of(mask, batch, head, tile, others)
-        first, full_first, stop = 0, 0, full_stop + partial
     corner = corner_of(mask, batch, head, wide_zero + tile * C.ROWS, wide_zero)
     places = places_in(mask, tl.arange(0, C.ROWS)[:, None], offs[None, :])
+    seen = (wide_zero, k, v, (corner, places, mask.key), scales, keys)
+    told = (mask_ptr, key_ids_ptr, span, scales[0])
     acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
     start, end = full_first, full_stop
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
@@ -396,21 +342,8 @@ def _attention_query_gradient_kernel(
         for index in tl.range(start, end, num_stages=C.STAGES):
             visits = (first, full_first, full_stop, list_ptr, others, ahead_tile)
             other, ahead_tile = _nth(index, index + 1, visits, C, MASKED)
-            acc = _query_gradient_tile(
-                acc,
-                (q, grad, top, sums, is_empty, delta, query, is_row, query_id),
-                other,
-                wide_zero,
-                k,
-                v,
-                (mask_ptr, key_ids_ptr),
-                (corner, places, mask.key),
-                scales,
-                (ahead, behind),
-                keys,
-                C,
-                MASKED,
-            )
+            ours = (q, grad, top, sums, is_empty, delta, query, is_row, query_id)
+            acc = _query_gradient_tile(acc, ours, other, seen, told, C, MASKED)
     grad_q_ptrs = grad_q_ptr + (batch * queries * heads + head) * C.DEPTH
     grad_q_ptrs = grad_q_ptrs + place * (heads * C.DEPTH) + depth[None, :]
     store_rows(grad_q_ptrs, acc * factor, is_row, depth, C)
@@ -418,27 +351,14 @@ def _attention_query_gradient_kernel(
 
 @triton.jit
 def _key_gradient_tile(
-    grads,
-    ours,
-    tile,
-    shared,
-    wide_zero,
-    q,
-    grad,
-    tables,
-    mask,
-    scales,
-    span,
-    lengths,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
+    grads, ours, tile, shared, seen, mask, told, C: tl.constexpr, MASKED: tl.constexpr
 ):
     """Add what a tile of queries gives, of one of the heads that share the keys."""
     grad_k, grad_v = grads
     k, v, key, is_key, key_id = ours
-    query_ids_ptr, top_ptr, sums_ptr, delta_ptr = tables
+    wide_zero, q, grad, scales, queries, keys = seen
+    query_ids_ptr, top_ptr, sums_ptr, delta_ptr, span = told
     scale, inner = scales
-    queries, keys = lengths
     start = wide_zero + tile * C.ROWS
     head = wide_zero + shared
     stat = head * queries
@@ -491,20 +411,7 @@ def _key_gradient_tile(
 
 @triton.jit
 def _over_queries(
-    grads,
-    ours,
-    visits,
-    heads,
-    wide_zero,
-    q,
-    grad,
-    tables,
-    mask,
-    scales,
-    span,
-    lengths,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
+    grads, ours, visits, heads, seen, mask, told, C: tl.constexpr, MASKED: tl.constexpr
 ):
     """Add what the visited tiles of queries give, of so many heads from the first of `heads` on.
 
@@ -522,22 +429,8 @@ def _over_queries(
             visit += full_first
         found = (first, full_first, full_stop, list_ptr, others, ahead)
         other, ahead = _nth(visit, (index + 1) % count, found, C, MASKED)
-        grad_k, grad_v = _key_gradient_tile(
-            (grad_k, grad_v),
-            ours,
-            other,
-            shared + index // count,
-            wide_zero,
-            q,
-            grad,
-            tables,
-            mask,
-            scales,
-            span,
-            lengths,
-            C,
-            MASKED,
-        )
+        grads, head = (grad_k, grad_v), shared + index // count
+        grad_k, grad_v = _key_gradient_tile(grads, ours, other, head, seen, mask, told, C, MASKED)
     return grad_k, grad_v
 
 
@@ -584,22 +477,11 @@ def _attention_key_gradient_kernel(
     v_ptrs = of_head(v, batch, group) + place * v.row + depth[None, :]
     v = load_rows(v_ptrs, is_read, depth, C, True)
     query_ids_ptr = tables.query_ids + batch * tables.query_ids_batch
-    first, full_first, full_stop, stop = bounds_of(
-        bounds_ptr,
-        batch,
-        tile,
-        key_tiles,
-        (keys, queries),
-        (behind, ahead),
-        (C.KEYS, C.ROWS),
-        (C.HAS_BEHIND, C.HAS_AHEAD),
-        C,
+    lengths, span, is_bound = (keys, queries), (behind, ahead), (C.HAS_BEHIND, C.HAS_AHEAD)
+    which = (batch, group * repeat, tile, key_tiles)
+    first, full_first, full_stop, stop, list_ptr, others = _visits(
+        which, bounds_ptr, mask, lengths, span, (C.KEYS, C.ROWS), is_bound, C
     )
-    list_ptr, others = bounds_ptr, 0
-    if C.HAS_MASK:
-        others = (queries + C.ROWS - 1) // C.ROWS
-        list_ptr, full_stop, partial = list_of(mask, batch, group * repeat, tile, others)
-        first, full_first, stop = 0, 0, full_stop + partial
     places = places_in(mask, offs[None, :], tl.arange(0, C.KEYS)[:, None])
     corner = corner_of(mask, batch, group * repeat, wide_zero, wide_zero + tile * C.KEYS)
     q_base = q.ptr + batch * q.batch + group * repeat * q.head
@@ -610,8 +492,8 @@ def _attention_key_gradient_kernel(
     ours = (k, v, key, is_key, key_id)
     q_tiles = (q_base, q_offs, q.head, q.row)
     grad_tiles = (grad_base, grad_offs, grad.head, grad.row)
-    rows = (query_ids_ptr, lse_ptr + stat, sums_ptr + stat, delta_ptr + stat)
-    span, lengths = (ahead, behind), (queries, keys)
+    seen = (wide_zero, q_tiles, grad_tiles, scales, queries, keys)
+    told = (query_ids_ptr, lse_ptr + stat, sums_ptr + stat, delta_ptr + stat, (ahead, behind))
     grad_k = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
     grad_v = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
     for MASKED in tl.static_range(2):
@@ -621,41 +503,19 @@ def _attention_key_gradient_kernel(
                 list_ptr, count, partial = list_of(mask, batch, head, tile, others)
                 if MASKED:
                     count = partial
+                visits = (count, 0, 0, 0, list_ptr, others)
+                of_this = (corner + (wide_zero + shared) * mask.head, places, mask.row)
                 grad_k, grad_v = _over_queries(
-                    (grad_k, grad_v),
-                    ours,
-                    (count, 0, 0, 0, list_ptr, others),
-                    (shared, 1),
-                    wide_zero,
-                    q_tiles,
-                    grad_tiles,
-                    rows,
-                    (corner + (wide_zero + shared) * mask.head, places, mask.row),
-                    scales,
-                    span,
-                    lengths,
-                    C,
-                    MASKED,
+                    (grad_k, grad_v), ours, visits, (shared, 1), seen, of_this, told, C, MASKED
                 )
         else:
             count = full_stop - full_first
             if MASKED:
                 count = full_first - first + stop - full_stop
+            visits = (count, first, full_first, full_stop, list_ptr, others)
+            of_all = (corner, places, mask.row)
             grad_k, grad_v = _over_queries(
-                (grad_k, grad_v),
-                ours,
-                (count, first, full_first, full_stop, list_ptr, others),
-                (0, repeat),
-                wide_zero,
-                q_tiles,
-                grad_tiles,
-                rows,
-                (corner, places, mask.row),
-                scales,
-                span,
-                lengths,
-                C,
-                MASKED,
+                (grad_k, grad_v), ours, visits, (0, repeat), seen, of_all, told, C, MASKED
             )
     target = (batch * keys * groups + group) * C.DEPTH
     offset = place * (groups * C.DEPTH) + depth[None, :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from .._triton.key_tiles import cells_of
 from .._triton.launch import start
 from ..device import on_device
-from .layout import PLAIN, Own, Shared, channel_group
+from .layout import PLAIN, Pair, channel_group
 from .merging import RULES
 from .pair_reference import Merging, keep, keep_rows
 
@@ -20,11 +21,7 @@ def append_lower(
 ) -> None:
     """Write tokens of the lower layer into its window; beyond `limit` there is no number there.
 
-    Args:
-        k_window, v_window: (B, H, W, D).
-        counts: of the layer.
-        k, v: (B, H, T, D), any strides.
-        limit: tokens that the cache holds.
+    Tokens may have any strides; what is the layer's own is as in `pair_reference.append_lower`.
     """
     from . import append_pairs_kernels as kernels
 
@@ -46,9 +43,7 @@ def append_lower(
 
 
 def append_pair(
-    shared: Sequence[Tensor],  # the tensors of a pair
-    lower: Sequence[Tensor],  # likewise
-    upper: Sequence[Tensor],  # likewise
+    pair: Pair,
     # keys and values of the lower layer, or None where they are in its window
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # (B, H, T, D) each, any strides
@@ -66,7 +61,8 @@ def append_pair(
 
     k, v = upper_new
     lower_k, lower_v = upper_new if lower_new is None else lower_new
-    batch, heads, window, depth = upper[0].shape
+    shared, _, upper = pair
+    batch, heads, window, depth = upper.k_window.shape
     group, new = window - recent, k.shape[2]
     with on_device(k):
         start(
@@ -76,33 +72,36 @@ def append_pair(
             cells_of(lower_v),
             cells_of(k),
             cells_of(v),
-            Shared(*shared),
-            Own(*lower),
-            Own(*upper),
-            (heads, shared[0].shape[2], new, limit),
+            *pair,
+            (heads, shared.k_codes.shape[2], new, limit),
             float(settings.t),
             float(settings.gamma),
-            DEPTH=depth,
-            BITS=bits,
-            GROUP=group,
-            CHANNELS=depth // 2 if bits == PLAIN else channel_group(depth, "kivi"),
+            **_constants(depth, group, bits, settings),
             WINDOW=window,
-            KEPT=shared[4].shape[2],
+            KEPT=shared.places.shape[2],
             KEEP_FIRST=settings.keep_first,
             TOKENS=min(group, 1 << (new - 1).bit_length()),
-            RULE=RULES.index(settings.rule),
-            IS_PROJECTED=settings.scale == "projection",
             KEEPS_NEAREST=settings.reading == "similar",
             KEEPS_ALL=settings.gamma >= 1,
             HAS_LOWER=lower_new is not None,
-            num_warps=8,
         )
 
 
+def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str, Any]:
+    """Return what kernels that code shared directions are told at compile time."""
+    return {
+        "DEPTH": depth,
+        "BITS": bits,
+        "GROUP": group,
+        "CHANNELS": depth // 2 if bits == PLAIN else channel_group(depth, "kivi"),
+        "RULE": RULES.index(settings.rule),
+        "IS_PROJECTED": settings.scale == "projection",
+        "num_warps": 8,
+    }
+
+
 def merge_prompt(
-    shared: Sequence[Tensor],  # the tensors of a pair
-    lower: Sequence[Tensor],  # likewise
-    upper: Sequence[Tensor],  # likewise
+    pair: Pair,
     # keys and values of the lower layer, then of the upper, each (B, H, n * group, D)
     rows: Sequence[Tensor],
     coded: int,  # tokens merged so far, 0
@@ -111,25 +110,23 @@ def merge_prompt(
     settings: Merging,  # how rows are merged
 ) -> None:
     """Merge the first tokens of an empty cache; as `pair_reference.merge`, with a kernel a pass."""
-    count = rows[0].shape[2]
+    shared, count = pair.shared, rows[0].shape[2]
     keys, values = _alike(rows[0], rows[2]), _alike(rows[1], rows[3])
     apart = measure_prompt(keys, values, group)
-    behind = torch.arange(coded, coded + count, device=apart.device) - shared[5].unsqueeze(-1)
+    behind = torch.arange(coded, coded + count, device=apart.device) - shared.starts.unsqueeze(-1)
     is_kept = keep(shared, apart, behind, settings)
-    keep_rows(shared, lower, upper, rows, coded)
-    for place, pair in enumerate((keys, values)):
-        code_prompt(shared, lower, upper, pair, is_kept, group, bits, settings, place)
+    keep_rows(pair, rows, coded)
+    for place, some in enumerate((keys, values)):
+        code_prompt(pair, some, is_kept, group, bits, settings, place)
 
 
 def measure_prompt(
-    keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], group: int
+    # of the lower layer and of the upper, (B, H, n, D) of the same strides
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],  # likewise
+    group: int,  # tokens per program
 ) -> Tensor:
-    """Return (B, H, n): how far apart two layers are, the larger distance of keys and values.
-
-    Args:
-        keys, values: of the lower layer and of the upper, (B, H, n, D) of the same strides.
-        group: tokens per program.
-    """
+    """Return (B, H, n): how far apart two layers are, the larger distance of keys and values."""
     from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = keys[0].shape
@@ -151,11 +148,9 @@ def measure_prompt(
 
 
 def code_prompt(
-    shared: Sequence[Tensor],  # the tensors of a pair of layers
-    lower: Sequence[Tensor],  # likewise
-    upper: Sequence[Tensor],  # likewise
+    pair: Pair,
     # keys, or values, of the lower layer and of the upper, of the same strides
-    pair: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
     is_kept: Tensor,  # bool (B, H, n)
     group: int,  # tokens per group
     bits: int,  # of a code, or PLAIN
@@ -165,29 +160,24 @@ def code_prompt(
     """Store the shared directions of a prompt's keys or values, and both layers' lengths."""
     from . import append_pairs_kernels as kernels
 
-    batch, heads, count, depth = pair[0].shape
+    shared, lower, upper = pair
+    batch, heads, count, depth = rows[0].shape
     with on_device(is_kept):
         start(
             kernels._coded_kv_cache_code_pair_kernel,
             (batch * heads, count // group),
-            *pair,
-            *_steps(pair[0]),
+            *rows,
+            *_steps(rows[0]),
             shared[place],
             shared[2 + place],
             is_kept.view(torch.uint8),
-            shared[5],
-            lower[5],
-            upper[5],
-            (heads, shared[0].shape[2], count),
+            shared.starts,
+            lower.norms,
+            upper.norms,
+            (heads, shared.k_codes.shape[2], count),
             float(settings.t),
-            DEPTH=depth,
-            BITS=bits,
-            GROUP=group,
-            CHANNELS=depth // 2 if bits == PLAIN else channel_group(depth, "kivi"),
-            RULE=RULES.index(settings.rule),
-            IS_PROJECTED=settings.scale == "projection",
+            **_constants(depth, group, bits, settings),
             IS_VALUE=place == 1,
-            num_warps=8,
         )
 
 

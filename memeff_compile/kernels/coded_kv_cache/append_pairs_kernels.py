@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Appending to two layers that share directions: windows, and the groups that are merged.
 
@@ -291,6 +290,7 @@ def _coded_kv_cache_append_pair_kernel(
     lower_v = lower.v_window + row_base
     upper_k = upper.k_window + row_base
     upper_v = upper.v_window + row_base
+    windows = (lower_k, lower_v, upper_k, upper_v)
     token = tl.arange(0, C.TOKENS)
     member = tl.arange(0, C.GROUP)
     done = length * 0
@@ -298,20 +298,19 @@ def _coded_kv_cache_append_pair_kernel(
     if not C.HAS_LOWER:
         ahead += new
     if (length + new > limit) | (lower_length != length + ahead):
-        _spoil(lower_k, length, C.DEPTH, C.WINDOW)
-        _spoil(upper_k, length, C.DEPTH, C.WINDOW)
-        _spoil(lower_v, length, C.DEPTH, C.WINDOW)
-        _spoil(upper_v, length, C.DEPTH, C.WINDOW)
+        for window in tl.static_range(4):
+            _spoil(windows[window], length, C.DEPTH, C.WINDOW)
         done += new
     while done < new:
         count = tl.minimum(tl.minimum(new - done, coded + C.WINDOW - length), C.TOKENS)
         is_token = token < count
         position = length + token
+        at = (kv_heads, done, position, is_token)
         if C.HAS_LOWER:
-            _write(lower_k_new, lower_k, (kv_heads, done, position, is_token), C.DEPTH, C.WINDOW)
-            _write(lower_v_new, lower_v, (kv_heads, done, position, is_token), C.DEPTH, C.WINDOW)
-        _write(k, upper_k, (kv_heads, done, position, is_token), C.DEPTH, C.WINDOW)
-        _write(v, upper_v, (kv_heads, done, position, is_token), C.DEPTH, C.WINDOW)
+            _write(lower_k_new, lower_k, at, C.DEPTH, C.WINDOW)
+            _write(lower_v_new, lower_v, at, C.DEPTH, C.WINDOW)
+        _write(k, upper_k, at, C.DEPTH, C.WINDOW)
+        _write(v, upper_v, at, C.DEPTH, C.WINDOW)
         done += count
         length += count
         lower_length = length
@@ -355,10 +354,10 @@ def _coded_kv_cache_append_pair_kernel(
             tl.store(shared.left_over + pair, more)
             tl.store(shared.places + pair * C.KEPT + row, place, mask=is_kept)
             kept_base = pair * (C.KEPT * C.DEPTH)
-            _keep_rows(lower_k, lower.k_kept + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
-            _keep_rows(lower_v, lower.v_kept + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
-            _keep_rows(upper_k, upper.k_kept + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
-            _keep_rows(upper_v, upper.v_kept + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            kept = (lower.k_kept, lower.v_kept, upper.k_kept, upper.v_kept)
+            for window in tl.static_range(4):
+                kept_ptr = kept[window] + kept_base
+                _keep_rows(windows[window], kept_ptr, slot, row, is_kept, C.DEPTH, SHARE)
             tile = tl.minimum(coded // C.GROUP, groups - 1)
             block = pair * groups + tile
             is_left_out = is_kept | (behind < 0)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedInputError
+from ..checks import wide
 from .layout import BITS
-from .reference import wide
 
 
 def require_bits(name: str, bits: int) -> int:

@@ -82,6 +82,14 @@ class Own(NamedTuple):
     norms: Any
 
 
+class Pair(NamedTuple):
+    """The tensors of two layers that share directions."""
+
+    shared: Shared
+    lower: Own
+    upper: Own
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a coded cache is made of."""
@@ -103,11 +111,6 @@ class Layout:
         """Channels of a value that share a scale."""
         return channel_group(self.depth, self.scheme)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the codes of one group of tokens, of keys or of values; numbers if plain."""
-        return self.group * self.depth * (8 if self.bits == PLAIN else self.bits) // 8
-
     def groups(self, tokens: int) -> int:
         """Return the groups that a cache for so many tokens has room for, at least one.
 
@@ -117,32 +120,24 @@ class Layout:
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of a cache for so many tokens, by name."""
-        groups = self.groups(tokens)
-        front = (batch, heads)
-        codes = (*front, groups, self.block_bytes)
-        if self.bits == PLAIN:
-            k_scales: tuple[int, ...] = (*front, groups, 0, 2)
-            v_scales: tuple[int, ...] = k_scales
-        elif self.scheme == "kivi":
-            k_scales = (*front, groups, self.depth, 2)
-            parts = self.depth // self.channel_group
-            v_scales = (*front, groups, parts, self.group, 2)
-        else:
-            k_scales = v_scales = (*front, groups, 1, self.group, 1)
+        front, groups = (batch, heads), self.groups(tokens)
+        # bytes of a group of tokens; numbers if they are plain
+        codes = (*front, groups, self.group * self.depth * min(self.bits, 8) // 8)
+        ends = scale_shapes(self.depth, self.bits, self.group, self.scheme)
+        k_scales, v_scales = ((*front, groups, *end) for end in ends)
         window = (*front, self.window, self.depth)
         kept = (*front, self.kept, self.depth)
-        return {
-            "k_codes": codes,
-            "v_codes": codes,
-            "k_scales": k_scales,
-            "v_scales": v_scales,
-            "k_window": window,
-            "v_window": window,
-            "k_kept": kept,
-            "v_kept": kept,
-            "places": (*front, self.kept),
-            "counts": (3,),
-        }
+        rows = (window, window, kept, kept, (*front, self.kept))
+        return dict(zip(Pool._fields, (codes, codes, k_scales, v_scales, *rows, (3,)), strict=True))
+
+
+def scale_shapes(depth: int, bits: int, group: int, scheme: str) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the scales of a group of keys, and of a group of values."""
+    if bits == PLAIN:
+        return (0, 2), (0, 2)
+    if scheme == "per_head":
+        return (1, group, 1), (1, group, 1)
+    return (depth, 2), (depth // channel_group(depth, scheme), group, 2)
 
 
 def channel_group(depth: int, scheme: str) -> int:
@@ -162,14 +157,7 @@ def group_of(block: int, depth: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of a row into bytes.
-
-    Args:
-        codes: (..., D) uint8, each below 2 ** bits.
-        bits: 8, 4 or 2.
-
-    Returns:
-        (..., D * bits / 8) uint8.
+    """Pack codes of 8, 4 or 2 bits, (..., D) uint8, into (..., D * bits / 8) bytes.
 
     Example: pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [33].
     """
@@ -182,15 +170,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Undo `pack`.
-
-    Args:
-        packed: (..., D * bits / 8) uint8.
-        bits: 8, 4 or 2.
-
-    Returns:
-        (..., D) uint8.
-    """
+    """Undo `pack`."""
     places = range(0, 8, bits)
     return torch.cat([(packed >> place) & ((1 << bits) - 1) for place in places], -1)
 
@@ -200,14 +180,9 @@ _HIGH_PLACES = (2, 4, 6, 0)
 
 
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
-    """Pack the high bits of a group of codes.
+    """Pack the high bits of a group of codes, (..., group, D) uint8.
 
-    Args:
-        bits: (..., group, D) uint8, 0 or 1.
-        is_value: whether tokens half a group apart share a byte, rather than neighbours.
-
-    Returns:
-        (..., group / 2, D / 4) uint8.
+    Of values tokens half a group apart share a byte, of keys neighbours: (..., group / 2, D / 4).
     """
     tokens = bits.unflatten(-2, (2, -1) if is_value else (-1, 2))
     first, second = tokens.unbind(-3 if is_value else -2)
@@ -232,13 +207,8 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
     """Return the bytes of groups of codes, as they lie in the cache.
 
-    Args:
-        codes: (..., group, D) uint8.
-        bits: 8, 4, 3 or 2.
-        is_value: whether channels come first.
-
-    Returns:
-        (..., group * D * bits / 8) uint8.
+    Codes of 8, 4, 3 or 2 bits, (..., group, D) uint8, become (..., group * D * bits / 8), of values
+    channels first.
     """
     parts = [pack(codes & 3, 2) if bits == 3 else pack(codes, bits)]
     if bits == 3:
@@ -248,17 +218,7 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Undo `block_of`.
-
-    Args:
-        block: (..., group * D * bits / 8) uint8.
-        bits: 8, 4, 3 or 2.
-        depth: D.
-        is_value: whether channels come first.
-
-    Returns:
-        (..., group, D) uint8.
-    """
+    """Undo `block_of`, of codes of D = `depth` channels."""
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]
     if bits != 3:

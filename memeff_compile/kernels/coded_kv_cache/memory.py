@@ -17,16 +17,15 @@ Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_per_token(
-    heads: Size, depth: Size, bits: int, *, group: Size, shares: Size, itemsize: int = 2
+    heads: Size,  # H, D as symbols or numbers
+    depth: Size,  # likewise
+    bits: int,  # of a code
+    *,
+    group: Size,  # tokens that share the scales of a channel of keys; 0 for one per token and head
+    shares: Size,  # groups of channels of a value with scales of their own; not read with group 0
+    itemsize: int = 2,  # bytes of a scale
 ) -> sympy.Expr:
     """Return the bytes of one token's keys and values in codes, in one layer and sequence.
-
-    Args:
-        heads, depth: H, D as symbols or numbers.
-        bits: of a code.
-        group: tokens that share the scales of a channel of keys; 0 for one per token and head.
-        shares: groups of channels of a value with scales of their own; not read with group 0.
-        itemsize: bytes of a scale.
 
     Example: bytes_per_token(8, 128, 4, group=64, shares=2) == 1152.
     """
@@ -53,16 +52,20 @@ def bytes_before(heads: Size, depth: Size, *, dtype: torch.dtype) -> sympy.Expr:
     return sympy.Integer(2 * dtype.itemsize) * heads * depth
 
 
+def _of_token(layout: Layout, heads: int, itemsize: int) -> Size:
+    if layout.bits == PLAIN:
+        return 2 * heads * layout.depth * itemsize
+    told = {"group": layout.group if layout.scheme == "kivi" else 0, "itemsize": itemsize}
+    shares = layout.depth // layout.channel_group
+    return bytes_per_token(heads, layout.depth, layout.bits, shares=shares, **told)
+
+
 def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of one layer's cache for so many tokens: codes, scales, window, kept tokens.
 
     Example: bytes_after(Layout(128, 4), 1, 8, 32768, 2) == 1152 * 510 * 64 + 802944.
     """
-    group = layout.group if layout.scheme == "kivi" else 0
-    shares = layout.depth // layout.channel_group
-    each = bytes_per_token(
-        heads, layout.depth, layout.bits, group=group, shares=shares, itemsize=itemsize
-    )
+    each = _of_token(layout, heads, itemsize)
     fixed = fixed_bytes(
         batch, heads, layout.depth, window=layout.window, kept=layout.kept, itemsize=itemsize
     )
@@ -72,26 +75,15 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of two layers that share directions, for so many tokens.
 
-    Args:
-        layout: its `kept` counts all rows that there is room for, first tokens included.
-        batch, heads, tokens: B, H, N.
-        itemsize: of the cache's dtype.
-
-    Codes and scales are there once; lengths of keys and values, windows and rows kept as they came
-    twice; where a row is kept, once. Lengths are float16 in caches of 16 bits.
+    The layout's `kept` counts all rows that there is room for, first tokens included. Codes and
+    scales are there once; lengths of keys and values, windows and rows kept as they came twice;
+    where a row is kept, once. Lengths are float16 in caches of 16 bits.
 
     Example: pair_bytes(Layout(128, 4, kept=332), 1, 8, 32768, 2) == 44752200.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads
-    if layout.bits == PLAIN:
-        each: Size = 2 * heads * layout.depth * itemsize
-    else:
-        shares = layout.depth // layout.channel_group
-        group = layout.group
-        each = bytes_per_token(
-            heads, layout.depth, layout.bits, group=group, shares=shares, itemsize=itemsize
-        )
+    each = _of_token(layout, heads, itemsize)
     lengths = 4 * sequences * rows * itemsize
     exact = 2 * sequences * 2 * (layout.window + layout.kept) * layout.depth * itemsize
     notes = 4 * sequences * (layout.kept + 4)
@@ -103,10 +95,6 @@ def view_bytes(
 ) -> sympy.Expr:
     """Return the bytes of the dense view: keys and values of so many heads, rebuilt in one step.
 
-    Args:
-        batch, heads, tokens, depth: B, H, N, D as symbols or numbers.
-        dtype: of the view.
-
     Example: view_bytes(16, 8, 32768, 128, dtype=torch.bfloat16) == 1 << 31.
     """
     return sympy.Integer(2 * dtype.itemsize) * batch * heads * tokens * depth
@@ -115,9 +103,7 @@ def view_bytes(
 def share_bytes(batch: Size, heads: Size, depth: Size, *, splits: Size) -> sympy.Expr:
     """Return the bytes of the shares that the programs of one query head leave, in fp32.
 
-    Args:
-        batch, heads, depth: B, query heads, D as symbols or numbers.
-        splits: programs per query head; one leaves nothing behind.
+    `heads` are query heads, `splits` programs of each; one leaves nothing behind.
     """
     if splits == 1:
         return sympy.Integer(0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import wide
+from ..checks import wide
 
 SCALES = ("norm", "projection")
 """What the lengths of a merged row are: its own, or what makes the error smallest."""
@@ -30,8 +30,7 @@ _NEARLY_PARALLEL = 1e-4
 def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows of length one, and their lengths, in fp32 or fp64.
 
-    Args:
-        x: (..., D); a row of zeros has length 0 and no direction.
+    A row of zeros has length 0 and no direction.
     """
     x = x.to(wide(x.dtype))
     length = x.norm(dim=-1, keepdim=True)
@@ -39,29 +38,24 @@ def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance(lower: Tensor, upper: Tensor) -> Tensor:
-    """Return the angle between rows over pi, 0 to 1.
+    """Return the angle between rows of length one over pi, 0 to 1.
 
-    Args:
-        lower, upper: (..., D) rows of length one, fp32 or fp64: in bf16 a row is not parallel to
-            itself.
+    They are fp32 or fp64: in bf16 a row is not parallel to itself.
     """
     cosine: Tensor = (lower * upper).sum(-1).clamp(-1.0, 1.0)
     return cosine.acos() / torch.pi
 
 
 def shared_direction(
-    lower: Tensor, upper: Tensor, *, rule: str = "slerp", t: float = 0.5
+    lower: Tensor,  # (..., D)
+    upper: Tensor,  # likewise
+    *,
+    # ``slerp``, on the arc between the two, at `t` of it from the lower; ``average``, their
+    # weighted mean, brought to length one; ``max_norm``, that of the longer row
+    rule: str = "slerp",
+    t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
-    """Return the direction that stands for both rows.
-
-    Args:
-        lower, upper: (..., D).
-        rule: ``slerp``, on the arc between the two, at `t` of it from the lower; ``average``, their
-            weighted mean, brought to length one; ``max_norm``, that of the longer row.
-        t: 0 is the lower row's, 1 the upper's.
-
-    Returns:
-        (..., D) of length one, in fp32 or fp64.
+    """Return the direction that stands for both rows, (..., D) of length one, in fp32 or fp64.
 
     Example: with the two at a right angle and t = 0.5 it is at 45 degrees to both.
     """
@@ -79,17 +73,10 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance beyond which a row is kept as it came, per sequence and head.
+    """Return (B, H): the distance beyond which a row is kept as it came, or for ``similar`` below.
 
-    Args:
-        apart: (B, H, N) distances.
-        counted: bool (B, H, N), rows that have a say.
-        gamma: share of the range of distances that is kept: larger keeps more, 1 all of it.
-        reading: one of `READINGS`.
-
-    Returns:
-        (B, H); for ``similar`` the distance below which it is kept. Not-a-number where no row has
-        a say.
+    Of (B, H, N) distances, those that are `counted` have a say; it is not-a-number where none has.
+    `gamma` is the share of their range that is kept: larger keeps more, 1 all of it.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -100,16 +87,14 @@ def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> 
 
 
 def kept_rows(
-    apart: Tensor, counted: Tensor, bound: Tensor, room: Tensor, *, reading: str
+    apart: Tensor,  # (B, H, N) distances
+    counted: Tensor,  # bool (B, H, N), rows that may be kept
+    bound: Tensor,  # (B, H), from `threshold`
+    room: Tensor,  # (B, H) int64, rows that there is room for
+    *,
+    reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose rows to keep: those beyond the bound, the most extreme first, while there is room.
-
-    Args:
-        apart: (B, H, N) distances.
-        counted: bool (B, H, N), rows that may be kept.
-        bound: (B, H), from `threshold`.
-        room: (B, H) int64, rows that there is room for.
-        reading: one of `READINGS`.
 
     Returns:
         chosen: bool (B, H, N).
@@ -128,15 +113,10 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return by what the decoded direction is multiplied to stand for a row.
+    """Return by what the direction (..., D) that was decoded is multiplied to stand for a row.
 
-    Args:
-        x: (..., D) the row.
-        decoded: (..., D) the shared direction after coding.
-        scale: ``norm`` keeps the row's length; ``projection`` makes the error smallest.
-
-    Returns:
-        (...) in fp32 or fp64; 0 where the decoded direction vanishes.
+    ``norm`` keeps the row's length; ``projection`` makes the error smallest. (...) in fp32 or fp64;
+    0 where the decoded direction vanishes.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN401  (a pool of ten tensors and what follows it, as the dispatcher hands them over)
 """memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
 
 A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
@@ -19,7 +18,7 @@ from .. import library
 from ..checks import FLOATING, require, short
 from ..device import kernels_serve, where_it_runs
 from . import reference
-from .layout import BITS, PLAIN, Pool, channel_group, group_of
+from .layout import BITS, PLAIN, Pool, group_of, scale_shapes
 
 MAX_DEPTH = 256
 
@@ -54,16 +53,12 @@ _WRITTEN = ", ".join(
 
 
 def supports(
-    q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
+    q: Tensor,  # (B, Hq, 1, D)
+    pool: Sequence[Tensor],  # the tensors of a cache, as `POOL` names them
+    bits: int,  # of a code
+    mask: Tensor | None = None,  # bool (B or 1, 1, 1, N), or None
 ) -> str | None:
-    """Say in a sentence why attention cannot be served with these inputs, or return None.
-
-    Args:
-        q: (B, Hq, 1, D).
-        pool: the tensors of a cache, as `POOL` names them.
-        bits: of a code.
-        mask: bool (B or 1, 1, 1, N), or None.
-    """
+    """Say in a sentence why attention cannot be served with these inputs, or return None."""
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 
@@ -96,16 +91,10 @@ def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
 
 def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | None:
     groups, block = named["k_codes"].shape[2:]
-    group = group_of(block, depth, bits)
-    if bits == PLAIN:
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("k_scales", "v_scales"), (groups, 0, 2))
-    elif reference.is_per_head(named["k_scales"]):
-        shapes = dict.fromkeys(("k_scales", "v_scales"), (groups, 1, group, 1))
-    else:
-        parts = depth // channel_group(depth, "kivi")
-        shapes = {"k_scales": (groups, depth, 2), "v_scales": (groups, parts, group, 2)}
-    for name, shape in shapes.items():
-        found = tuple(named[name].shape[2:])
+    scheme = "per_head" if reference.is_per_head(named["k_scales"]) else "kivi"
+    shapes = scale_shapes(depth, bits, group_of(block, depth, bits), scheme)
+    for name, end in zip(("k_scales", "v_scales"), shapes, strict=True):
+        found, shape = tuple(named[name].shape[2:]), (groups, *end)
         if found != shape:
             return f"{name} ends in {found}; {shape} is needed for codes of {bits} bits."
     return None
@@ -280,8 +269,7 @@ def _attention(q: Tensor, *args: Any) -> Tensor:
 def _fake_attention(q: Tensor, *args: Any) -> Tensor:
     pool, (_, _, bits, mask, _) = args[:_COUNT], args[_COUNT:]
     require("coded_kv_cache_attention", supports(q, pool, bits, mask))
-    batch, heads, queries, depth = q.shape
-    return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    return library.heads_inside(q)
 
 
 def _no_backward(ctx: object, *grads: Tensor) -> None:

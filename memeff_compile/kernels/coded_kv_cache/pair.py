@@ -1,4 +1,3 @@
-# ruff: noqa: ANN401  (a pair's tensors and what follows them, as the dispatcher hands them over)
 """memeff::coded_kv_cache_append_lower and _append_pair: two layers that share directions.
 
 The two layers of a pair have what `SHARED` names in common, and what `OWN` names each for itself.
@@ -19,7 +18,7 @@ from .. import library
 from ..checks import require
 from ..device import kernels_serve
 from . import pair_reference
-from .layout import Layout, Own, Shared, group_of
+from .layout import Layout, Own, Pair, Shared, group_of
 from .merging import READINGS, RULES, SCALES
 from .op import supports_pool
 from .pair_reference import Merging
@@ -48,9 +47,7 @@ def shapes_of_pair(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Return the shapes of what a pair shares, and of what each of its layers has.
 
-    Args:
-        layout: its `kept` counts all rows that there is room for, first tokens included.
-        batch, heads, tokens: B, H, N.
+    The layout's `kept` counts all rows that there is room for, first tokens included.
     """
     every = layout.shapes(batch, heads, tokens)
     front = (batch, heads)
@@ -77,27 +74,27 @@ def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
     return [*shared[:4], *own[:4], shared[4], own[4]]
 
 
-def _split(args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor], tuple[Any, ...]]:
+def _split(args: Sequence[Any]) -> tuple[Pair, Sequence[Any]]:
     first, second = len(SHARED), len(SHARED) + len(OWN)
-    tensors = list(args[:_COUNT])
-    return tensors[:first], tensors[first:second], tensors[second:], tuple(args[_COUNT:])
+    shared, lower, upper = args[:first], args[first:second], args[second:_COUNT]
+    return Pair(Shared(*shared), Own(*lower), Own(*upper)), args[_COUNT:]
 
 
 def _unlike(args: Sequence[Any]) -> str | None:
-    shared, lower, upper, rest = _split(args)
+    (shared, lower, upper), rest = _split(args)
     lower_k, lower_v, k, v, bits, recent, _, keep_first, rule, t, gamma, reading, scale, _ = rest
     for own in (lower, upper):
         sentence = supports_pool(pool_of(shared, own), bits)
         if sentence is not None:
             return sentence
-    batch, heads, window, depth = upper[0].shape
-    group = group_of(shared[0].shape[3], depth, bits)
+    batch, heads, window, depth = upper.k_window.shape
+    group = group_of(shared.k_codes.shape[3], depth, bits)
     if window != recent + group:
         return f"the window has {window} rows; recent + group = {recent + group} is needed."
     for name, new in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):
         if new is None:
             continue
-        if new.dtype != upper[0].dtype or new.device != upper[0].device:
+        if new.dtype != upper.k_window.dtype or new.device != upper.k_window.device:
             return f"{name} is {new.dtype} on {new.device}; as the cache is needed."
         if tuple(new.shape) != (batch, heads, k.shape[2], depth):
             return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
@@ -112,7 +109,7 @@ def _unlike(args: Sequence[Any]) -> str | None:
     ):
         if given not in known:
             return f"{name} is {given!r}; one of {', '.join(map(repr, known))} is needed."
-    if not 0.0 <= t <= 1.0 or not gamma >= 0.0 or keep_first > shared[4].shape[2]:
+    if not 0.0 <= t <= 1.0 or not gamma >= 0.0 or keep_first > shared.places.shape[2]:
         return f"t={t}, gamma={gamma}, keep_first={keep_first}: out of range."
     return None
 
@@ -145,15 +142,16 @@ def _unlike_lower(window: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def _append_pair(*args: Any) -> None:
     require("coded_kv_cache_append_pair", _unlike(args))
-    shared, lower, upper, rest = _split(args)
+    pair, rest = _split(args)
     lower_k, lower_v, k, v, bits, recent, limit, keep_first, rule, t, gamma, *more = rest
     reading, scale, is_first = more
     if not k.numel():
         return
     settings = Merging(rule, t, gamma, reading, scale, keep_first)
     new = None if lower_k is None else (lower_k, lower_v)
-    given = (shared, lower, upper, new, (k, v), bits, recent, limit, settings)
-    if not _on_kernels(upper[0], upper[0].shape[2] - recent):
+    given = (pair, new, (k, v), bits, recent, limit, settings)
+    window = pair.upper.k_window
+    if not _on_kernels(window, window.shape[2] - recent):
         pair_reference.append(*given, is_first=is_first)
         return
     from . import append_pairs

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layout import CODED, LENGTH
+from .layout import CODED, LENGTH, Pair, Shared
 from .merging import (
     direction_and_length,
     distance,
@@ -42,12 +42,9 @@ class Merging:
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write tokens of the lower layer into its window; the upper layer's append counts on them.
+    """Write tokens of the lower layer, (B, H, T, D), into its window, for the upper's append.
 
-    Args:
-        own: window of keys, window of values, counts.
-        k, v: (B, H, T, D).
-        limit: tokens that the cache holds.
+    `own` are the windows of keys and of values, and the counts; `limit` tokens fit in the cache.
     """
     k_window, v_window, counts = own
     length, new = int(counts[LENGTH]), k.shape[2]
@@ -58,9 +55,7 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
 
 
 def append(
-    shared: Sequence[Tensor],  # the tensors of a pair, as `pair.SHARED` and `pair.OWN` name them
-    lower: Sequence[Tensor],  # likewise
-    upper: Sequence[Tensor],  # likewise
+    pair: Pair,
     # keys and values (B, H, T, D) of the lower layer, or None where `append_lower` has written them
     lower_new: tuple[Tensor, Tensor] | None,
     upper_new: tuple[Tensor, Tensor],  # those of the upper layer
@@ -73,12 +68,13 @@ def append(
     merging: Callable[..., None] | None = None,  # what merges rows, by default `merge`
 ) -> None:
     """Write the upper layer's tokens, the lower's if they are given, and merge what is due."""
-    window, new = upper[0].shape[2], upper_new[0].shape[2]
+    _, lower, upper = pair
+    window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
     length, coded, ahead = 0, 0, 0 if lower_new is not None else new
     if not is_first:
-        length, coded = int(upper[4][LENGTH]), int(upper[4][CODED])
-        there = int(lower[4][LENGTH])
+        length, coded = int(upper.counts[LENGTH]), int(upper.counts[CODED])
+        there = int(lower.counts[LENGTH])
         if there != length + ahead:
             raise RuntimeError(
                 f"the lower layer of a pair has {there} tokens where {length + ahead} are due: a "
@@ -87,7 +83,7 @@ def append(
     end = length + new
     require_room(length, new, limit)
     due = groups_due(end - coded, window, group)
-    device = upper[0].device
+    device = upper.counts.device
     rows = []
     for own, fresh, has in ((lower, lower_new, length + ahead), (upper, upper_new, length)):
         slots = torch.arange(coded, has, device=device) % window
@@ -99,13 +95,13 @@ def append(
     step = max(1, due) * group if is_first else group
     for at in range(0, due * group, step):
         some = [x[:, :, at : at + step] for x in rows]
-        (merging or merge)(shared, lower, upper, some, coded + at, group, bits, settings)
+        (merging or merge)(pair, some, coded + at, group, bits, settings)
     fresh_slots = torch.arange(max(length, end - window), end, device=device)
     for own, (k, v) in ((lower, rows[:2]), (upper, rows[2:])):
         for held, x in zip(own[:2], (k, v), strict=True):
             held[:, :, fresh_slots % window] = x[:, :, fresh_slots - coded]
-        own[4][LENGTH].fill_(end)
-        own[4][CODED].fill_(coded + due * group)
+        own.counts[LENGTH].fill_(end)
+        own.counts[CODED].fill_(coded + due * group)
 
 
 def _joined(old: Tensor, new: Tensor) -> Tensor:
@@ -113,9 +109,7 @@ def _joined(old: Tensor, new: Tensor) -> Tensor:
 
 
 def merge(
-    shared: Sequence[Tensor],  # the tensors of a pair
-    lower: Sequence[Tensor],  # likewise
-    upper: Sequence[Tensor],  # likewise
+    pair: Pair,
     # keys and values of the lower layer, then of the upper, each (B, H, n * group, D)
     rows: Sequence[Tensor],
     coded: int,  # tokens merged so far
@@ -124,25 +118,25 @@ def merge(
     settings: Merging,  # how rows are merged
 ) -> None:
     """Merge the tokens from position `coded` on; nothing is read on the host."""
-    places, starts = shared[4], shared[5]
+    shared, lower, upper = pair
     batch, heads, count, depth = rows[0].shape
     at_once = max(1, _AT_ONCE // max(1, batch * heads * group * depth)) * group
     spans = [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]
     apart = torch.cat([_apart([x[:, :, span] for x in rows]) for span in spans], 2)
-    position = torch.arange(coded, coded + count, device=places.device)
-    behind = position - starts.unsqueeze(-1)  # the start of the sequence
+    position = torch.arange(coded, coded + count, device=apart.device)
+    behind = position - shared.starts.unsqueeze(-1)  # the start of the sequence
     is_kept = keep(shared, apart, behind, settings)
-    keep_rows(shared, lower, upper, rows, coded)
+    keep_rows(pair, rows, coded)
     left_out = is_kept | (behind < 0)
     for span in spans:
         part = [x[:, :, span] for x in rows]
         at = slice((coded + span.start) // group, (coded + span.stop) // group)
         for place, is_value in ((0, False), (1, True)):
-            pair = part[place], part[place + 2]
-            own = lower[5][..., place], upper[5][..., place]
+            both = part[place], part[place + 2]
+            own = lower.norms[..., place], upper.norms[..., place]
             hidden = left_out[:, :, span]
             codes, scales = shared[place], shared[2 + place]
-            found = _code(pair, hidden, codes, scales, own, at, group, bits, settings, is_value)
+            found = _code(both, hidden, codes, scales, own, at, group, bits, settings, is_value)
             for norms, mine in zip(own, found, strict=True):
                 if not is_value:
                     mine = mine.masked_fill(is_kept[:, :, span], -1.0)
@@ -157,34 +151,22 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
     )
 
 
-def keep_rows(
-    shared: Sequence[Tensor],  # the tensors of a pair
-    lower: Sequence[Tensor],  # likewise
-    upper: Sequence[Tensor],  # likewise
-    # keys and values of the lower layer, then of the upper, each (B, H, n, D)
-    rows: Sequence[Tensor],
-    coded: int,  # tokens merged before
-) -> None:
-    """Copy the rows that `keep` has noted among tokens from position `coded` on."""
-    places = shared[4]
+def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
+    """Copy the rows that `keep` has noted, of `merge`'s, from position `coded` on."""
+    (_, _, _, _, places, *_), lower, upper = pair
     count, depth = rows[0].shape[2:]
     is_here = (places >= coded) & (places < coded + count)
     index = (places.long() - coded).clamp(0, count - 1).unsqueeze(-1).expand(-1, -1, -1, depth)
-    for kept, x in zip((lower[2], lower[3], upper[2], upper[3]), rows, strict=True):
+    held = lower.k_kept, lower.v_kept, upper.k_kept, upper.v_kept
+    for kept, x in zip(held, rows, strict=True):
         kept.copy_(torch.where(is_here.unsqueeze(-1), x.gather(2, index), kept))
 
 
-def keep(shared: Sequence[Tensor], apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose what is kept and note where.
+def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
+    """Choose what is kept, bool (B, H, n), and note where.
 
-    Args:
-        shared: what a pair shares.
-        apart: (B, H, n) distances.
-        behind: (B, H, n) tokens since the beginning of the sequence, negative for padding.
-        settings: how rows are merged.
-
-    Returns:
-        bool (B, H, n).
+    Layers are `apart`, and tokens `behind` the beginning of their sequence, (B, H, n) each; padding
+    is behind it by less than 0.
     """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
     is_pinned = (behind >= 0) & (behind < settings.keep_first)

@@ -15,12 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import wide
 from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that codes of a cache of this dtype are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
@@ -95,17 +91,9 @@ def encode(
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return what codes stand for.
+    """Return what codes stand for, (B, H, n * G, D) float32, or float64 where the scales are.
 
-    Args:
-        codes: (B, H, n, G * D * bits / 8) uint8.
-        scales: as `encode` returns them.
-        bits: of a code.
-        depth: D.
-        is_value: values rather than keys.
-
-    Returns:
-        (B, H, n * G, D) float32, or float64 where the scales are.
+    Codes and scales are as `encode` returns them.
     """
     kind = wide(scales.dtype)
     if bits == PLAIN:
@@ -149,17 +137,14 @@ def groups_due(waiting: int, window: int, group: int) -> int:
 
 
 def append(
-    pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
+    pool: Sequence[Tensor],  # the tensors of a cache
+    k: Tensor,  # (B, H, T, D)
+    v: Tensor,  # likewise
+    bits: int,  # of a code
+    recent: int,  # tokens at the end that are never in codes
+    limit: int,  # tokens that the cache holds
 ) -> None:
-    """Write tokens behind those that are there, and code the groups that are old enough.
-
-    Args:
-        pool: the tensors of a cache.
-        k, v: (B, H, T, D).
-        bits: of a code.
-        recent: tokens at the end that are never in codes.
-        limit: tokens that the cache holds.
-    """
+    """Write tokens behind those that are there, and code the groups that are old enough."""
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     window, new = k_window.shape[2], k.shape[2]
     group = window - recent
@@ -208,19 +193,16 @@ def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
 
 
 def view(
-    pool: Sequence[Tensor], norms: Sequence[Tensor | None], bits: int, tokens: int
+    pool: Sequence[Tensor],  # the tensors of a cache
+    # of keys and of values, (B, H, N), by which what codes say is multiplied; negative for tokens
+    # that are kept. Or two None.
+    norms: Sequence[Tensor | None],
+    bits: int,  # of a code
+    tokens: int,  # N, length of the result
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would hold them, zero where nothing is.
 
-    Args:
-        pool: the tensors of a cache.
-        norms: of keys and of values, (B, H, N), by which what codes say is multiplied; negative for
-            tokens that are kept. Or two None.
-        bits: of a code.
-        tokens: N, length of the result.
-
-    Returns:
-        keys, values: (B, H, N, D) in the dtype of the window.
+    They are (B, H, N, D) in the dtype of the window.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     depth, dtype = k_window.shape[3], k_window.dtype
@@ -259,8 +241,7 @@ def attend(
 ) -> Tensor:
     """Attend with one query per sequence to everything in the cache that `mask` shows.
 
-    Returns:
-        (B, Hq, 1, D). A query that sees nothing gets zeros.
+    A query that sees nothing gets zeros.
     """
     batch, heads, queries, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])

@@ -75,10 +75,7 @@ def part_width(depth: int, bits: int, channels: int) -> int:
 def splits_for(pairs: int, groups: int, slots: int) -> int:
     """Return the number of programs that share the groups of one sequence and key-value head.
 
-    Args:
-        pairs: sequences times key-value heads.
-        groups: groups of codes the cache has room for.
-        slots: programs that run at once.
+    There are so many of these `pairs`, room for so many groups, and so many programs run at once.
 
     Example: splits_for(8, 510, 528) == 64 and splits_for(1024, 510, 528) == 3.
     """

@@ -35,28 +35,20 @@ class Plan:
 
 
 def plan_for(
-    pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
+    pairs: int,  # sequences times key-value heads
+    groups: int,  # groups of codes the cache has room for
+    depth: int,  # channels per head
+    bits: int,  # of a code
+    device: torch.device,  # where it runs; an H200 is assumed off CUDA
+    repeat: int = 1,  # query heads per key-value head
 ) -> Plan:
-    """Return the launch for so many sequences times key-value heads, from static sizes alone.
-
-    Args:
-        pairs: sequences times key-value heads.
-        groups: groups of codes the cache has room for.
-        depth: channels per head.
-        bits: of a code.
-        device: where it runs; an H200 is assumed off CUDA.
-        repeat: query heads per key-value head.
-    """
+    """Return the launch for so many sequences times key-value heads, from static sizes alone."""
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 
 def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
-    """Return norms of keys and values side by side, (B, H, N, 2); a copy only if they are not so.
-
-    Args:
-        norms: of keys and of values, (B, H, N), or two None.
-    """
+    """Return norms of keys and values, (B, H, N) or None, side by side; copied only if need be."""
     first, second = norms
     if first is None or second is None:
         return None
@@ -117,11 +109,7 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default what `plan_for` gives
 ) -> Tensor:
-    """Attend with one query per sequence; the shapes are as the op has checked them.
-
-    Returns:
-        (B, Hq, 1, D) in the dtype of q.
-    """
+    """Attend with one query per sequence; the shapes are as the op has checked them."""
     from . import split_codes_kernels as kernels
 
     k_codes, k_scales, k_window, k_kept, counts = (pool[i] for i in (0, 2, 4, 6, 9))

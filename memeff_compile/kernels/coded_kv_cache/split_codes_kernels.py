@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
 

@@ -52,11 +52,7 @@ def attend(
     splits: int | None = None,
     plan: Plan | None = None,  # the launch, by default what `plan_for` gives
 ) -> Tensor:
-    """Attend with one query per sequence; the shapes are as the op has checked them.
-
-    Returns:
-        (B, Hq, 1, D) in the dtype of q.
-    """
+    """Attend with one query per sequence; the shapes are as the op has checked them."""
     from . import split_rows_kernels
 
     del bits

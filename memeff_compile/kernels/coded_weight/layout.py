@@ -150,13 +150,10 @@ def win4_header(counts: Sequence[int]) -> list[int]:
 
 
 def tier_header(counts: Sequence[int]) -> list[int]:
-    """Return where three nested windows of 3, 6 and 21 exponents start.
+    """Return where three nested windows of 3, 6 and 21 exponents start, in this order.
 
     Exponents follow a distribution with one peak, so that the 3, 6 and 21 most frequent ones are
     neighbours, and an exponent is a start plus a code: no table is read.
-
-    Returns:
-        Start of the window of 3; start of the window of 6; start of the window of 21.
     """
     wide = best_window(counts, 21, 1, 234)
     middle = best_window(counts, 6, wide, wide + 15)

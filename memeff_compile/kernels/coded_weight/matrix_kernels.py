@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN201, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Products of several tokens with win4 weights, in Gluon: codes become operands in registers.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +36,7 @@ MAX_WEIGHTS = 1 << 31
 
 
 def supports_weight(weight: Tensor, codec: str = "win4") -> str | None:
-    """Say in a sentence why a tensor cannot be coded, or return None.
-
-    Args:
-        weight: any tensor.
-        codec: a name that `parse` reads.
+    """Say in a sentence why a tensor cannot be coded by a codec that `parse` reads, or return None.
 
     Example: supports_weight(torch.ones(2, 3)) names the dtype.
     """
@@ -69,24 +65,22 @@ def _uses_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda and engine_for(tensor.device) == "triton"
 
 
+def _require(weight: Tensor, codec: str) -> None:
+    sentence = supports_weight(weight, codec)
+    if sentence is not None:
+        raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
+
+
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
-    """Encode a bf16 tensor of any shape.
+    """Return the parts of a bf16 tensor of any shape, in the order of `parse(codec).parts`.
 
-    Args:
-        weight: a tensor that `supports_weight` has nothing against.
-        codec: "win4", "tier", "rans", or one of them with a lossy mode.
-        room: spare room in lists, so that other values fit in later.
-
-    Returns:
-        The parts, in the order of `parse(codec).parts`.
+    With spare room in lists other values fit in later.
 
     Raises:
         UnsupportedInputError: The tensor or the codec cannot be served.
     """
     form = parse(codec)
-    sentence = supports_weight(weight, codec)
-    if sentence is not None:
-        raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
+    _require(weight, codec)
     if form.is_lossless and _uses_kernels(weight):
         return codecs.encode(weight, form, room)
     parts = reference.encode(weight, form)
@@ -115,17 +109,11 @@ def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.O
     then nobody may read the parts or give up the weight.
     """
     form = parse(codec)
-    sentence = None if form.is_lossless else supports_weight(weight, codec)
-    if sentence is not None:
-        raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
-    if form.is_lossless and _uses_kernels(weight):
+    if not form.is_lossless:
+        _require(weight, codec)
+    elif _uses_kernels(weight):
         return codecs.encode_soon(parts, weight, form)
-    made = reference.encode(weight, form)
-    if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
-        return False
-    for new, kept in zip(made, parts, strict=True):
-        kept.view(-1)[: new.numel()].copy_(new.view(-1))
-    return True
+    return reference.move(reference.encode(weight, form), parts)
 
 
 def steps(gradient: Tensor, codec: str) -> bool:
@@ -133,22 +121,12 @@ def steps(gradient: Tensor, codec: str) -> bool:
     return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 
-def step(parts: Sequence[Tensor], codec: str, gradient: Tensor, by: codecs.Step) -> Tensor:
-    """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
-
-    The parts hold no weight afterwards: the new one has to be encoded into them.
-    """
-    return codecs.step(parts, parse(codec), gradient, by)
-
-
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
     """Return memory of the host for values that do not fit, or None where it is not needed."""
-    if engine_for(device) != "triton":
-        return None
-    return codecs.make_refuge(count, device)
+    return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
 
-def _sizes(codec: str, parts: Sequence[Tensor], size: Sequence[int]) -> Format:
+def _form(codec: str, parts: Sequence[Tensor]) -> Format:
     form = parse(codec)
     if len(parts) != len(form.parts):
         raise UnsupportedInputError(
@@ -159,14 +137,14 @@ def _sizes(codec: str, parts: Sequence[Tensor], size: Sequence[int]) -> Format:
 
 
 def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
-    form = _sizes(codec, parts, size)
+    form = _form(codec, parts)
     if _uses_kernels(parts[0]):
         return codecs.decode(parts, form, size)
     return reference.decode(parts, form, size)
 
 
 def _fake_decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
-    _sizes(codec, parts, size)
+    _form(codec, parts)
     return parts[0].new_empty(tuple(size), dtype=torch.bfloat16)
 
 
@@ -191,15 +169,20 @@ def _require_fit(
         )
 
 
-def _product(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    codec: str,
-    size: Sequence[int],
-    trains: bool = False,
-) -> Tensor:
-    form = _sizes(codec, parts, size)
+class _Product(NamedTuple):
+    """What `coded_weight_product` is called with."""
+
+    x: Tensor
+    parts: Sequence[Tensor]
+    bias: Tensor | None
+    codec: str
+    size: Sequence[int]
+    trains: bool = False
+
+
+def _product(given: _Product) -> Tensor:
+    x, parts, bias, codec, size, trains = given
+    form = _form(codec, parts)
     _require_fit(x, parts, bias, size)
     tokens = math.prod(x.shape[:-1])
     is_near = _uses_kernels(x) and x.shape[-1] == size[1]
@@ -211,66 +194,54 @@ def _product(
         return F.linear(x, weight, bias)
 
 
-def _fake_product(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    codec: str,
-    size: Sequence[int],
-    trains: bool = False,
-) -> Tensor:
-    del trains
-    _sizes(codec, parts, size)
+def _fake_product(given: _Product) -> Tensor:
+    x, parts, bias, codec, size, _ = given
+    _form(codec, parts)
     _require_fit(x, parts, bias, size)
     return x.new_empty((*x.shape[:-1], size[0]))
 
 
-def _apart(
-    parts: Sequence[Tensor], biases: Sequence[Tensor | None], codec: str, sizes: Sequence[int]
-) -> list[tuple[Sequence[Tensor], Tensor | None, Sequence[int]]]:
-    """Return parts, bias and size of each weight from those of all."""
-    each = len(parse(codec).parts)
-    count = len(biases)
-    if len(parts) != each * count or len(sizes) != 2 * count:
-        raise UnsupportedInputError(
-            f"coded_weight_linears: {len(parts)} parts and {len(sizes)} sizes were given for "
-            f"{count} weights; {codec} has {each} parts a weight, and a size is two numbers."
-        )
-    return [
-        (parts[n * each : (n + 1) * each], bias, sizes[2 * n : 2 * n + 2])
-        for n, bias in enumerate(biases)
-    ]
+class _Products(NamedTuple):
+    """What `coded_weight_products` is called with."""
+
+    x: Tensor
+    parts: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    codec: str
+    sizes: Sequence[int]
+
+    def apart(self) -> list[_Product]:
+        """Return what `coded_weight_product` is called with for each weight."""
+        x, parts, biases, codec, sizes = self
+        each = len(parse(codec).parts)
+        count = len(biases)
+        if len(parts) != each * count or len(sizes) != 2 * count:
+            raise UnsupportedInputError(
+                f"coded_weight_linears: {len(parts)} parts and {len(sizes)} sizes were given for "
+                f"{count} weights; {codec} has {each} parts a weight, and a size is two numbers."
+            )
+        return [
+            _Product(x, parts[n * each : (n + 1) * each], bias, codec, sizes[2 * n : 2 * n + 2])
+            for n, bias in enumerate(biases)
+        ]
 
 
-def _products(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    codec: str,
-    sizes: Sequence[int],
-) -> list[Tensor]:
+def _products(given: _Products) -> list[Tensor]:
     """Multiply with several weights: one launch for one token, else one after the other."""
-    several = _apart(parts, biases, codec, sizes)
-    tokens, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    form = parse(codec)
-    is_fused = tokens == 1 and _uses_kernels(x)
-    if not is_fused or not all(s[1] == columns and codecs.fuses(form, 1, s) for *_, s in several):
-        return [_product(x, own, bias, codec, size) for own, bias, size in several]
-    for own, bias, size in several:
-        _require_fit(x, own, bias, size)
-    found = codecs.products(x.reshape(1, columns), *zip(*several, strict=True))
+    several, x, form = given.apart(), given.x, parse(given.codec)
+    columns = x.shape[-1]
+    fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)
+    if not (math.prod(x.shape[:-1]) == 1 and _uses_kernels(x) and all(fits)):
+        return [_product(each) for each in several]
+    for each in several:
+        _require_fit(x, each.parts, each.bias, each.size)
+    operands = ((each.parts, each.bias, each.size) for each in several)
+    found = codecs.products(x.reshape(1, columns), *zip(*operands, strict=True))
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
 
 
-def _fake_products(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    codec: str,
-    sizes: Sequence[int],
-) -> list[Tensor]:
-    several = _apart(parts, biases, codec, sizes)
-    return [_fake_product(x, own, bias, codec, size) for own, bias, size in several]
+def _fake_products(given: _Products) -> list[Tensor]:
+    return [_fake_product(each) for each in given.apart()]
 
 
 def _product_backward(
@@ -290,45 +261,27 @@ def _fake_product_backward(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Serve a dense weight; a coded one is taken apart before it gets here."""
+    """Serve a dense weight, real or fake; a coded one is taken apart before it gets here."""
     del trains
     return F.linear(x, weight, bias)
 
 
-def _fake_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False
-) -> Tensor:
-    del trains
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Serve dense weights; coded ones are taken apart before they get here."""
+    """Serve dense weights, as `_linear` does."""
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-
-
-def _fake_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> list[Tensor]:
-    return [_fake_linear(x, *each) for each in zip(weights, biases, strict=True)]
 
 
 def _linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     return (grad.reshape(-1, weight.shape[0]) @ weight).view(*grad.shape[:-1], weight.shape[1])
 
 
-def _fake_linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    x, weight, bias, *_ = inputs
+    x, weight, *_ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
-    ctx.bias_shape = None if bias is None else bias.shape
 
 
-def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     once = _gradients_once if torch.is_grad_enabled() else _gradients  # create_graph=True
     return (*once(ctx.needs_input_grad, grad, x, weight), None)
@@ -366,19 +319,14 @@ class _Keep(torch.autograd.Function):
     """Keeps the operands; its backward has the gradient of the product."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         del bias
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         shape = (*x.shape[:-1], weight.shape[0])
         return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _link(ctx, grad)[:3]
 
 
@@ -386,17 +334,13 @@ class _Multiply(torch.autograd.Function):
     """Multiplies; hands the gradient of the product on."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        token: Tensor,
-        operands: tuple[Tensor, Tensor, Tensor | None],
-    ) -> Tensor:
+    def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
         del ctx, token
         found: Tensor = coded_weight_linear(*operands, True)
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -412,19 +356,17 @@ coded_weight_decode = library.op(
 coded_weight_product = library.op(
     "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "
     "bool trains=False) -> Tensor",
-    _product,
-    _fake_product,
+    *library.taking(_Product, _product, _fake_product),
 )
 coded_weight_products = library.op(
     "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "
     "-> Tensor[]",
-    _products,
-    _fake_products,
+    *library.taking(_Products, _products, _fake_products),
 )
 coded_weight_linears = library.op(
     "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
     _linears,
-    _fake_linears,
+    _linears,
 )
 coded_weight_product_backward = library.op(
     "coded_weight_product_backward(Tensor grad, Tensor[] parts, str codec, SymInt[] size) "
@@ -435,12 +377,12 @@ coded_weight_product_backward = library.op(
 coded_weight_linear = library.op(
     "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None, bool trains=False) -> Tensor",
     _linear,
-    _fake_linear,
+    _linear,
     backward=_link,
     setup_context=_setup_context,
 )
 coded_weight_linear_backward = library.op(
     "coded_weight_linear_backward(Tensor grad, Tensor weight) -> Tensor",
     _linear_backward,
-    _fake_linear_backward,
+    _linear_backward,
 )

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN201, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The codec rans on a GPU: a warp decodes a chunk of 32 interleaved streams, one symbol a step.
 

@@ -104,12 +104,7 @@ PROGRAMS_PER_PROCESSOR = 12
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for one token.
-
-    Args:
-        rows: N.
-        processors: multiprocessors of the GPU; each wants some warps to wait with.
-    """
+    """Return the tile for one token and N rows; a multiprocessor wants some warps to wait with."""
     for found in ROW_TILES:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
@@ -117,12 +112,7 @@ def row_tile(rows: int, processors: int) -> RowTile:
 
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
-    """Return the tile for a few tokens where codes are decoded in registers.
-
-    Args:
-        tokens, rows, columns: M, N and K.
-        processors: multiprocessors of the GPU.
-    """
+    """Return the tile for M tokens, a few, N rows and K columns, codes decoded in registers."""
     height = 16 if tokens <= 8 else 32
     splits = 2
     while rows // height * splits < WARPS_FOR_SOME * processors and splits < 8:
@@ -132,23 +122,14 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
 
 
 def wide_tile(tokens: int) -> WideTile:
-    """Return the tile for more tokens, on Hopper.
-
-    Args:
-        tokens: M.
-    """
+    """Return the tile for more tokens, M, on Hopper."""
     if tokens <= 128:
         return WideTile(64, 64 if tokens <= 64 else 128)
     return WideTile(128, 256)
 
 
 def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
-    """Return the tile for a few tokens.
-
-    Args:
-        tokens, rows, columns: M, N and K.
-        processors: multiprocessors of the GPU.
-    """
+    """Return the tile for M tokens, a few, N rows and K columns."""
     width = max(16, 1 << (tokens - 1).bit_length())
     height = 32
     programs = -(-rows // height)

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN201, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The codec tier on a GPU: a thread holds sixteen codes of two bits and takes from two streams.
 

@@ -19,17 +19,16 @@ INDEX_BYTES_PER_TOKEN = 96
 
 
 def bytes_before(
-    vocab: Size, depth: Size, *, dtype: torch.dtype, compiled: bool = True
+    vocab: Size,  # V, D as symbols or numbers
+    depth: Size,  # likewise
+    *,
+    dtype: torch.dtype,  # dtype of the table
+    compiled: bool = True,  # inductor if true, op by op otherwise
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient takes without us.
 
     Inductor scatters it into an fp32 buffer (fp64 for fp64) and adds that to the head's gradient or
     rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype.
-
-    Args:
-        vocab, depth: V, D as symbols or numbers.
-        dtype: dtype of the table.
-        compiled: Inductor if true, op by op otherwise.
 
     Example: bytes_before(V, D, dtype=torch.bfloat16) == 4*V*D.
     """
@@ -38,17 +37,15 @@ def bytes_before(
 
 
 def bytes_after(
-    tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str, pieces: sympy.Expr | None = None
+    tokens: Size,  # N, D as symbols or numbers
+    depth: Size,  # likewise
+    *,
+    dtype: torch.dtype,  # dtype of the table
+    engine: str,  # "sorted" or "reference", as `engine_for` says
+    # bytes of the pieces, as a symbol for a short formula; by default what `piece_bytes` gives
+    pieces: sympy.Expr | None = None,
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors.
-
-    Args:
-        tokens, depth: N, D as symbols or numbers.
-        dtype: dtype of the table.
-        engine: "sorted" or "reference", as `engine_for` says.
-        pieces: bytes of the pieces, as a symbol for a short formula; by default what `piece_bytes`
-            gives.
-    """
+    """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors."""
     if pieces is None:
         pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
     return pieces + INDEX_BYTES_PER_TOKEN * sympy.sympify(tokens)

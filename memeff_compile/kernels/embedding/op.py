@@ -31,11 +31,7 @@ ENGINES = {
 
 
 def supports(weight: Tensor, ids: Tensor) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Args:
-        weight: (V, D), the table.
-        ids: (...), token ids.
+    """Say in a sentence why the op cannot serve a (V, D) table and (...) token ids, or return None.
 
     Example: supports(torch.ones(5, 4), torch.zeros(3).long()) is None.
     """
@@ -58,14 +54,14 @@ class _Embedding(torch.autograd.Function):
     """aten.embedding with our backward."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.vocab, ctx.padding_idx = weight.shape[0], padding_idx
         rows: Tensor = torch.ops.aten.embedding.default(weight, ids, padding_idx)
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, grad_rows: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         return embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx), None, None
 
@@ -74,12 +70,7 @@ class _TiedEmbedding(torch.autograd.Function):
     """aten.embedding and the table, whose two gradients meet in one buffer."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        weight: Tensor,
-        ids: Tensor,
-        padding_idx: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
         ctx.vocab, ctx.padding_idx = weight.shape[0], padding_idx
         ctx.set_materialize_grads(False)
@@ -87,20 +78,14 @@ class _TiedEmbedding(torch.autograd.Function):
         return rows, weight.view_as(weight)
 
     @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401
-        grad_rows: Tensor | None,
-        grad_weight: Tensor | None,
-    ) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, grad_rows: Tensor | None, grad_weight: Tensor | None) -> Any:
         (ids,) = ctx.saved_tensors
         if grad_rows is None:
             return grad_weight, None, None
-        if grad_weight is None:
+        if grad_weight is None or torch.is_grad_enabled():
             alone = embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx)
-            return alone, None, None
-        if torch.is_grad_enabled():  # create_graph=True: every step must stay differentiable
-            alone = embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx)
-            return grad_weight + alone, None, None
+            # with create_graph=True every step must stay differentiable
+            return alone if grad_weight is None else grad_weight + alone, None, None
         # Nobody else holds this buffer: the graph feeds the table to nothing but fused heads, whose
         # backward ops return fresh tensors.
         embedding_accumulate(grad_weight, grad_rows, ids, ctx.padding_idx)
@@ -148,14 +133,14 @@ def _fake_accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, paddin
     require("embedding", supports(grad_weight, ids))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     _, ids, _, padding_idx = inputs
     ctx.save_for_backward(ids)
     ctx.padding_idx = padding_idx
 
 
-def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (ids,) = ctx.saved_tensors
     rows = torch.ops.aten.embedding.default(grad, ids)
     rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import checks
+
 # Bytes of the pieces alive at once, four per column: rows in order, their sums, the sums per token,
 # and the rows they are added to.
 PIECE_BYTES = 8 << 20
@@ -19,16 +21,13 @@ MIN_COLUMNS = 16
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
     """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
 
-    Args:
-        grad_weight: (V, D) of any floating dtype, written to.
-        grad_rows: (N, D) of the same dtype.
-        ids: (N,) int32 or int64 in 0 .. V - 1.
-        padding_idx: the id whose row is left as it is, or -1.
+    The rows (N, D) have the dtype of `grad_weight` (V, D), ids are in 0 .. V - 1, and the row of
+    `padding_idx`, an id or -1, is left as it is.
 
     Example: with ids [2, 0, 2], row 2 of the gradient gains grad_rows[0] + grad_rows[2].
     """
     tokens, depth = grad_rows.shape
-    wide = torch.float64 if grad_weight.dtype == torch.float64 else torch.float32
+    wide = checks.wide(grad_weight.dtype)
     rows, order = torch.sort(ids.long(), stable=True)
     is_new = torch.ones_like(rows, dtype=torch.bool)
     is_new[1:] = rows[1:] != rows[:-1]

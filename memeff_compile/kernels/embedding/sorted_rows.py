@@ -18,13 +18,8 @@ from ..device import on_device
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
     """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
 
-    An id outside 0 .. V - 1, which the lookup has refused already, changes nothing.
-
-    Args:
-        grad_weight: (V, D) bf16, fp16 or fp32, any strides, written to.
-        grad_rows: (N, D) of the same dtype, any strides.
-        ids: (N,) int32 or int64.
-        padding_idx: the id whose row is left as it is, or -1.
+    An id outside 0 .. V - 1, which the lookup has refused already, changes nothing. Otherwise as
+    `reference.accumulate`, of bf16, fp16 or fp32 and any strides.
     """
     from . import sorted_rows_kernels as kernels
 

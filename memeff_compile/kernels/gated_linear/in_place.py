@@ -14,12 +14,7 @@ from ..device import on_device
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write act(gate) * up to ``out``.
-
-    Args:
-        gate, up, out: (n,) bf16, fp16 or fp32, no gaps; ``out`` is neither of the others.
-        activation: a key of `ACTIVATIONS`.
-    """
+    """Write act(gate) * up to ``out``; as `reference.product`, of bf16, fp16 or fp32."""
     from . import in_place_kernels as kernels
 
     _launch(kernels._gated_product_kernel, gate, up, out, activation)
@@ -28,17 +23,14 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
     """Write the gradient of gate over ``gate``, that of up over ``up``, the product over ``grad``.
 
-    Args:
-        gate, up: (n,) bf16, fp16 or fp32, no gaps, written to.
-        grad: (n,), the gradient of act(gate) * up, written to.
-        activation: a key of `ACTIVATIONS`.
+    As `reference.gradients`, of bf16, fp16 or fp32.
     """
     from . import in_place_kernels as kernels
 
     _launch(kernels._gated_gradients_kernel, gate, up, grad, activation)
 
 
-def _launch(kernel: Any, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:  # noqa: ANN401
+def _launch(kernel: Any, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:
     from .in_place_kernels import BLOCK, WARPS
 
     count = gate.numel()

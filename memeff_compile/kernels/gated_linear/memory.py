@@ -17,10 +17,6 @@ Size: TypeAlias = sympy.Expr | int
 def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
     """Return the bytes of one fused kernel's operands: three read, three written.
 
-    Args:
-        tokens, inner: N, I as symbols or numbers.
-        dtype: dtype of gate and up.
-
     Example: bytes_before(N, I, dtype=torch.bfloat16) == 12*N*I.
     """
     return 6 * _one(tokens, inner, dtype)

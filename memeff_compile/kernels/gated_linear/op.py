@@ -7,7 +7,7 @@ the matrix products; an engine computes what lies between them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +31,13 @@ ENGINES = {
 
 
 def supports(
-    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    gate: Tensor,  # (..., I), the two halves of the gated product
+    up: Tensor,  # likewise
+    weight: Tensor,  # (D, I), of the linear
+    bias: Tensor | None,  # (D,) or None
+    activation: str,  # one of `ACTIVATIONS`
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Args:
-        gate, up: (..., I), the two halves of the gated product.
-        weight: (D, I), of the linear.
-        bias: (D,) or None.
-        activation: one of `ACTIVATIONS`.
 
     Example: supports(torch.ones(2, 3), torch.ones(2, 3), torch.ones(4, 3), None, "silu") is None.
     """
@@ -85,7 +83,7 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     return "in_place" if kernels_serve(device, dtype) else "reference"
 
 
-def _engine(tensor: Tensor) -> Any:  # noqa: ANN401 - a module
+def _engine(tensor: Tensor) -> Any:  # a module
     if engine_for(tensor.device, tensor.dtype) == "in_place":
         from . import in_place
 
@@ -117,15 +115,20 @@ def _fake_forward(
     return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
 
 
-def _backward(
-    grad_out: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    weight: Tensor,
-    activation: str,
-    needs_inputs: bool,
-    needs_weight: bool,
-) -> Tensor:
+class _Gradients(NamedTuple):
+    """What `gated_linear_backward` is called with."""
+
+    grad_out: Tensor
+    gate: Tensor
+    up: Tensor
+    weight: Tensor
+    activation: str
+    needs_inputs: bool
+    needs_weight: bool
+
+
+def _backward(given: _Gradients) -> Tensor:
+    grad_out, gate, up, weight, activation, needs_inputs, needs_weight = given
     require("gated_linear", supports(gate, up, weight, None, activation))
     with without_autocast(gate.device.type):
         rows = grad_out.reshape(-1, weight.shape[0])
@@ -149,28 +152,19 @@ def _in_place(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
             given.copy_(flat)
 
 
-def _fake_backward(
-    grad_out: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    weight: Tensor,
-    activation: str,
-    needs_inputs: bool,
-    needs_weight: bool,
-) -> Tensor:
-    del grad_out, needs_inputs
-    require("gated_linear", supports(gate, up, weight, None, activation))
-    return weight.new_empty(weight.shape if needs_weight else 0)
+def _fake_backward(given: _Gradients) -> Tensor:
+    require("gated_linear", supports(*given[1:4], None, given.activation))
+    return given.weight.new_empty(given.weight.shape if given.needs_weight else 0)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     gate, up, weight, _, activation = inputs
     ctx.save_for_backward(gate, up, weight)
     ctx.activation = activation
 
 
-def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate, up, weight = ctx.saved_tensors
     needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
     settings = (ctx.activation, needs_gate or needs_up, needs_weight)
@@ -186,21 +180,12 @@ def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
 
 
 def _gradients(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    weight: Tensor,
-    activation: str,
-    needs_inputs: bool,
-    needs_weight: bool,
+    grad: Tensor, gate: Tensor, up: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate, up and weight; gate and up stay as they are."""
     # The copies become the gradients. A compiler makes none where gate and up are computed again.
-    copies = [each.clone(memory_format=torch.contiguous_format) for each in (gate, up)]
-    grad_weight: Tensor = torch.ops.memeff.gated_linear_backward.default(
-        grad, *copies, weight, activation, needs_inputs, needs_weight
-    )
-    return copies[0], copies[1], grad_weight
+    gate, up = (each.clone(memory_format=torch.contiguous_format) for each in (gate, up))
+    return gate, up, gated_linear_backward(grad, gate, up, *others)
 
 
 _gradients_once = library.only_first(
@@ -219,6 +204,5 @@ gated_linear = library.op(
 gated_linear_backward = library.op(
     "gated_linear_backward(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up, Tensor weight, "
     "str activation, bool needs_inputs, bool needs_weight) -> Tensor",
-    _backward,
-    _fake_backward,
+    *library.taking(_Gradients, _backward, _fake_backward),
 )

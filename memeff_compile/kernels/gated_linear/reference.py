@@ -15,12 +15,7 @@ PIECE = 1 << 16
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write act(gate) * up to ``out``.
-
-    Args:
-        gate, up, out: (n,) of one floating dtype; ``out`` is neither of the others.
-        activation: a key of `ACTIVATIONS`.
-    """
+    """Write act(gate) * up to ``out``, which is neither of them: (n,) of one floating dtype."""
     for first in range(0, gate.numel(), PIECE):
         part = slice(first, first + PIECE)
         out[part] = _value(_wide(gate[part]), activation) * _wide(up[part])
@@ -29,10 +24,7 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
     """Write the gradient of gate over ``gate``, that of up over ``up``, the product over ``grad``.
 
-    Args:
-        gate, up: (n,) of one floating dtype, written to.
-        grad: (n,), the gradient of act(gate) * up, written to.
-        activation: a key of `ACTIVATIONS`.
+    All are (n,) of one floating dtype; ``grad`` is the gradient of act(gate) * up.
     """
     for first in range(0, gate.numel(), PIECE):
         part = slice(first, first + PIECE)

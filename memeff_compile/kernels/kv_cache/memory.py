@@ -1,7 +1,7 @@
 """Bytes before and after, as formulas in B (sequences), H (query heads), N, M and D.
 
-N is the length of the cache, M the number of queries, D the head dimension. They count what lives
-beside the cache, the queries and the output.
+N is the length of the cache, M the number of queries, D the head dimension; all may be symbols or
+numbers. They count what lives beside the cache, the queries and the output.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ def bytes_before(
 ) -> sympy.Expr:
     """Return the bytes of keys and values copied once per query head (repeat_kv).
 
-    Args:
-        batch, heads, keys, depth: B, H, N, D as symbols or numbers.
-        dtype: dtype of the cache.
-
     Example: bytes_before(16, 32, 8192, 128, dtype=torch.bfloat16) == 2 << 30.
     """
     elements = sympy.sympify(batch) * heads * keys * depth
@@ -34,9 +30,7 @@ def bytes_after(
 ) -> sympy.Expr:
     """Return the bytes of the shares that the programs of one row leave to be summed, in fp32.
 
-    Args:
-        batch, heads, queries, depth: B, H, M, D as symbols or numbers.
-        splits: programs per row, as `splits_for` says; one leaves nothing behind.
+    `splits_for` says how many programs a row has; one leaves nothing behind.
 
     Example: bytes_after(16, 32, 1, 128, splits=5) == 4 * 5 * 16 * 32 * 130.
     """

@@ -8,16 +8,16 @@ generation. A gradient through it raises.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...errors import UnsupportedInputError
 from .. import library
-from ..checks import INDICES, require, short, unlike_heads
+from ..checks import INDICES, require, short, unlike_heads, unlike_sizes
 from ..device import kernels_serve
 from . import reference
-
-MAX_DEPTH = 256
 
 ENGINES = {
     "split": (
@@ -38,31 +38,13 @@ def supports(
     Example: supports(torch.ones(1, 4, 1, 8), *2 * [torch.ones(1, 2, 9, 8)], torch.ones(1, 1).int())
     is None.
     """
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (
-        unlike_heads({"q": q, "k_cache": k_cache, "v_cache": v_cache})
-        or _unlike_shapes(q, k_cache, v_cache)
+        unlike_heads(named)
+        or unlike_sizes(named)
         or _unlike_last(q, last)
         or _unlike_mask(q, k_cache, mask)
     )
-
-
-def _unlike_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
-    if k_cache.shape != v_cache.shape:
-        return (
-            f"k_cache is {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}; "
-            "they need the same shape."
-        )
-    if q.shape[0] != k_cache.shape[0] or q.shape[3] != k_cache.shape[3]:
-        return (
-            f"q is {tuple(q.shape)} and the caches {tuple(k_cache.shape)}; batch and depth "
-            "need to be the same."
-        )
-    heads, kv_heads = q.shape[1], k_cache.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        return f"q has {heads} heads and the caches {kv_heads}; a multiple of them is needed."
-    if not 0 < q.shape[3] <= MAX_DEPTH:
-        return f"the head dimension is {q.shape[3]}; 1 to {MAX_DEPTH} is served."
-    return None
 
 
 def _unlike_last(q: Tensor, last: Tensor | None) -> str | None:
@@ -136,35 +118,31 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: T
     v_cache.index_copy_(2, positions, v)
 
 
-def _attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    last: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    require("kv_cache_attention", supports(q, k_cache, v_cache, last, mask))
+class _Call(NamedTuple):
+    """What `kv_cache_attention` is called with."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    last: Tensor
+    mask: Tensor | None = None
+    scale: float | None = None
+
+
+def _attention(given: _Call) -> Tensor:
+    require("kv_cache_attention", supports(*given[:5]))
+    q, k_cache, _, _, _, scale = given
     factor = q.shape[3] ** -0.5 if scale is None else scale
     attend = reference.attend
     is_split = q.is_cuda and engine_for(q.device, q.dtype) == "split"
     if is_split and q.numel() and k_cache.shape[2]:
         from .split_keys import attend
-    return attend(q, k_cache, v_cache, last, mask, factor)
+    return attend(*given[:5], factor)
 
 
-def _fake_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    last: Tensor,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    del scale
-    require("kv_cache_attention", supports(q, k_cache, v_cache, last, mask))
-    batch, heads, queries, depth = q.shape
-    return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+def _fake_attention(given: _Call) -> Tensor:
+    require("kv_cache_attention", supports(*given[:5]))
+    return library.heads_inside(given.q)
 
 
 def _last(mask: Tensor) -> Tensor:
@@ -192,8 +170,7 @@ kv_cache_append = library.op(
 kv_cache_attention = library.op(
     "kv_cache_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor last, "
     "Tensor? mask=None, float? scale=None) -> Tensor",
-    _attention,
-    _fake_attention,
+    *library.taking(_Call, _attention, _fake_attention),
     backward=_no_backward,
 )
 kv_cache_last = library.op("kv_cache_last(Tensor mask) -> Tensor", _last)

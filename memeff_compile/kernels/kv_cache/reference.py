@@ -13,19 +13,16 @@ from torch import Tensor
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor, mask: Tensor | None, scale: float
+    q: Tensor,  # (B, H, M, D)
+    k_cache: Tensor,  # (B, Hkv, N, D)
+    v_cache: Tensor,  # likewise
+    last: Tensor,  # (B or 1, M or 1) int32 or int64: query m sees keys 0 .. last[m].
+    mask: Tensor | None,  # bool (B or 1, 1, M or 1, N), or None
+    scale: float,  # factor of the scores
 ) -> Tensor:
     """Attend to the keys up to `last`, and among those to what `mask` shows.
 
-    Args:
-        q: (B, H, M, D).
-        k_cache, v_cache: (B, Hkv, N, D).
-        last: (B or 1, M or 1) int32 or int64: query m sees keys 0 .. last[m].
-        mask: bool (B or 1, 1, M or 1, N), or None.
-        scale: factor of the scores.
-
-    Returns:
-        (B, H, M, D), laid out as (B, M, H, D). A query that sees nothing gets zeros.
+    The result is laid out as (B, M, H, D). A query that sees nothing gets zeros.
 
     Example: with last = [[0]] every head's output is the first value of its key-value head.
     """

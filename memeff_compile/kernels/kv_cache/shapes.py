@@ -90,11 +90,8 @@ def rows_for(rows: int, itemsize: int) -> int:
 def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     """Return the number of programs that share the keys of one sequence and key-value head.
 
-    Args:
-        groups: sequences times key-value heads times tiles of query rows.
-        keys: length of the cache, filled or not.
-        tile: keys per tile.
-        slots: programs that run at once.
+    There is a group for each of these and tile of query rows; keys of the cache count, filled or
+    not, and `slots` programs run at once.
 
     Example: splits_for(8, 32768, 128, 132) == 16 and splits_for(128, 4096, 128, 132) == 1.
     """

@@ -35,14 +35,7 @@ class Plan:
 
 
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
-    """Return the launch for (B, H, M, N, D), from static sizes alone.
-
-    Args:
-        sizes: sequences, query heads, queries, keys in the cache, head dimension.
-        kv_heads: key-value heads.
-        itemsize: bytes per element.
-        device: where it runs; an H200 is assumed off CUDA.
-    """
+    """Return the launch for (B, H, M, N, D), from static sizes alone; off CUDA an H200's."""
     batch, heads, queries, keys, depth = sizes
     count = queries * (heads // kv_heads)
     rows = rows_for(count, itemsize)
@@ -84,8 +77,7 @@ def attend(
 ) -> Tensor:
     """Attend to the keys up to `last`; the shapes are as the op has checked them.
 
-    Returns:
-        (B, H, M, D) in the dtype of q, laid out as (B, M, H, D).
+    The result is laid out as (B, M, H, D).
     """
     from . import split_keys_kernels as kernels
 

@@ -34,11 +34,7 @@ def measure(
 ) -> Activity:
     """Run the op forward and say what its filter decided. Waits for the GPU.
 
-    Where no filter runs (off CUDA, or in fp32), everything is active.
-
-    Args:
-        hidden, weight, target, bias: as for the op.
-        gradient_filter, filter_level, ignore_index, scale, softcap, sort_vocabulary: as for the op.
+    Arguments are those of the op. Where no filter runs (off CUDA, or in fp32), all is active.
     """
     with torch.no_grad():
         *_, dropped, active, _order = linear_cross_entropy(

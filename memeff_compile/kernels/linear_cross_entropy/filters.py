@@ -23,7 +23,7 @@ from .._triton.launch import start
 from .shapes import TILE
 
 if TYPE_CHECKING:
-    from .pieces import Knobs
+    from .call import Knobs
     from .rows import Selection
     from .shapes import Shapes
 

@@ -29,7 +29,8 @@ from .._triton.compat import described
 from .._triton.launch import start
 from ..device import on_device
 from . import filters, tile_lists
-from .pieces import Gradients, Kept, Knobs, Operands, RowGradients, Rows, spans, vector
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows, vector
+from .pieces import spans
 from .rows import Selection, gather, row_block, select_rows
 from .shapes import (
     FILTER_FORWARD_BYTES,
@@ -63,9 +64,7 @@ def serves(weight: Tensor) -> bool:
 def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
     """Compute what is asked for of every row, and what a filter may leave out of backward.
 
-    Args:
-        given: hidden states in bf16 or fp16, the weight contiguous.
-        knobs: without top.
+    Hidden states are bf16 or fp16, the weight is contiguous, and top is not asked for.
     """
     from . import fused_kernels as kernels
 
@@ -119,13 +118,8 @@ def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
                 **given.flags(knobs),
                 HAS_KEPT=is_compact,
                 PARTS=parts,
-                BM=shapes.rows,
-                BN=shapes.columns,
-                BK=shapes.step,
                 FLATTEN=shapes.flatten,
-                UPCAST=shapes.is_interpreted,
-                num_warps=shapes.warps,
-                num_stages=shapes.stages,
+                **shapes.constants(shapes.columns),
             )
             start(
                 kernels._linear_cross_entropy_rows_kernel,
@@ -203,8 +197,7 @@ class _Backward:
         self.row_values = row_values(grads, kept, self.selection, knobs)
 
         self.given = (self.bias, self.column_weight, self.selection.target, self.row_values)
-        # what the device function that makes a tile of G is told
-        self.epilogue = {**given.flags(knobs), "UPCAST": self.shapes.is_interpreted}
+        self.asked = given.flags(knobs)
 
         tile = self.shapes.rows
         self.width = piece_width(self.rows, self.depth, self.vocab, knobs.workspace, self.shapes)
@@ -315,7 +308,7 @@ class _Backward:
         width = -(-(stop - first) // columns) * columns
         g = self.piece[: self.rows * width].view(self.rows, width)
         is_sparse = None if self.lists is None else self.lists.is_sparse
-        flags: dict[str, Any] = {
+        rows_are = {
             "HAS_KEPT": self.selection.kept is not None,
             "HAS_SPARSE": is_sparse is not None,
         }
@@ -327,35 +320,8 @@ class _Backward:
         hidden = None if gathers else self.hidden
         g_columns = shapes.gradient_columns(is_plain=self.is_plain and not gathers)
         grad_weight = self.grad_weight if needs_weight else None
-        start(
-            kernels._linear_cross_entropy_dense_gradient_kernel,
-            (shapes.programs,),
-            tiles_of(hidden, tile, step),
-            *where,
-            tiles_of(self.weight, g_columns, step),
-            tiles_of(g, tile, g_columns // 4),
-            self.given,
-            self.selection.kept,
-            is_sparse,
-            0,
-            self.rows,
-            first,
-            width,
-            self.rows,
-            self.vocab,
-            self.depth,
-            (self.knobs.scale, self.knobs.softcap),
-            GATHER=gathers,
-            GROUP=GROUP,
-            BM=tile,
-            BN=g_columns,
-            BK=step,
-            FLATTEN=shapes.flatten and not gathers,
-            **self.epilogue,
-            **flags,
-            num_warps=shapes.warps,
-            num_stages=shapes.stages,
-        )
+        at = (0, self.rows, first, width)
+        write_gradient(self, hidden, g, g_columns, at, where=where, is_sparse=is_sparse)
         if self.sums is not None or grad_weight is not None:
             start(
                 kernels._linear_cross_entropy_dense_products_kernel,
@@ -373,17 +339,12 @@ class _Backward:
                 width,
                 self.rows,
                 self.depth,
-                **flags,
                 NEEDS_WEIGHT=grad_weight is not None,
                 NEEDS_HIDDEN=self.sums is not None,
                 ADD=adds,
                 GATHER=gathers,
-                BM=tile,
-                BN=columns,
-                BK=step,
-                UPCAST=shapes.is_interpreted,
-                num_warps=shapes.warps,
-                num_stages=shapes.stages,
+                **shapes.constants(columns),
+                **rows_are,
             )
         if self.grad_bias is not None and needs_weight:
             kernels._linear_cross_entropy_column_sums_kernel[(-(-width // 128),)](
@@ -395,7 +356,7 @@ class _Backward:
                 width,
                 stop,
                 self.rows,
-                **flags,
+                **rows_are,
                 BLOCK=128,
                 ROWS=64,
             )
@@ -415,9 +376,7 @@ class _Backward:
             tiles_of(g, tile, tile // 4),
             self.given,
             self.selection.kept,
-            lists.tile_row,
-            lists.tile_column,
-            lists.group_tile,
+            *lists[1:4],  # rows and columns of tiles, and where a group's start
             group,
             self.rows,
             self.vocab,
@@ -427,7 +386,8 @@ class _Backward:
             TILE=tile,
             BK=step,
             FLATTEN=shapes.flatten,
-            **self.epilogue,
+            UPCAST=shapes.is_interpreted,
+            **self.asked,
             num_warps=shapes.gradient_square_warps(is_plain=self.is_plain),
             num_stages=shapes.square_stages,
         )
@@ -442,14 +402,7 @@ class _Backward:
                 tiles_of(self.grad_weight, tile, columns // 4),
                 tiles_of(self.sums, tile, columns // 4),
                 self.selection.kept,
-                lists.group_tile,
-                lists.group_column,
-                lists.weight_start,
-                lists.weight_tile,
-                lists.weight_row,
-                lists.hidden_start,
-                lists.hidden_tile,
-                lists.hidden_column,
+                *lists[3:],  # the groups, then the lists of both products
                 group,
                 self.groups,
                 self.rows,
@@ -477,6 +430,46 @@ class _Backward:
                 self.vocab,
                 TILE=tile,
             )
+
+
+def write_gradient(
+    walk: Any,  # one of a backward: its sizes, what it is given, and what is asked for
+    hidden: Tensor | None,  # rows of the hidden states, or None where they are not gathered
+    g: Tensor,  # written
+    columns: int,  # of a tile of G
+    at: tuple[int, int, int, int],  # first row of G, rows, first column, columns
+    *,
+    # where hidden states lie that are not gathered, their order, and from one to the next
+    where: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
+    is_sparse: Tensor | None = None,  # whether the sparse kernels do the work
+) -> None:
+    """Compute logits again and write their gradient."""
+    from . import fused_kernels as kernels
+
+    shapes, kept = walk.shapes, walk.selection.kept
+    start(
+        kernels._linear_cross_entropy_dense_gradient_kernel,
+        (shapes.programs,),
+        tiles_of(hidden, shapes.rows, shapes.step),
+        *where,
+        tiles_of(walk.weight, columns, shapes.step),
+        tiles_of(g, shapes.rows, columns // 4),
+        walk.given,
+        kept,
+        is_sparse,
+        *at,
+        walk.rows,
+        walk.vocab,
+        walk.depth,
+        (walk.knobs.scale, walk.knobs.softcap),
+        GATHER=hidden is None,
+        HAS_KEPT=kept is not None,
+        HAS_SPARSE=is_sparse is not None,
+        GROUP=GROUP,
+        FLATTEN=shapes.flatten and hidden is not None,
+        **shapes.constants(columns),
+        **walk.asked,
+    )
 
 
 def is_plain(bias: Tensor | None, knobs: Knobs) -> bool:
@@ -511,7 +504,7 @@ def row_values(grads: RowGradients, kept: Kept, selection: Selection, knobs: Kno
     return values
 
 
-def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
+def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
     """Describe a matrix to the kernels as tiles of this shape."""
     return None if matrix is None else described(matrix, (rows, columns))
 

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of `fused`: products whose epilogue turns a tile of logits into what is kept.
 
@@ -45,14 +44,35 @@ def _quarter(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _logits(
-    acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
+def _rows_here(kept_ptr, first_row, rows, C: tl.constexpr):
+    """Return how many of these rows exist."""
+    if C.HAS_KEPT:
+        return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
+    return rows
+
+
+@triton.jit
+def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexpr):
+    """Return the products of a block of rows, counted from a first row, and one of columns."""
+    row_block, column_block = blocks
+    ROWS: tl.constexpr = hidden_desc.block_shape[0]
+    COLUMNS: tl.constexpr = weight_desc.block_shape[0]
+    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, depth, C.BK):
+        e = hidden_desc.load([first_row + row_block * ROWS, k])
+        c = weight_desc.load([column_block * COLUMNS, k])
+        acc = dot(e, c.T, acc, C.UPCAST)
+    return acc
+
+
+@triton.jit
+def _logits(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
     """Return logits in base 2, and dz/ds, of one tile of products."""
-    if HAS_BIAS:
+    scale, softcap = cap
+    if C.HAS_BIAS:
         bias = tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
         acc += bias[None, :]
-    if HAS_SOFTCAP:
+    if C.HAS_SOFTCAP:
         u = acc * scale
         shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
         inverse = 1.0 / (1.0 + shrink)
@@ -205,9 +225,7 @@ def _linear_cross_entropy_forward_kernel(
     # PARTS: statistics per tile: 1, or 2 for one per half of its columns
 ):
     """Reduce each tile of logits to a maximum and a sum per row; pick out the target's logit."""
-    rows_here = group_rows
-    if C.HAS_KEPT:
-        rows_here = tl.minimum(group_rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
+    rows_here = _rows_here(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
     plane = tl.cast(column_blocks, tl.int64) * C.PARTS * group_rows
@@ -216,19 +234,14 @@ def _linear_cross_entropy_forward_kernel(
     ):
         row_block = tile % row_blocks
         column_block = tile // row_blocks
-        acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
-        for k in range(0, depth, C.BK):
-            e = hidden_desc.load([hidden_row + row_block * C.BM, k])
-            c = weight_desc.load([column_block * C.BN, k])
-            acc = dot(e, c.T, acc, C.UPCAST)
+        blocks = (row_block, column_block)
+        acc = _products(hidden_desc, weight_desc, blocks, hidden_row, depth, C)
 
         rows = row_block * C.BM + tl.arange(0, C.BM)
         is_row = rows < rows_here
         offs = tl.arange(0, C.BN)
         columns = column_block * C.BN + offs
-        z2, _slope = _logits(
-            acc, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
-        )
+        z2, _slope = _logits(acc, columns, bias_ptr, vocab, (scale, softcap), C)
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * C.BN
         is_here = (target >= 0) & (target < C.BN)
         if tl.max(is_here.to(tl.int32), axis=0) > 0:
@@ -341,20 +354,15 @@ def _linear_cross_entropy_rows_kernel(
 
 
 @triton.jit
-def _gradient_tile(
-    acc,
-    place,  # which rows these are, which exist, and which columns
-    given,
-    sizes,
-    cap,
-    C: tl.constexpr,
-):
-    """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero."""
+def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
+    """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero.
+
+    Its place is which rows these are, which exist, and which columns.
+    """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
     all_rows, vocab = sizes
-    scale, softcap = cap
-    z2, slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP)
+    z2, slope = _logits(acc, columns, bias_ptr, vocab, cap, C)
     lse2 = tl.load(row_values_ptr + rows, mask=is_row, other=0.0)
     of_p = tl.load(row_values_ptr + all_rows + rows, mask=is_row, other=0.0)
     of_target = tl.load(row_values_ptr + 2 * all_rows + rows, mask=is_row, other=0.0)
@@ -435,30 +443,29 @@ def _linear_cross_entropy_dense_gradient_kernel(
             acc = dot(e, c.T, acc, C.UPCAST)
         for quarter in tl.static_range(4):
             local = column_block * C.BN + quarter * (C.BN // 4)
-            g = _gradient_tile(
-                _quarter(acc, quarter, C.BM, C.BN),
-                (
-                    offs_n if C.GATHER else first_row + offs_n,
-                    offs_n < rows_here,
-                    first_column + local + tl.arange(0, C.BN // 4),
-                ),
-                given,
-                (rows, vocab),
-                cap,
-                C,
-            )
+            part = _quarter(acc, quarter, C.BM, C.BN)
+            row = offs_n if C.GATHER else first_row + offs_n
+            place = (row, offs_n < rows_here, first_column + local + tl.arange(0, C.BN // 4))
+            g = _gradient_tile(part, place, given, (rows, vocab), cap, C)
             g_desc.store([row_block * C.BM, local], g.to(g_desc.dtype))
 
 
 @triton.jit
-def _add_tile(desc, row, column, tile, C: tl.constexpr):
-    """Write a tile, or add it to what is there. Exactly one program does so per launch."""
-    if not C.ADD:
-        desc.store([row, column], tile)
-    elif C.UPCAST:
-        desc.store([row, column], desc.load([row, column]) + tile)
-    else:
-        desc.atomic_add([row, column], tile)
+def _store_tile(desc, at, tile, ADD: tl.constexpr, C: tl.constexpr):
+    """Write a tile by quarters, or add it to what is there, which one program does per launch."""
+    row, first = at
+    ROWS: tl.constexpr = tile.shape[0]
+    parts = _halves(tile, ROWS, C.BN)
+    for half in tl.static_range(2):
+        quarters = _halves(parts[half], ROWS, C.BN // 2)
+        for quarter in tl.static_range(2):
+            column = first + half * (C.BN // 2) + quarter * (C.BN // 4)
+            if not ADD:
+                desc.store([row, column], quarters[quarter].to(desc.dtype))
+            elif C.UPCAST:
+                desc.store([row, column], desc.load([row, column]) + quarters[quarter])
+            else:
+                desc.atomic_add([row, column], quarters[quarter])
 
 
 @triton.jit
@@ -517,15 +524,8 @@ def _linear_cross_entropy_dense_products_kernel(
                     else:
                         e = hidden_desc.load([k, depth_block * C.BN])
                     acc = dot(g.T, e, acc, C.UPCAST)
-                row = first_column + column_block * C.BM
-                parts = _halves(acc, C.BM, C.BN)
-                for half in tl.static_range(2):
-                    quarters = _halves(parts[half], C.BM, C.BN // 2)
-                    for quarter in tl.static_range(2):
-                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
-                        grad_weight_desc.store(
-                            [row, column], quarters[quarter].to(grad_weight_desc.dtype)
-                        )
+                at = (first_column + column_block * C.BM, depth_block * C.BN)
+                _store_tile(grad_weight_desc, at, acc, False, C)
         else:
             if C.NEEDS_HIDDEN:
                 row_block = (tile - weight_tiles) // depth_blocks
@@ -535,12 +535,8 @@ def _linear_cross_entropy_dense_products_kernel(
                     g = g_by_row_desc.load([row_block * C.BM, k])
                     c = weight_desc.load([first_column + k, depth_block * C.BN])
                     acc = dot(g, c, acc, C.UPCAST)
-                parts = _halves(acc, C.BM, C.BN)
-                for half in tl.static_range(2):
-                    quarters = _halves(parts[half], C.BM, C.BN // 2)
-                    for quarter in tl.static_range(2):
-                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
-                        _add_tile(grad_hidden_desc, row_block * C.BM, column, quarters[quarter], C)
+                at = (row_block * C.BM, depth_block * C.BN)
+                _store_tile(grad_hidden_desc, at, acc, C.ADD, C)
 
 
 @triton.jit

@@ -28,31 +28,15 @@ from torch import Tensor
 
 from .._triton.launch import start
 from ..device import on_device, processors
-from .pieces import (
-    Gradients,
-    Kept,
-    Knobs,
-    Operands,
-    RowGradients,
-    Rows,
-    Widths,
-    hybrid_widths,
-    spans,
-    vector,
-    window,
-)
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows, vector
+from .pieces import Widths, hybrid_widths, spans, window
 
 # Numbers per row that the statistics kernel keeps between strips.
 STATE = 5
 
 
 def forward(given: Operands, knobs: Knobs) -> Rows:
-    """Compute what is asked for of every row.
-
-    Args:
-        given: of bf16, fp16 or fp32, the weight of any strides.
-        knobs: the call's settings.
-    """
+    """Compute what is asked for of every row, of bf16, fp16 or fp32 and a weight of any strides."""
     given = _readable(given)
     hidden, weight, *_ = given
     rows, vocab = hidden.shape[0], weight.shape[0]
@@ -114,11 +98,6 @@ def product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = Fals
 
     Off CUDA, where products have no fp32 output of 16-bit inputs, the inputs are widened first:
     that serves the interpreter's tests.
-
-    Args:
-        left, right: (N, K) and (K, M) in one dtype.
-        out: (N, M) fp32.
-        accumulate: add to `out` instead of overwriting it.
     """
     if left.dtype == torch.float32 or not left.is_cuda:
         left, right = left.float(), right.float()
@@ -208,15 +187,8 @@ def launch_gradient(
 
 
 def _widths(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Widths:
-    rows, depth = hidden.shape
-    return hybrid_widths(
-        rows,
-        depth,
-        weight.shape[0],
-        knobs.workspace,
-        hidden.element_size(),
-        processors(hidden.device),
-    )
+    sizes = (*hidden.shape, weight.shape[0], knobs.workspace, hidden.element_size())
+    return hybrid_widths(*sizes, processors(hidden.device))
 
 
 def _readable(given: Operands) -> Operands:

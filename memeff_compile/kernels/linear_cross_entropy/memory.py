@@ -7,7 +7,7 @@ bound of what our op holds: pieces, per-row vectors and the fp32 sum of the hidd
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -28,15 +28,15 @@ Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_before(
-    rows: Size,
-    depth: Size,
-    vocab: Size,
+    rows: Size,  # N, D, V as symbols or numbers; D does not enter
+    depth: Size,  # likewise
+    vocab: Size,  # likewise
     *,
-    dtype: torch.dtype,
-    upcast: bool = True,
-    returns_logits: bool = False,
-    training: bool = True,
-    compiled: bool = True,
+    dtype: torch.dtype,  # compute dtype of the logits
+    upcast: bool = True,  # whether the model casts 16-bit logits to fp32 for its loss
+    returns_logits: bool = False,  # whether the logits leave the graph and so outlive the loss
+    training: bool = True,  # whether gradients follow
+    compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
     """Return the peak bytes of N x V buffers that the loss takes without us.
 
@@ -48,14 +48,6 @@ def bytes_before(
     backward: that output, its gradient and the gradient of its input, each in the cast's dtype, and
     the logits if they are returned. Measured at the same shape: 24000 MiB (22839 beyond the two
     gradients, which do not exist yet at the peak), formula 24000.
-
-    Args:
-        rows, depth, vocab: N, D, V as symbols or numbers. D does not enter.
-        dtype: compute dtype of the logits.
-        upcast: whether the model casts 16-bit logits to fp32 for its loss.
-        returns_logits: whether the logits leave the graph and so outlive the loss.
-        training: whether gradients follow.
-        compiled: Inductor if true, eager otherwise.
 
     Example: bytes_before(N, D, V, dtype=torch.bfloat16) == 2*N*V.
     """
@@ -72,21 +64,32 @@ def bytes_before(
     return sympy.Integer(per_logit) * sympy.sympify(rows) * sympy.sympify(vocab)
 
 
+class How(NamedTuple):
+    """What a call's bytes depend on beside its sizes N, D and V, which are symbols or numbers."""
+
+    dtype: torch.dtype  # dtype of hidden and weight
+    engine: str  # "fused", "hybrid" or "reference", as `engine_for` says
+    device_type: str  # where the tensors are, such as "cuda"
+    workspace: int = 0  # the op's workspace in bytes, 0 = automatic
+    has_softcap: bool = False  # whether logits are capped
+    with_entropy: bool = False  # whether the entropy of each row is computed
+    training: bool = True  # whether a backward pass follows
+
+
+class Pieces(NamedTuple):
+    """What one call holds of the logits at any time: bytes, and columns where a copy needs them."""
+
+    bytes: sympy.Expr
+    columns: sympy.Expr
+
+
 def bytes_after(
-    rows: Size,  # N, D, V as symbols or numbers
-    depth: Size,  # likewise
-    vocab: Size,  # likewise
+    rows: Size,
+    depth: Size,
+    vocab: Size,
     *,
-    dtype: torch.dtype,  # dtype of hidden and weight
-    engine: str,  # "fused", "hybrid" or "reference", as `engine_for` says
-    device_type: str,  # where the tensors are, such as "cuda"
-    workspace: int = 0,  # the op's workspace in bytes, 0 = automatic
-    has_softcap: bool = False,  # whether logits are capped
-    with_entropy: bool = False,  # whether the entropy of each row is computed
-    training: bool = True,  # whether a backward pass follows
-    # bytes and columns of the pieces, as symbols for a short formula; by default what `piece_sizes`
-    # gives
-    pieces: Pieces | None = None,
+    pieces: Pieces | None = None,  # symbols for a short formula; by default `piece_sizes`
+    **how: Any,  # as of `How`
 ) -> sympy.Expr:
     """Return an upper bound of the bytes our op holds beside inputs and returned gradients.
 
@@ -96,19 +99,9 @@ def bytes_after(
     and of pieces of the weight, and on a CPU the copies of the rows that are not ignored.
     """
     n, d = sympy.sympify(rows), sympy.sympify(depth)
+    dtype, engine, device_type, *_, training = How(**how)
     if pieces is None:
-        pieces = piece_sizes(
-            rows,
-            depth,
-            vocab,
-            dtype=dtype,
-            engine=engine,
-            device_type=device_type,
-            workspace=workspace,
-            has_softcap=has_softcap,
-            with_entropy=with_entropy,
-            training=training,
-        )
+        pieces = piece_sizes(rows, depth, vocab, **how)
     itemsize = dtype.itemsize
     sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
     if engine in ("fused", "hybrid"):
@@ -120,30 +113,9 @@ def bytes_after(
     return pieces.bytes + sums + widened + compacted + 24 * max(itemsize, 4) * n
 
 
-class Pieces(NamedTuple):
-    """What one call holds of the logits at any time: bytes, and columns where a copy needs them."""
-
-    bytes: sympy.Expr
-    columns: sympy.Expr
-
-
-def piece_sizes(
-    rows: Size,
-    depth: Size,
-    vocab: Size,
-    *,
-    dtype: torch.dtype,
-    engine: str,
-    device_type: str,
-    workspace: int = 0,
-    has_softcap: bool = False,
-    with_entropy: bool = False,
-    training: bool = True,
-) -> Pieces:
-    """Return an upper bound of the pieces of logits that are alive at once.
-
-    Args: as for `bytes_after`.
-    """
+def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
+    """Return an upper bound of the pieces of logits that are alive at once; how, as of `How`."""
+    dtype, engine, device_type, workspace, has_softcap, with_entropy, training = How(**how)
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
     half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
     itemsize = dtype.itemsize

@@ -20,7 +20,7 @@ from .. import library
 from ..checks import FLOATING, INDICES, require, short, two_devices, two_dtypes, unfloating, unplain
 from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
 from . import filters, fused, hybrid, reference, row_pieces, sorting
-from .pieces import Kept, Knobs, Operands, RowGradients, Rows
+from .call import Kept, Knobs, Operands, RowGradients, Rows
 from .shapes import is_minimal
 
 ENGINE = "linear_cross_entropy.engine"
@@ -45,54 +45,43 @@ ENGINES = {
 
 
 def supports(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None = None,
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,) or None
+    target: Tensor,  # (...), the leading dimensions of hidden
+    column_weight: Tensor | None = None,  # (V,) or None
     *,
+    # dtype that the caller will cast hidden, weight and bias to, if it will
     dtype: torch.dtype | None = None,
-    softcap: float = 0.0,
-    gradient_filter: str = "exact",
-    workspace: int = 0,
-    filter_level: float = 0.0,
-    filter_parts: str = "both",
+    softcap: float = 0.0,  # as for the op
+    gradient_filter: str = "exact",  # likewise
+    workspace: int = 0,  # likewise
+    filter_level: float = 0.0,  # likewise
+    filter_parts: str = "both",  # likewise
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
 
     Reads dtypes, devices, layouts and sizes, never values, and adds no guard: sizes that are
     symbols are left to the op's own checks. Real and fake tensors both do.
 
-    Args:
-        hidden: (..., D).
-        weight: (V, D).
-        bias: (V,) or None.
-        target: (...), the leading dimensions of hidden.
-        column_weight: (V,) or None.
-        dtype: dtype that the caller will cast hidden, weight and bias to, if it will.
-        softcap, gradient_filter, workspace, filter_level, filter_parts: as for the op.
-
     Example: supports(torch.ones(3, 4), torch.ones(5, 4), None, torch.zeros(3).long()) is None.
     """
     given = Operands(hidden, weight, bias, target, column_weight)
     return (
-        _setting_fault(softcap, workspace)
-        or _filter_fault(gradient_filter, filter_level, filter_parts)
+        _setting_fault(softcap, workspace, gradient_filter, filter_level, filter_parts)
         or _layout_fault(given)
         or _dtype_fault(given, dtype)
         or _shape_fault(given)
     )
 
 
-def _setting_fault(softcap: float, workspace: int) -> str | None:
+def _setting_fault(
+    softcap: float, workspace: int, gradient_filter: str, level: float, parts: str
+) -> str | None:
     if not softcap >= 0:
         return f"softcap is {softcap}; it must be positive, or 0 for none."
     if isinstance(workspace, int) and workspace < 0:
         return f"workspace is {workspace} bytes; it must be positive, or 0 for automatic."
-    return None
-
-
-def _filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
     if gradient_filter not in GRADIENT_FILTERS:
         return (
             f"gradient_filter is {gradient_filter!r}; known filters are "
@@ -205,9 +194,7 @@ def engine_for(
     Where "fused" and "hybrid" both could, what `tune` measured on that GPU decides. A weight whose
     rows do not follow each other in memory is served by "hybrid" where this says "fused".
 
-    Args:
-        device, dtype, depth: of the hidden states.
-        with_top: whether the likeliest class of each row is asked for.
+    Dtype and depth are the hidden states'; `with_top` asks for the likeliest class of a row.
     """
     if not kernels_serve(device, dtype):
         return "reference"
@@ -262,7 +249,7 @@ class _Gradients(NamedTuple):
 _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_parts")
 
 
-def _called(*tensors: Any, **settings: Any) -> _Call:  # noqa: ANN401
+def _called(*tensors: Any, **settings: Any) -> _Call:
     """Check a call; the dispatcher leaves out settings that equal their defaults.
 
     A filter that would be wrong or has no engine or room is off: label smoothing gives every tile
@@ -277,14 +264,14 @@ def _called(*tensors: Any, **settings: Any) -> _Call:  # noqa: ANN401
     return _Call(Operands(*tensors), knobs)
 
 
-def _called_back(*tensors: Any, output_mask: list[bool], **settings: Any) -> _Gradients:  # noqa: ANN401
+def _called_back(*tensors: Any, output_mask: list[bool], **settings: Any) -> _Gradients:
     call = _called(*tensors[4:9], **settings)
     needs_hidden, needs_weight, needs_bias = output_mask
     mask = needs_hidden, needs_weight, needs_bias and call.operands.bias is not None
     return _Gradients(RowGradients(*tensors[:4]), call, Kept(*tensors[9:]), mask)
 
 
-def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Any:  # noqa: ANN401 - a module
+def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Any:  # a module
     name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_top=knobs.with_top)
     if name != "fused":
         return hybrid if name == "hybrid" else reference
@@ -375,7 +362,7 @@ def fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor
 
 
 def _setup_context(
-    ctx: Any,  # noqa: ANN401
+    ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
@@ -386,7 +373,7 @@ def _setup_context(
     ctx.settings = keyword_only_inputs
 
 
-def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     mask = list(ctx.needs_input_grad[:3])
     gradients = linear_cross_entropy_backward(
         *grads[:4],  # behind them are indices, maps and measurements
@@ -398,7 +385,7 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN40
     return (*found, None, None)
 
 
-def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN401
+def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:
     """Say to who asks for it that there is no second derivative."""
     raise DoubleBackwardError(
         "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "

@@ -6,11 +6,10 @@ piece. Both engines walk the vocabulary in pieces, so that the transient is N x 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 MIB = 2**20
@@ -39,129 +38,9 @@ _SECONDS_PER_WAVE = 2 * 128 * 256 * 132 / 790e12
 _SECONDS_PER_BYTE = 1 / 4.28e12
 
 
-class Knobs(NamedTuple):
-    """The settings of one call that every engine reads; meanings and defaults as in the schema.
-
-    A row with an ignored target is still computed where a statistic that does not depend on the
-    target is asked for, as it would be in eager PyTorch.
-    """
-
-    ignore_index: int | None
-    scale: float
-    softcap: float
-    with_lse: bool
-    with_logit_sum: bool
-    gradient_filter: str
-    workspace: int
-    with_entropy: bool = False
-    with_top: bool = False
-    filter_level: float = 0.0
-    filter_parts: str = "both"
-    sort_vocabulary: bool = False
-
-    @property
-    def wanted(self) -> tuple[bool, ...]:
-        """Which of the results in `Rows` are asked for."""
-        return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
-
-    @property
-    def keeps_ignored_rows(self) -> bool:
-        """Whether ignored rows have an lse that counts, so that they may get a gradient."""
-        return self.with_lse or self.with_entropy
-
-    @property
-    def reads_ignored_rows(self) -> bool:
-        """Whether forward has to look at the logits of ignored rows."""
-        return self.keeps_ignored_rows or self.with_top
-
-
-class Operands(NamedTuple):
-    """What every engine computes with. An op takes any leading dimensions in the place of N."""
-
-    hidden: Tensor  # (N, D)
-    weight: Tensor  # (V, D)
-    bias: Tensor | None  # (V,) or None
-    target: Tensor  # (N,) int32 or int64
-    column_weight: Tensor | None = None  # (V,) or None
-
-    def flat(self) -> Operands:
-        """Return them with all rows in one axis."""
-        rows = self.target.numel()
-        hidden = self.hidden.reshape(rows, self.hidden.shape[-1])
-        return self._replace(hidden=hidden, target=self.target.reshape(rows))
-
-    def flags(self, knobs: Knobs) -> dict[str, bool]:
-        """Return what the kernels are told at compile time of what there is to be computed."""
-        return {
-            "HAS_BIAS": self.bias is not None,
-            "HAS_COLUMN_WEIGHT": self.column_weight is not None,
-            "HAS_SOFTCAP": knobs.softcap > 0,
-            "WITH_LOGIT_SUM": knobs.with_logit_sum,
-            "WITH_ENTROPY": knobs.with_entropy,
-        }
-
-
-class Rows(NamedTuple):
-    """What an engine's forward returns: one element per row each, or (0,) where not asked for.
-
-    No two of them share memory.
-    """
-
-    nll: Tensor  # fp32 or fp64; 0 in ignored rows
-    lse: Tensor  # fp32 or fp64; 0 in ignored rows unless knobs.keeps_ignored_rows
-    logit_sum: Tensor  # fp32 or fp64; 0 in ignored rows
-    entropy: Tensor  # fp32 or fp64; of every row
-    top: Tensor  # int64; of every row
-
-    @classmethod
-    def new(
-        cls, like: Tensor, shape: Sequence[int], knobs: Knobs, *, of_zeros: bool = False
-    ) -> Rows:
-        """Allocate them beside a tensor of inputs."""
-        new, wide = like.new_zeros if of_zeros else like.new_empty, wide_dtype(like.dtype)
-        asked = zip(knobs.wanted, (*4 * [wide], torch.int64), strict=True)
-        return cls(*(new(shape if wanted else (0,), dtype=dtype) for wanted, dtype in asked))
-
-
-class RowGradients(NamedTuple):
-    """What an engine's backward is given: a cotangent per row for each differentiable result.
-
-    fp32 or fp64; (0,) where the result was not asked for.
-    """
-
-    nll: Tensor
-    lse: Tensor
-    logit_sum: Tensor
-    entropy: Tensor
-
-
-class Kept(NamedTuple):
-    """What an engine's backward is given of its forward's results."""
-
-    lse: Tensor  # (N,)
-    entropy: Tensor  # (N,), or (0,) where it was not asked for
-    # as in `filters.LeftOut`
-    active: Tensor
-    row_order: Tensor
-
-
-Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of hidden (N, D), of weight, laid out like it, and of bias (V,); None where not asked for."""
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that inputs of a dtype are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def window(buffer: Tensor, rows: int, width: int) -> Tensor:
     """View the head of a flat buffer as a contiguous (rows, width) matrix."""
     return buffer[: rows * width].view(rows, width)
-
-
-def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary as the kernels read it."""
-    return None if values is None else values.to(dtype or values.dtype).contiguous()
 
 
 class Widths(NamedTuple):
@@ -189,29 +68,19 @@ def _half_vocab(vocab: int) -> int:
     return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
 
 
-def hybrid_budget(rows: int, workspace: int) -> int:
-    """Return the bytes the engine `hybrid` may use for pieces; `workspace` 0 means automatic."""
-    return workspace or max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * rows)
-
-
 @lru_cache(maxsize=1024)
 def hybrid_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the engine `hybrid`'s widths within the workspace.
+    """Choose the engine `hybrid`'s widths within the workspace; 0 means automatic.
 
     16-bit inputs: a strip of fp32 products (4 bytes per element) beside a piece of gradients in the
     input dtype (2 bytes); the strip gets half of the budget. fp32 inputs: the gradient replaces
     the product in place, so strip and piece are one buffer. The piece is then narrowed to where
     the weight-gradient product fills whole waves of multiprocessors.
-
-    Args:
-        rows, depth, vocab: N, D, V.
-        workspace: bytes, 0 = automatic.
-        itemsize: bytes of one element of the inputs, 2 or 4.
-        processors: multiprocessors of the GPU.
     """
-    per_row = hybrid_budget(rows, workspace) // max(rows, 1)
+    budget = workspace or max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * rows)
+    per_row = budget // max(rows, 1)
     widest = _half_vocab(vocab)
     if itemsize == 4:
         width = _whole_waves(min(per_row // 4, widest), depth, vocab, processors)
@@ -244,34 +113,23 @@ def _piece_seconds(width: int, depth: int, processors: int) -> float:
 
 
 def reference_bytes_per_logit(
-    itemsize: int, has_softcap: bool, with_gradient: bool, with_entropy: bool = False
+    itemsize: int,  # bytes of one input element: 2 and 4 compute in fp32, 8 in fp64
+    has_softcap: bool,  # backward then keeps the slope beside the product
+    with_gradient: bool,  # backward; 16-bit inputs then also need the rounded gradient
+    with_entropy: bool = False,  # both passes then keep a second piece
 ) -> int:
-    """Return the bytes the engine `reference` holds per element of a piece.
-
-    Args:
-        itemsize: bytes of one input element: 2 and 4 compute in fp32, 8 in fp64.
-        has_softcap: backward then keeps the slope beside the product.
-        with_gradient: backward; 16-bit inputs then also need the rounded gradient.
-        with_entropy: both passes then keep a second piece.
-    """
+    """Return the bytes the engine `reference` holds per element of a piece."""
     wide = max(itemsize, 4)
     if not with_gradient:
         return wide * (1 + with_entropy)
     return wide * (1 + has_softcap + with_entropy) + (2 if itemsize == 2 else 0)
 
 
-def reference_budget(rows: int, workspace: int, bytes_per_logit: int, device_type: str) -> int:
-    """Return the bytes the engine `reference` may use for pieces; `workspace` 0 means automatic."""
-    return workspace or max(
-        REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE),
-        REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows,
-    )
-
-
 def reference_width(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the engine `reference`'s piece width within the workspace."""
-    budget = reference_budget(rows, workspace, bytes_per_logit, device_type)
+    """Choose the engine `reference`'s piece width within the workspace; 0 means automatic."""
+    automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
+    budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
     return min(_round_down(width, MIN_WIDTH), _half_vocab(vocab))

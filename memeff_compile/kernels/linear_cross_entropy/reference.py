@@ -13,19 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .pieces import (
-    Gradients,
-    Kept,
-    Knobs,
-    Operands,
-    RowGradients,
-    Rows,
-    reference_bytes_per_logit,
-    reference_width,
-    spans,
-    wide_dtype,
-    window,
-)
+from .. import checks
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows
+from .pieces import reference_bytes_per_logit, reference_width, spans, window
 
 # exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
 # multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.
@@ -33,15 +23,10 @@ LOG_ZERO = -1000.0
 
 
 def forward(given: Operands, knobs: Knobs) -> Rows:
-    """Compute what is asked for of every row.
-
-    Args:
-        given: of any floating dtype, the weight of any strides.
-        knobs: the call's settings.
-    """
+    """Compute what is asked for of every row, of any floating dtype and a weight of any strides."""
     hidden, weight, _, target, _ = given
     rows = target.shape[0]
-    wide = wide_dtype(hidden.dtype)
+    wide = checks.wide(hidden.dtype)
     kept = _kept_rows(target, knobs, forward=True)
     if kept is not None:
         hidden, target = hidden[kept], target[kept]
@@ -67,7 +52,7 @@ def backward(
     """Compute the gradients of hidden, weight and bias that `output_mask` asks for."""
     (hidden, weight, bias, target, column_weight), (lse, entropy, *_) = given, results
     needs_hidden, needs_weight, needs_bias = output_mask
-    narrow, wide = hidden.dtype, wide_dtype(hidden.dtype)
+    narrow, wide = hidden.dtype, checks.wide(hidden.dtype)
     all_hidden, vocab = hidden, weight.shape[0]
     width = _width(narrow, hidden.shape[0], weight, knobs, forward=False)
     kept = _kept_rows(target, knobs, forward=False)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .._triton import compat as triton_compat
-from .._triton.launch import start
 from ..device import on_device
 from . import fused, total_fused
-from .pieces import Gradients, Kept, Knobs, Operands, RowGradients, spans, vector
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, vector
+from .pieces import spans
 from .rows import gather
 
 
@@ -47,7 +47,7 @@ class _Backward(total_fused.Walk):
         values = fused.row_values(grads, kept, self.selection, self.knobs)
         column_weight = vector(given.column_weight, torch.float32)
         self.given = (self.bias, column_weight, self.selection.target, values)
-        self.epilogue = {**given.flags(self.knobs), "UPCAST": self.shapes.is_interpreted}
+        self.asked = given.flags(self.knobs)
         self.row_scale.fill_(1.0)
         self.gathered: Tensor | None = None
         if self.is_compact:
@@ -55,43 +55,11 @@ class _Backward(total_fused.Walk):
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute G of these rows, their dE and what they give to dC."""
-        from . import fused_kernels as kernels
-
-        shapes, hidden = self.shapes, self.hidden[first : first + here]
+        hidden = self.hidden[first : first + here]
         if self.gathered is not None:
             hidden = self.gathered[:here]
-            gather(self.hidden, hidden, self.selection, first, shapes)
-        start(
-            kernels._linear_cross_entropy_dense_gradient_kernel,
-            (shapes.programs,),
-            fused.tiles_of(hidden, shapes.rows, shapes.step),
-            None,
-            None,
-            0,
-            fused.tiles_of(self.weight, self.columns, shapes.step),
-            fused.tiles_of(self.x, shapes.rows, self.columns // 4),
-            self.given,
-            self.selection.kept,
-            None,
-            first,
-            here,
-            0,
-            self.width,
-            self.rows,
-            self.vocab,
-            self.depth,
-            (self.knobs.scale, self.knobs.softcap),
-            GATHER=False,
-            HAS_KEPT=self.is_compact,
-            HAS_SPARSE=False,
-            GROUP=fused.GROUP,
-            BM=shapes.rows,
-            BN=self.columns,
-            BK=shapes.step,
-            FLATTEN=shapes.flatten,
-            **self.epilogue,
-            num_warps=shapes.warps,
-            num_stages=shapes.stages,
-        )
+            gather(self.hidden, hidden, self.selection, first, self.shapes)
+        at = (first, here, 0, self.width)
+        fused.write_gradient(self, hidden, self.x, self.columns, at)
         # Rows behind the last are zero in G, and behind the end of what is multiplied with it.
         self.add_products(index, first, here, hidden)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .pieces import Knobs
+from .call import Knobs
 from .shapes import Shapes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +54,17 @@ class Shapes(NamedTuple):
     flatten: bool
     programs: int
     is_interpreted: bool = False
+
+    def constants(self, columns: int) -> dict[str, Any]:
+        """Return the constants of a kernel whose tiles are of so many columns, and its launch."""
+        return {
+            "BM": self.rows,
+            "BN": columns,
+            "BK": self.step,
+            "UPCAST": self.is_interpreted,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
         """Return how wide a tile of G is: a softcap, a bias or gathered rows take registers."""

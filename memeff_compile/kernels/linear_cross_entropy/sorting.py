@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import fused
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows
 from .filters import LeftOut
-from .pieces import Gradients, Kept, Knobs, Operands, RowGradients, Rows
 
 
 def forward(given: Operands, knobs: Knobs) -> tuple[Rows, LeftOut]:

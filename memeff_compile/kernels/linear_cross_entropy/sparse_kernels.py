@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of the engine `fused` under a filter: gradients from the listed tiles of logits only.
 
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .._triton.products_kernels import dot
-from .fused_kernels import _add_tile, _gradient_tile, _halves, _quarter
+from .fused_kernels import _gradient_tile, _products, _quarter, _store_tile
 
 
 @triton.jit
@@ -42,26 +41,14 @@ def _linear_cross_entropy_sparse_gradient_kernel(
     for tile in tl.range(first + tl.program_id(0), stop, tl.num_programs(0), flatten=C.FLATTEN):
         row_block = tl.load(tile_row_ptr + tile)
         column_block = tl.load(tile_column_ptr + tile)
-        acc = tl.zeros((C.TILE, C.TILE), dtype=tl.float32)
-        for k in range(0, depth, C.BK):
-            e = hidden_desc.load([row_block * C.TILE, k])
-            c = weight_desc.load([column_block * C.TILE, k])
-            acc = dot(e, c.T, acc, C.UPCAST)
+        acc = _products(hidden_desc, weight_desc, (row_block, column_block), 0, depth, C)
         offs_n = row_block * C.TILE + tl.arange(0, C.TILE)
         for quarter in tl.static_range(4):
             local = quarter * (C.TILE // 4)
-            g = _gradient_tile(
-                _quarter(acc, quarter, C.TILE, C.TILE),
-                (
-                    offs_n,
-                    offs_n < rows_here,
-                    column_block * C.TILE + local + tl.arange(0, C.TILE // 4),
-                ),
-                given,
-                (rows, vocab),
-                cap,
-                C,
-            )
+            part = _quarter(acc, quarter, C.TILE, C.TILE)
+            is_row = offs_n < rows_here
+            columns = column_block * C.TILE + local + tl.arange(0, C.TILE // 4)
+            g = _gradient_tile(part, (offs_n, is_row, columns), given, (rows, vocab), cap, C)
             g_desc.store([(tile - first) * C.TILE, local], g.to(g_desc.dtype))
 
 
@@ -123,15 +110,8 @@ def _linear_cross_entropy_sparse_products_kernel(
                     g = g_by_column_desc.load([slot * C.TILE + k, 0])
                     e = hidden_desc.load([row_block * C.TILE + k, depth_block * C.BN])
                     acc = dot(g.T, e, acc, C.UPCAST)
-                parts = _halves(acc, C.TILE, C.BN)
-                for half in tl.static_range(2):
-                    quarters = _halves(parts[half], C.TILE, C.BN // 2)
-                    for quarter in tl.static_range(2):
-                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
-                        grad_weight_desc.store(
-                            [column_block * C.TILE, column],
-                            quarters[quarter].to(grad_weight_desc.dtype),
-                        )
+                at = (column_block * C.TILE, depth_block * C.BN)
+                _store_tile(grad_weight_desc, at, acc, False, C)
         else:
             if C.NEEDS_HIDDEN:
                 row = (item - weight_items) // depth_blocks
@@ -146,12 +126,8 @@ def _linear_cross_entropy_sparse_products_kernel(
                     g = g_by_row_desc.load([slot * C.TILE, k])
                     c = weight_desc.load([column_block * C.TILE + k, depth_block * C.BN])
                     acc = dot(g, c, acc, C.UPCAST)
-                parts = _halves(acc, C.TILE, C.BN)
-                for half in tl.static_range(2):
-                    quarters = _halves(parts[half], C.TILE, C.BN // 2)
-                    for quarter in tl.static_range(2):
-                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
-                        _add_tile(grad_hidden_desc, row * C.TILE, column, quarters[quarter], C)
+                at = (row * C.TILE, depth_block * C.BN)
+                _store_tile(grad_hidden_desc, at, acc, C.ADD, C)
 
 
 @triton.jit
@@ -191,15 +167,11 @@ def _decoded(code):
 
 
 @triton.jit
-def _dropped(
-    given,  # as of `_linear_cross_entropy_block_score_kernel`
-    place,
-    group,
-    counts,
-    offs,
-    C: tl.constexpr,
-):
-    """Return, per tile and row: what leaving it out drops in sum, and at most in one column."""
+def _dropped(given, place, group, counts, offs, C: tl.constexpr):
+    """Return, per tile and row: what leaving it out drops in sum, and at most in one column.
+
+    It is given what `_linear_cross_entropy_block_score_kernel` is.
+    """
     stats_ptr, compact_lse_ptr, target_logit_ptr, target_ptr = given
     rows, is_row = place
     first_row, group_rows = group

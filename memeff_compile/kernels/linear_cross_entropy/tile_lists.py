@@ -40,17 +40,13 @@ def group_count(row_blocks: int, columns: int, slots: int, parts: str, dense_sha
 
 
 def build(
-    active: Tensor, row_blocks_kept: Tensor | int, parts: str, slots: int, dense_share: float
+    active: Tensor,  # (row blocks, T) uint8 map; row blocks without rows are inactive
+    row_blocks_kept: Tensor | int,  # how many row blocks have rows
+    parts: str,  # "both", or the one gradient ("hidden", "weight") that tiles are left out of
+    slots: int,  # tiles that the buffer of G holds; at least two per row block
+    dense_share: float,  # share of active tiles from which the dense kernels take over
 ) -> TileLists:
-    """List the active tiles for both products, without a value read on the host.
-
-    Args:
-        active: (row blocks, T) uint8 map; row blocks without rows are inactive.
-        row_blocks_kept: how many row blocks have rows.
-        parts: "both", or the one gradient ("hidden", "weight") that tiles are left out of.
-        slots: tiles that the buffer of G holds; at least two per row block.
-        dense_share: share of active tiles from which the dense kernels take over.
-    """
+    """List the active tiles for both products, without a value read on the host."""
     row_blocks, columns = active.shape
     groups = group_count(row_blocks, columns, slots, parts, dense_share)
     for_weight = for_hidden = union = active

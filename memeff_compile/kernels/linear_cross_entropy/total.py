@@ -25,8 +25,8 @@ from ..checks import require
 from ..device import kernels_serve, tuned, where_it_runs, without_autocast
 from . import op as rows_op
 from . import total_fused, total_reference
+from .call import Knobs, Operands
 from .memory import Size
-from .pieces import Operands
 from .shapes import is_minimal
 from .total_reference import Loss, Totals, total_of
 
@@ -157,16 +157,8 @@ def _of_nothing(given: Loss) -> Totals:
 
 def _by_recomputing(given: Loss) -> Totals:
     """Run an engine's forward and its backward behind it, where none makes both at once."""
-    operands = (*given[:4], None)
-    settings: dict[str, Any] = {
-        "ignore_index": given.ignore_index,
-        "scale": given.scale,
-        "softcap": given.softcap,
-        "with_lse": False,
-        "with_logit_sum": False,
-        "gradient_filter": "exact",
-        "workspace": given.workspace,
-    }
+    operands, modifiers = (*given[:4], None), (given.ignore_index, given.scale, given.softcap)
+    settings = Knobs(*modifiers, False, False, "exact", given.workspace)._asdict()
     nll, lse, nothing, entropy, _, _, active, row_order = rows_op.linear_cross_entropy(
         *operands, **settings
     )
@@ -227,7 +219,7 @@ def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
 
 
 def _setup_context(
-    ctx: Any,  # noqa: ANN401
+    ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
@@ -243,9 +235,7 @@ def _setup_context(
 
 
 def _link(
-    ctx: Any,  # noqa: ANN401
-    grad_total: Tensor | None,
-    *without_gradient: None,
+    ctx: Any, grad_total: Tensor | None, *without_gradient: None
 ) -> tuple[Tensor | None, ...]:
     del without_gradient
     if grad_total is None:

@@ -28,7 +28,8 @@ from .._triton import compat as triton_compat
 from .._triton.launch import start
 from ..device import DEFAULT_PROCESSORS, on_device, processors
 from . import fused
-from .pieces import MIB, Gradients, Knobs, Operands, spans
+from .call import Gradients, Knobs, Operands
+from .pieces import MIB, spans
 from .rows import gather, row_block, select_rows
 from .shapes import Shapes, shapes_for, shapes_for_programs
 from .total_reference import Loss, Totals, total_of
@@ -80,10 +81,7 @@ def auto_bytes(rows: sympy.Expr, width: int) -> sympy.Expr:
 def piece_rows(rows: int, vocab: int, workspace: int, tile: int, columns: int) -> int:
     """Return how many rows a piece has: whole blocks, in even shares.
 
-    Args:
-        rows, vocab: N, V.
-        workspace: bytes, 0 = automatic.
-        tile, columns: rows and columns of a tile of logits.
+    A workspace of 0 is automatic; a tile of logits has `tile` rows and so many columns.
     """
     width = -(-vocab // columns) * columns
     budget = workspace or int(auto_bytes(sympy.Integer(rows), width))
@@ -152,12 +150,7 @@ def scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
 def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     """Write gradient * by, in fp32 and rounded once, to `out`, which may be `gradient`.
 
-    The number is read on the GPU. In place, a factor of 1 costs a launch and no more.
-
-    Args:
-        gradient: contiguous.
-        by: a number in fp32.
-        out: like `gradient`.
+    The number is read on the GPU; all are contiguous. In place, a factor of 1 costs a launch.
     """
     from . import total_kernels as kernels
 
@@ -173,11 +166,7 @@ def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
 
 
 def run(given: Loss) -> Totals:
-    """Compute the total and the gradients that are asked for.
-
-    Args:
-        given: of bf16, the weight contiguous.
-    """
+    """Compute the total and the gradients asked for, in bf16 and of a contiguous weight."""
     with on_device(given.hidden):
         walk = _Total(given)
         for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
@@ -253,9 +242,8 @@ class Walk:
     def add_products(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
         """Sum what X gives to the gradients, by the kernels that this Triton has.
 
-        Args:
-            index, first, here: which piece, its first compact row and how many there may be.
-            factor: (R, D) what X is multiplied with for dC, zero behind the last row.
+        A piece has a number, a first compact row, and may have so many. For dC X is multiplied with
+        the factor, (R, D), which is zero behind the last row.
         """
         from . import total_kernels as kernels
 
@@ -277,13 +265,14 @@ class Walk:
         rows, columns, step = shapes.rows, shapes.columns, shapes.step
         kernel: Any
         tiles_of: Any = fused.tiles_of
-        parts, splits = [], []
+        parts, splits, constants = [], [], shapes.constants(columns)
         if self.has_gluon:
             from .._triton.gluon import tiles_of
             from . import total_products_kernels
 
             kernel = total_products_kernels._linear_cross_entropy_total_specialized_products_kernel
             parts, splits = [self.parts], [self.splits]
+            del constants["num_stages"]  # it has stages of its own
         else:
             from . import total_kernels
 
@@ -304,14 +293,9 @@ class Walk:
             HAS_PARTS=self.parts is not None,
             NEEDS_WEIGHT=self.grad_weight is not None,
             NEEDS_HIDDEN=self.grad_hidden is not None,
-            BM=rows,
-            BN=columns,
-            BK=step,
             STAGES=shapes.stages,
             WARPS=shapes.warps,
-            UPCAST=shapes.is_interpreted,
-            num_warps=shapes.warps,
-            **({} if self.has_gluon else {"num_stages": shapes.stages}),
+            **constants,
             **self.flags,
         )
 
@@ -387,13 +371,8 @@ class _Total(Walk):
             *(self.base, self.stats, self.target_logit),
             *(first, 0 if self.is_compact else first, here, self.vocab, self.depth, *self.cap),
             HAS_AGAIN=again is not None,
-            BM=shapes.rows,
-            BN=self.columns,
-            BK=shapes.step,
             FLATTEN=shapes.flatten,
-            UPCAST=shapes.is_interpreted,
-            num_warps=shapes.warps,
-            num_stages=shapes.stages,
+            **shapes.constants(self.columns),
             **self.flags,
         )
 

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of `total_fused`: one piece of R rows by the whole vocabulary at a time.
 
@@ -17,18 +16,10 @@ import triton
 import triton.language as tl
 
 from .._triton.products_kernels import dot
-from .fused_kernels import LN2, _halves, _logits, _quarter
+from .fused_kernels import LN2, _halves, _logits, _products, _quarter, _rows_here
 
 # How far above its base a row's largest logit may lie, in base 2: sums of 2^96 stay in fp32.
 FAR = tl.constexpr(64.0)
-
-
-@triton.jit
-def _rows_here(kept_ptr, first_row, piece_rows, C: tl.constexpr):
-    """Return how many rows of this piece exist."""
-    if C.HAS_KEPT:
-        return tl.minimum(piece_rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
-    return piece_rows
 
 
 @triton.jit
@@ -62,9 +53,7 @@ def _linear_cross_entropy_total_base_kernel(
         sums += e.to(tl.float32) * c.to(tl.float32)
     s = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
     column = tl.zeros((1,), tl.int32) + tl.where(is_class, target, vocab)
-    z2, _slope = _logits(
-        s[:, None], column, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
-    )
+    z2, _slope = _logits(s[:, None], column, bias_ptr, vocab, (scale, softcap), C)
     tl.store(base_ptr + row, tl.sum(tl.sum(z2, axis=1), axis=0))
 
 
@@ -100,11 +89,8 @@ def _linear_cross_entropy_total_logits_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=C.FLATTEN):
         row_block = tile % row_blocks
         column_block = tile // row_blocks
-        acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
-        for k in range(0, depth, C.BK):
-            e = hidden_desc.load([hidden_row + row_block * C.BM, k])
-            c = weight_desc.load([column_block * C.BN, k])
-            acc = dot(e, c.T, acc, C.UPCAST)
+        blocks = (row_block, column_block)
+        acc = _products(hidden_desc, weight_desc, blocks, hidden_row, depth, C)
 
         rows = row_block * C.BM + tl.arange(0, C.BM)
         is_row = rows < rows_here
@@ -117,9 +103,7 @@ def _linear_cross_entropy_total_logits_kernel(
             offs = tl.arange(0, C.BN // 4)
             columns = first + offs
             part = _quarter(acc, quarter, C.BM, C.BN)
-            z2, slope = _logits(
-                part, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
-            )
+            z2, slope = _logits(part, columns, bias_ptr, vocab, (scale, softcap), C)
             local = target - first
             is_here = (local >= 0) & (local < C.BN // 4)
             if tl.max(is_here.to(tl.int32), axis=0) > 0:

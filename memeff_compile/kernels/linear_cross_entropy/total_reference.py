@@ -15,24 +15,21 @@ import sympy
 import torch
 from torch import Tensor
 
-from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans, wide_dtype
+from .. import checks
+from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
 
 # Rows of the narrowest piece: the weight is read once per piece.
 MIN_ROWS = 64
 
 
 def rows_per_piece(
-    rows: sympy.Expr | int, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
+    rows: sympy.Expr | int,  # N as a symbol or number
+    vocab: int,  # V
+    bytes_per_logit: int,  # of the wide dtype; twice that with a softcap
+    workspace: int,  # bytes, 0 = automatic
+    device_type: str,  # where the tensors are
 ) -> sympy.Expr:
-    """Return how many rows of logits are alive at once: at most half of them.
-
-    Args:
-        rows: N as a symbol or number.
-        vocab: V.
-        bytes_per_logit: of the wide dtype; twice that with a softcap.
-        workspace: bytes, 0 = automatic.
-        device_type: where the tensors are.
-    """
+    """Return how many rows of logits are alive at once: at most half of them."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -57,7 +54,7 @@ class Loss(NamedTuple):
     @property
     def wide(self) -> torch.dtype:
         """The dtype of the total."""
-        return wide_dtype(self.hidden.dtype)
+        return checks.wide(self.hidden.dtype)
 
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return what the gradient of each row's loss is times: its weight over the norm, or 0.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from ...decisions import Question, Workload
 from ...errors import TuneError
 from ..device import gpu
 from . import fused, hybrid, reference
+from .call import Kept, Knobs, Operands, RowGradients
 from .op import ENGINE
-from .pieces import Kept, Knobs, Operands, RowGradients
 
 IGNORED = -100
 GIB = 2**30
@@ -51,12 +51,7 @@ BUDGETS = {"the loss": 1e-4, "dE": 1e-2, "dC": 1e-2}
 
 
 def questions(device: torch.device, *, quick: bool) -> Iterator[Question]:
-    """Yield what can be measured on a GPU, one decision at a time.
-
-    Args:
-        device: A CUDA device that runs our kernels.
-        quick: One small shape instead of three.
-    """
+    """Yield what can be measured on a CUDA device; `quick` is on one small shape, not three."""
     if not gpu(device).is_hopper:
         return
     shapes = _fitting(device, QUICK if quick else SHAPES)
@@ -84,9 +79,13 @@ class Loss:
 
     def __init__(self, device: torch.device, shape: Shape) -> None:
         self.name = str(shape)
-        self.hidden, self.weight, self.target = _inputs(device, shape)
+        source = torch.Generator(device).manual_seed(0)
+        told: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "generator": source}
+        self.hidden = torch.randn(shape.rows, shape.depth, **told)
+        self.weight = torch.randn(shape.vocab, shape.depth, **told) * shape.depth**-0.5
+        target = torch.randint(shape.vocab, (shape.rows,), device=device, generator=source)
         ignored = torch.arange(shape.rows, device=device) % 8 == 0
-        self.target = self.target.masked_fill(ignored, IGNORED)
+        self.target = target.masked_fill(ignored, IGNORED)
         self.grad_nll = torch.full((shape.rows,), 1.0 / shape.rows, device=device)
         self.knobs = Knobs(IGNORED, 1.0, 0.0, False, False, "exact", 0)
 
@@ -112,22 +111,6 @@ class Loss:
             kept = Kept(rows.lse, nothing, nothing, nothing)
             found = other.backward(grads, operands, kept, self.knobs, mask)
         return [rows.nll, *(part for part in found if part is not None)]
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
-
-
-def _inputs(device: torch.device, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    source = _generator(device)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, dtype=torch.bfloat16, device=device, generator=source)
-
-    hidden, weight = normal(shape.rows, shape.depth), normal(shape.vocab, shape.depth)
-    weight *= shape.depth**-0.5
-    target = torch.randint(shape.vocab, (shape.rows,), device=device, generator=source)
-    return hidden, weight, target
 
 
 def _loss_check(device: torch.device) -> Callable[[str], str]:

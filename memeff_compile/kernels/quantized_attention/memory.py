@@ -16,21 +16,16 @@ Size: TypeAlias = sympy.Expr | int
 
 
 def code_bytes(
-    batch: Size,
-    heads: Size,
-    groups: Size,
-    queries: Size,
-    keys: Size,
-    depth: Size,
+    batch: Size,  # B, H, G, M, N as symbols or numbers
+    heads: Size,  # likewise
+    groups: Size,  # likewise
+    queries: Size,  # likewise
+    keys: Size,  # likewise
+    depth: Size,  # the padded head dimension
     *,
-    value_bytes: int = 1,
+    value_bytes: int = 1,  # 1 for E4M3, 2 for fp16
 ) -> sympy.Expr:
     """Return the bytes of q, k and v as codes with their scales.
-
-    Args:
-        batch, heads, groups, queries, keys: B, H, G, M, N as symbols or numbers.
-        depth: the padded head dimension.
-        value_bytes: 1 for E4M3, 2 for fp16.
 
     Example: code_bytes(1, 32, 8, 16384, 16384, 128) is 97 MiB, where q, k and v take 192.
     """

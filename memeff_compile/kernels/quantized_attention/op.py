@@ -34,27 +34,18 @@ ENGINES = {
 
 
 def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
+    q: Tensor,  # (B, H, M, D)
+    k: Tensor,  # (B, G, N, D), H a multiple of G
+    v: Tensor,  # likewise
+    key_mask: Tensor | None = None,  # bool (B or 1, N)
+    query_ids: Tensor | None = None,  # int32 or int64 (B or 1, M)
+    key_ids: Tensor | None = None,  # likewise (B or 1, N)
     *,
-    level: str = "8b",
-    granularity: str = "row",
-    smooth: str | None = None,
+    level: str = "8b",  # one of `LEVELS`
+    granularity: str = "row",  # one of `GRANULARITIES`
+    smooth: str | None = None,  # some of the letters q, k and v, or None
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D), H a multiple of G.
-        key_mask: bool (B or 1, N).
-        query_ids, key_ids: int32 or int64 (B or 1, M) and (B or 1, N).
-        level: one of `LEVELS`.
-        granularity: one of `GRANULARITIES`.
-        smooth: some of the letters q, k and v, or None.
 
     Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
     """
@@ -129,10 +120,10 @@ def _attend(given: _Call) -> tuple[Tensor, Tensor]:
 
 def _fake_attend(given: _Call) -> tuple[Tensor, Tensor]:
     _require_support(given)
-    batch, heads, queries, depth = given.q.shape
-    out = given.q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    batch, heads, queries, _ = given.q.shape
     sums = queries if given.with_lse else 0
-    return out, given.q.new_empty((batch, heads, sums), dtype=torch.float32)
+    lse = given.q.new_empty((batch, heads, sums), dtype=torch.float32)
+    return library.heads_inside(given.q), lse
 
 
 def _require_support(given: _Call) -> None:

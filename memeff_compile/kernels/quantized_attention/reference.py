@@ -9,21 +9,13 @@ tile are exact here; those of tensor cores are not, by a thousandth of what roun
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .._triton.conditions import Conditions
-from .settings import (
-    BLOCK,
-    QUERY_ROWS,
-    VALUES,
-    Settings,
-    groups_of_keys,
-    groups_of_queries,
-    sampled_queries,
-)
+from .settings import BLOCK, QUERY_ROWS, VALUES, Settings, groups_of, sampled_queries
 
 LEAST = 1e-16  # of queries and keys that are all zeros: two scales multiply
 LEAST_VALUE = 1e-30
@@ -73,13 +65,9 @@ class Codes:
 
 
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
-    """Turn q, k and v into codes.
+    """Turn q, (B, H, M, D), and k and v, (B, G, N, D), into codes.
 
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D).
-        given: the conditions; of these the scale and the mask of keys matter here.
-        settings: the arithmetic.
+    Of the conditions the scale and the mask of keys matter here.
     """
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
@@ -93,8 +81,7 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
         weight = weight * weights_of(mean, k)
         evened = evened_by(direction)
         q, k = q / evened.repeat_interleave(repeat, 1)[:, :, None], k * evened[:, :, None]
-    of_queries = groups_of_queries(settings.granularity, q.shape[2], q.device)
-    of_keys = groups_of_keys(settings.granularity, k.shape[2], k.device)
+    of_queries, of_keys = groups_of(settings.granularity, q, k)
     q_scale = _largest(q, of_queries) / settings.limit
     k_scale = _largest(k, of_keys) / settings.limit
     kind = VALUES[settings.values]
@@ -245,19 +232,16 @@ def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
+    q: Tensor,  # (B, H, M, D)
+    k: Tensor,  # (B, G, N, D)
+    v: Tensor,  # likewise
+    given: Conditions,  # the conditions
+    settings: Settings,  # the arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count.
+    """Attend to the keys that count; the result is laid out as (B, M, H, D).
 
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D).
-        given: the conditions.
-        settings: the arithmetic.
-
-    Returns:
-        (B, H, M, D) in the dtype of q, laid out as (B, M, H, D), and the natural logarithm of the
-        sum of the weights, (B, H, M) fp32, or (B, H, 0) where it is not wanted.
+    Beside it comes the natural logarithm of the sum of the weights, (B, H, M) fp32, or (B, H, 0)
+    where it is not wanted.
     """
     batch, heads, queries, depth = q.shape
     out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
@@ -343,8 +327,3 @@ def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: in
         return found
     block = torch.arange(first, stop, device=q.device) // BLOCK
     return found + made.correction[:, :, block, start:end]
-
-
-def without_coding(settings: Settings) -> Settings:
-    """Return settings whose weights and values are not rounded: what smoothing alone does."""
-    return replace(settings, limit=1 << 20, values="exact")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,21 +87,14 @@ VALUES = {
 
 
 def settings_for(
-    level: str,
-    granularity: str = "row",
-    smooth: str | None = None,
+    level: str,  # a key of `LEVELS`
+    granularity: str = "row",  # one of `GRANULARITIES`
+    smooth: str | None = None,  # some of the letters q, k and v; None for those of the level
     *,
-    with_lse: bool = True,
-    has_fp8: bool = True,
+    with_lse: bool = True,  # whether the logarithms of the sums are wanted
+    has_fp8: bool = True,  # whether the device multiplies E4M3; fp16 stands in where it does not
 ) -> Settings:
     """Return the arithmetic of a level.
-
-    Args:
-        level: a key of `LEVELS`.
-        granularity: one of `GRANULARITIES`.
-        smooth: some of the letters q, k and v; None for those of the level.
-        with_lse: whether the logarithms of the sums are wanted.
-        has_fp8: whether the device multiplies E4M3; fp16 stands in where it does not.
 
     Example: settings_for("4b").smooth == "qkv" and settings_for("4b").limit == 7.
     """
@@ -122,29 +116,18 @@ def sampled_queries(queries: int) -> tuple[int, int, int]:
     return stride, samples, (samples - 1) * QUERY_ROWS + min(QUERY_ROWS, queries - last)
 
 
-def groups_of_queries(granularity: str, queries: int, device: torch.device) -> Tensor:
-    """Return which queries share a scale, (M,) int64."""
-    place = torch.arange(queries, device=device)
-    found = {
-        "row": place,
-        "token": place,
-        "thread": place // 32 * 8 + place % 8,
-        "warp": place // 32,
-        "block": place // 128,
-        "tensor": place * 0,
-    }
-    return found[granularity]
+_SHARED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "row": (lambda at: at, lambda at: at // BLOCK),
+    "token": (lambda at: at, lambda at: at),
+    "thread": (lambda at: at // 32 * 8 + at % 8, lambda at: at // 64 * 4 + at % 8 // 2),
+    "warp": (lambda at: at // 32, lambda at: at // 64),
+    "block": (lambda at: at // 128, lambda at: at // 64),
+    "tensor": (lambda at: at * 0, lambda at: at * 0),
+}
+"""The group of rows that share a scale by their place, of queries and of keys."""
 
 
-def groups_of_keys(granularity: str, keys: int, device: torch.device) -> Tensor:
-    """Return which keys share a scale, (N,) int64."""
-    place = torch.arange(keys, device=device)
-    found = {
-        "row": place // BLOCK,
-        "token": place,
-        "thread": place // 64 * 4 + place % 8 // 2,
-        "warp": place // 64,
-        "block": place // 64,
-        "tensor": place * 0,
-    }
-    return found[granularity]
+def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
+    """Return which queries and which keys, (B, H, L, D) each, share a scale: (L,) int64 each."""
+    rules = zip(_SHARED[granularity], (queries, keys), strict=True)
+    return [rule(torch.arange(rows.shape[2], device=rows.device)) for rule, rows in rules]

@@ -72,10 +72,7 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
     """Return the tile of the attention kernel.
 
-    Args:
-        depth: head dimension.
-        gpu: the GPU.
-        has_tables: masks, ids, corrections or scales of single keys are loaded, not codes alone.
+    With tables masks, ids, corrections or scales of single keys are loaded, not codes alone.
 
     Example: shape_for(128, H200).keys == 128.
     """

@@ -18,38 +18,14 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedInputError
+from .._triton import key_tiles
 from .._triton.compat import described
 from .._triton.conditions import Conditions
-from .._triton.key_tiles import (
-    depth_block,
-    find_bounds,
-    flags_of,
-    mask_and_stride,
-    positions_of,
-    rows_of,
-    tables_of,
-    tiles_of,
-    within,
-)
+from .._triton.key_tiles import depth_block, rows_of, tiles_of
 from .._triton.launch import start
-from ..device import gpu, on_device, processors
-from . import reference
+from ..device import gpu, on_device, processors, starts_early
+from . import reference, shapes
 from .settings import BLOCK, QUERY_ROWS, VALUES, Settings, sampled_queries
-from .shapes import (
-    HEADS_TOGETHER,
-    LOOK_KEYS,
-    LOOK_WARPS,
-    MOST_CHUNKS,
-    NARROWEST,
-    PROGRAMS_PER_PROCESSOR,
-    SETTLE_WARPS,
-    TOTAL_BLOCKS,
-    TOTAL_COLUMNS,
-    TOTAL_WARPS,
-    WRITE_WARPS,
-    Shape,
-    shape_for,
-)
 
 MOST_ROWS = 1 << 31
 
@@ -70,16 +46,11 @@ class Packed:
     shift: Tensor | None  # (B * H, M) fp32, or None
     # (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to each,
     # weighed, in steps of their scale; or None
-    rest: Tensor | None
-    counts: Tensor | None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
+    rest: Tensor | None = None
+    counts: Tensor | None = None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
     # (B * G, 4, D) fp32, without `q_scale`: the last are by what queries are divided
-    k_mean: Tensor | None
-    is_scaled_per_key: bool  # whether each key has a scale
-
-
-def starts_early(tensor: Tensor) -> bool:
-    """Say whether a kernel may start while the one before it ends, and wait before it reads."""
-    return tensor.is_cuda and gpu(tensor.device).starts_early
+    k_mean: Tensor | None = None
+    is_scaled_per_key: bool = False  # whether each key has a scale
 
 
 def _require_rows_in_reach(queries: int, keys: int) -> None:
@@ -99,11 +70,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
     """Turn q, k and v into codes: in four launches, or in plain PyTorch for the paper's groups.
 
-    Args:
-        q: (B, H, M, D) bf16, fp16 or fp32.
-        k, v: (B, G, N, D).
-        given: the conditions.
-        settings: the arithmetic.
+    In bf16, fp16 or fp32: q (B, H, M, D), k and v (B, G, N, D).
     """
     _require_rows_in_reach(
         q.shape[0] * q.shape[1] * q.shape[2],
@@ -116,7 +83,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, queries, depth = q.shape
     groups, keys = k.shape[1:3]
-    wide, is_smooth = depth_block(depth, NARROWEST), "q" in settings.smooth
+    wide, is_smooth = depth_block(depth, shapes.NARROWEST), "q" in settings.smooth
     rows = BLOCK if is_smooth else QUERY_ROWS
     query_blocks, key_blocks = tiles_of(queries, rows), tiles_of(keys, BLOCK)
     stride, samples, sampled = sampled_queries(queries)
@@ -135,20 +102,21 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     operands = _strided(q, k, v, given)
     scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
-    sizes |= {"LIMIT": settings.limit, "ROWS": rows, "EARLY": starts_early(q)}
+    sizes |= {"LIMIT": settings.limit, "ROWS": rows}
     width = wide // 128 or 1
-    early = {"launch_pdl": True} if starts_early(q) else {}
+    is_early, early = _early(q.device)
     with on_device(q):
         start(
             kernels._look_kernel,
             (looks + batch * heads * looked,),
             *(*operands, sums, found.q, sums if found.q_scale is None else found.q_scale, means),
             *(scale, heads, groups, queries, keys, looked, stride, chunk, chunks, looks),
-            KEYS=LOOK_KEYS,
+            KEYS=shapes.LOOK_KEYS,
             SAMPLE=reference.SAMPLE,
             SMOOTH_Q=is_smooth,
-            num_warps=LOOK_WARPS * width,
+            num_warps=shapes.LOOK_WARPS * width,
             **sizes,
+            **is_early,
         )
         start(
             kernels._settle_kernel,
@@ -159,8 +127,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
             SMOOTH_V="v" in settings.smooth,
-            EARLY=starts_early(q),
-            num_warps=SETTLE_WARPS,
+            num_warps=shapes.SETTLE_WARPS,
             **early,
         )
         start(
@@ -177,29 +144,34 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             HAS_REST=found.rest is not None,
             WITH_LSE=settings.with_lse,
             UPCAST=not q.is_cuda,
-            num_warps=WRITE_WARPS * width,
+            num_warps=shapes.WRITE_WARPS * width,
             **sizes,
             **early,
         )
         if found.rest is not None:
             start(
                 kernels._total_kernel,
-                (batch * groups, wide // TOTAL_COLUMNS),
+                (batch * groups, wide // shapes.TOTAL_COLUMNS),
                 *(found.v, found.v_scale, found.rest, counts, found.counts, weights, key_blocks),
                 DEPTH_BLOCK=wide,
                 BLOCK=BLOCK,
-                COLUMNS=TOTAL_COLUMNS,
-                TOGETHER=TOTAL_BLOCKS,
-                EARLY=starts_early(q),
-                num_warps=TOTAL_WARPS,
+                COLUMNS=shapes.TOTAL_COLUMNS,
+                TOGETHER=shapes.TOTAL_BLOCKS,
+                num_warps=shapes.TOTAL_WARPS,
                 **early,
             )
     return _with_correction(found, means[..., :depth], k, given, settings) if is_smooth else found
 
 
+def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Return what a kernel is told that is first of several, and those behind it."""
+    is_early = {"EARLY": starts_early(device)}
+    return is_early, ({**is_early, "launch_pdl": True} if is_early["EARLY"] else is_early)
+
+
 def _strided(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Any, ...]:
     """Return q, k, v and the mask of keys, each with its strides, as the kernels take them."""
-    mask, stride = mask_and_stride(given, q)
+    mask, stride = key_tiles.mask_and_stride(given, q)
     return (rows_of(q), rows_of(k), rows_of(v), mask, stride)
 
 
@@ -217,9 +189,9 @@ def _with_correction(
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
     """Return keys per chunk and chunks, so that the programs that look keep the GPU busy."""
-    wanted = tiles_of(PROGRAMS_PER_PROCESSOR * processors(device), rows)
-    wanted = max(1, min(wanted, MOST_CHUNKS, tiles_of(keys, LOOK_KEYS)))
-    chunk = tiles_of(tiles_of(keys, wanted), LOOK_KEYS) * LOOK_KEYS
+    wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
+    wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))
+    chunk = tiles_of(tiles_of(keys, wanted), shapes.LOOK_KEYS) * shapes.LOOK_KEYS
     return chunk, tiles_of(keys, chunk)
 
 
@@ -245,18 +217,12 @@ def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: S
         empty(fp32, key_rows, blocks + 1, depth) if has_rest else None,
         empty(fp32, key_rows, blocks + 1) if has_rest else None,
         empty(fp32, key_rows, 4, depth) if settings.aligns else None,
-        False,
     )
 
 
 def packed(made: reference.Codes, settings: Settings) -> Packed:
-    """Lay codes that PyTorch made out as the attention kernel reads them.
-
-    Args:
-        made: the codes.
-        settings: the arithmetic they were made by.
-    """
-    wide = depth_block(made.q.shape[3], NARROWEST)
+    """Lay codes that PyTorch made out as the attention kernel reads them."""
+    wide = depth_block(made.q.shape[3], shapes.NARROWEST)
     missing = wide - made.q.shape[3]
     after = tiles_of(made.k.shape[2], BLOCK) * BLOCK - made.k.shape[2]
     pad = torch.nn.functional.pad
@@ -277,10 +243,7 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
         pad(scales, (0, missing)).flatten(0, 1).contiguous(),
         None if correction is None else pad(correction, (0, after)).flatten(0, 1).contiguous(),
         made.shift.flatten(0, 1).contiguous() if settings.with_lse else None,
-        None,
-        None,
-        None,
-        True,
+        is_scaled_per_key=True,
     )
 
 
@@ -291,13 +254,13 @@ def attend(
     given: Conditions,  # the conditions
     settings: Settings,  # the arithmetic
     *,
-    shape: Shape | None = None,  # the tile, by default what `shape_for` gives
+    shape: shapes.Shape | None = None,  # the tile, by default what `shape_for` gives
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys that count; as `reference.attend`."""
     made = pack(q, k, v, given, settings)
     if shape is None:
         has_tables = given.has_tables() or made.is_scaled_per_key or made.correction is not None
-        shape = shape_for(q.shape[3], gpu(q.device), has_tables=has_tables)
+        shape = shapes.shape_for(q.shape[3], gpu(q.device), has_tables=has_tables)
         if VALUES[settings.values].dtype != torch.float8_e4m3fn:
             shape = replace(shape, registers=None)  # its tiles leave room for two blocks anyway
     return attend_packed(made, q, k.shape[1], k.shape[2], given, settings, shape)
@@ -310,7 +273,7 @@ def attend_packed(
     keys: int,  # likewise
     given: Conditions,  # the conditions
     settings: Settings,  # the arithmetic
-    shape: Shape,  # the tile
+    shape: shapes.Shape,  # the tile
     # heads whose tiles are computed at the same time; divides B * H. By default up to
     # `HEADS_TOGETHER`
     together: int | None = None,
@@ -324,24 +287,24 @@ def attend_packed(
     tiles = tiles_of(queries, shape.rows)
     out = q.new_empty((batch, queries, heads, depth))
     lse = made.k_scale.new_empty((batch, heads, queries if settings.with_lse else 0))
-    given = within(given, queries, keys)
+    given = key_tiles.within(given, queries, keys)
     is_described = gpu(q.device).has_descriptors
     # What is not there is not read; something has to stand in its place.
     asked = made.q_scale, made.k_scale, made.v_scale, made.correction
     asked_too = made.shift, made.rest, made.counts
     with on_device(q):
-        bounds = find_bounds(q, given, (heads, queries, keys), (shape.rows, shape.keys))
+        bounds = key_tiles.find_bounds(q, given, (heads, queries, keys), (shape.rows, shape.keys))
         start(
             kernels._quantized_attention_kernel,
             (batch * heads * tiles,),
             *_operands(made, q, given, shape, is_described),
             *(made.k_scale if each is None else each for each in (*asked, *asked_too)),
-            tables_of(given, q),
+            key_tiles.tables_of(given, q),
             bounds,
             out,
             lse if settings.with_lse else made.k_scale,
-            *positions_of(given),
-            together or math.gcd(batch * heads, HEADS_TOGETHER),
+            *key_tiles.positions_of(given),
+            together or math.gcd(batch * heads, shapes.HEADS_TOGETHER),
             *(heads, heads // groups, queries, keys, key_blocks, tiles),
             DEPTH=depth,
             DEPTH_BLOCK=wide,
@@ -360,17 +323,16 @@ def attend_packed(
             CODES_QUERIES=made.q_scale is None,
             LIMIT=settings.limit,
             UPCAST=not q.is_cuda,
-            EARLY=starts_early(q),
             num_warps=shape.warps,
-            **({"launch_pdl": True} if starts_early(q) else {}),
+            **_early(q.device)[1],
             **({} if shape.registers is None else {"maxnreg": shape.registers}),
-            **flags_of(given),
+            **key_tiles.flags_of(given),
         )
     return out.transpose(1, 2), lse
 
 
 def _operands(
-    made: Packed, q: Tensor, given: Conditions, shape: Shape, is_described: bool
+    made: Packed, q: Tensor, given: Conditions, shape: shapes.Shape, is_described: bool
 ) -> tuple[Any, ...]:
     """Return the codes of q, k and v, as descriptors of tiles where the GPU loads by them.
 

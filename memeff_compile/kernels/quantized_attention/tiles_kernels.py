@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of the engine `tiles`: softmax attention over 8-bit codes.
 
@@ -39,15 +38,14 @@ def _reordered(weight, C: tl.constexpr):
 
 
 @triton.jit
-def _load_codes(
-    codes, row, column, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr
-):
+def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
     """Load a tile of codes through a descriptor, or by addresses where there are none."""
-    if DESCRIBED:
+    row, column = at
+    if C.DESCRIBED:
         found = codes.load([row, column])
     else:
-        rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * stride
-        found = tl.load(codes + rows + (column + tl.arange(0, COLUMNS))[None, :])
+        rows = (row + tl.arange(0, SIZES[0])).to(tl.int64)[:, None] * stride
+        found = tl.load(codes + rows + (column + tl.arange(0, SIZES[1]))[None, :])
     return found
 
 
@@ -84,19 +82,14 @@ def _weighted(weight, v, C: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(
-    sums, ours, tile, codes, factors, tables, span, lengths, C: tl.constexpr, MASKED: tl.constexpr
-):
+def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.constexpr):
     acc, total, largest = sums
     q, q_scale, query, query_id = ours
-    k_codes, key_row, v_codes, value_row = codes
-    k_scale_ptr, correction_ptr = factors
-    mask_ptr, key_ids_ptr = tables
-    keys, key_blocks = lengths
+    k_codes, key_row, v_codes, value_row, k_scale_ptr, correction_ptr = codes
+    mask_ptr, key_ids_ptr, span, keys, key_blocks = told
     key = tile * C.KEYS + tl.arange(0, C.KEYS)
-    k = _load_codes(
-        k_codes, key_row + tile * C.KEYS, 0, C.DEPTH_BLOCK, C.KEYS, C.DEPTH_BLOCK, C.DESCRIBED
-    )
+    at = (key_row + tile * C.KEYS, 0)
+    k = _load_codes(k_codes, at, C.DEPTH_BLOCK, (C.KEYS, C.DEPTH_BLOCK), C)
     score = _scores(q, k, C)
     if C.SCALE_PER_KEY or C.HAS_CORRECTION:
         if C.MAGIC_SUM:
@@ -125,15 +118,8 @@ def _attend_tile(
     weight = tl.exp2(score * scale[:, None] - (higher + shift)[:, None])
     shrink = tl.exp2(largest - higher)
     total = total * shrink + tl.sum(weight, axis=1)
-    v = _load_codes(
-        v_codes,
-        value_row,
-        tile * C.KEYS,
-        key_blocks * C.KEY_BLOCK,
-        C.DEPTH_BLOCK,
-        C.KEYS,
-        C.DESCRIBED,
-    )
+    at = (value_row, tile * C.KEYS)
+    v = _load_codes(v_codes, at, key_blocks * C.KEY_BLOCK, (C.DEPTH_BLOCK, C.KEYS), C)
     acc = acc * shrink[:, None] + _weighted(weight, v, C)
     return acc, total, higher
 
@@ -206,21 +192,14 @@ def _quantized_attention_kernel(
         wide = tl.arange(0, C.DEPTH_BLOCK)
         q = _load_tile(q_rows, query, is_row, wide, C)
         evened = tl.load(k_mean_ptr + (group * 4 + 3) * C.DEPTH_BLOCK + wide)
-        codes, q_scale = _codes_of_rows(q * (scale / evened)[None, :], C.LIMIT)
+        made, q_scale = _codes_of_rows(q * (scale / evened)[None, :], C.LIMIT)
         q_places = q_codes + place[:, None] * C.DEPTH_BLOCK + wide[None, :]
-        tl.store(q_places, codes, mask=is_row[:, None])
+        tl.store(q_places, made, mask=is_row[:, None])
         tl.debug_barrier()
         q = tl.load(q_places, mask=is_row[:, None], other=0)
     else:
-        q = _load_codes(
-            q_codes,
-            row * queries + tile * C.ROWS,
-            0,
-            C.DEPTH_BLOCK,
-            C.ROWS,
-            C.DEPTH_BLOCK,
-            C.DESCRIBED,
-        )
+        at = (row * queries + tile * C.ROWS, 0)
+        q = _load_codes(q_codes, at, C.DEPTH_BLOCK, (C.ROWS, C.DEPTH_BLOCK), C)
         q_scale = tl.load(q_scale_ptr + place, mask=is_row, other=0.0)
     scales = key_blocks * C.KEY_BLOCK if C.SCALE_PER_KEY else key_blocks
     k_scale_ptr += group * scales
@@ -233,17 +212,12 @@ def _quantized_attention_kernel(
     mask_ptr = tables.key_mask + batch * tables.mask_batch
     key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
     query_id = ids_of(tables.query_ids + batch * tables.query_ids_batch, query, is_row, C)
+    lengths, span, is_bound = (queries, keys), (ahead, behind), (C.HAS_AHEAD, C.HAS_BEHIND)
     first, full_first, full_stop, stop = bounds_of(
-        bounds_ptr,
-        batch,
-        tile,
-        query_tiles,
-        (queries, keys),
-        (ahead, behind),
-        (C.ROWS, C.KEYS),
-        (C.HAS_AHEAD, C.HAS_BEHIND),
-        C,
+        bounds_ptr, batch, tile, query_tiles, lengths, span, (C.ROWS, C.KEYS), is_bound, C
     )
+    codes = (k_codes, key_row, v_codes, value_row, k_scale_ptr, correction_ptr)
+    told = (mask_ptr, key_ids_ptr, span, keys, key_blocks)
     largest = tl.full((C.ROWS,), NOTHING, dtype=tl.float32)
     total = tl.zeros((C.ROWS,), dtype=tl.float32)
     acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -255,18 +229,8 @@ def _quantized_attention_kernel(
             other = index
             if MASKED:
                 other = edge_tile(index, first, full_first, full_stop)
-            acc, total, largest = _attend_tile(
-                (acc, total, largest),
-                (q, q_scale, query, query_id),
-                other,
-                (k_codes, key_row, v_codes, value_row),
-                (k_scale_ptr, correction_ptr),
-                (mask_ptr, key_ids_ptr),
-                (ahead, behind),
-                (keys, key_blocks),
-                C,
-                MASKED,
-            )
+            sums, rows = (acc, total, largest), (q, q_scale, query, query_id)
+            acc, total, largest = _attend_tile(sums, rows, other, codes, told, C, MASKED)
     depth = tl.arange(0, C.DEPTH_BLOCK)
     v_scale_ptr += group * 2 * C.DEPTH_BLOCK
     v_scale = tl.load(v_scale_ptr + depth)

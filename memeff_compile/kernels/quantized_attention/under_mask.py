@@ -36,25 +36,18 @@ class _Stored(Conditions):
 
 
 def attend_under_mask(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor,  # (B, H, M, D)
+    k: Tensor,  # (B, G, N, D), H a multiple of G
+    v: Tensor,  # likewise
+    # as scaled_dot_product_attention takes it: bool, true where a key counts, or numbers that are
+    # added, of which only zero and those that hide a key are served
     mask: Tensor | None = None,
     *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    level: str = "8b",
+    is_causal: bool = False,  # whether query m sees keys up to m
+    scale: float | None = None,  # of the scores
+    level: str = "8b",  # a level of the op
 ) -> Tensor | None:
     """Return attention at a level, or None where it is not served.
-
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D), H a multiple of G.
-        mask: As scaled_dot_product_attention takes it: bool, true where a key counts, or numbers
-            that are added, of which only zero and those that hide a key are served.
-        is_causal: Whether query m sees keys up to m.
-        scale: Of the scores.
-        level: A level of the op.
 
     Example: attend_under_mask(q, k, v, bias) is None where `bias` prefers some keys to others.
     """

@@ -16,10 +16,6 @@ Size: TypeAlias = sympy.Expr | int
 def saved_before(rows: Size, columns: Size, tokens: Size, *, dtype: torch.dtype) -> sympy.Expr:
     """Return the bytes of the dequantised weight and input that autograd keeps.
 
-    Args:
-        rows, columns, tokens: N, K, M as symbols or numbers.
-        dtype: in which the linear multiplies.
-
     Example: saved_before(4096, 4096, 8192, dtype=torch.bfloat16) == 2 * 4096 * (4096 + 8192).
     """
     return dtype.itemsize * sympy.sympify(columns) * (sympy.sympify(rows) + tokens)

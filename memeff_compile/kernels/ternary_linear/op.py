@@ -19,10 +19,10 @@ from torch import Tensor
 from ...errors import DoubleBackwardError, UnsupportedInputError
 from .. import library
 from ..checks import require, short
-from ..device import kernels_serve
+from ..device import kernels_serve, starts_early
 from . import reference
 from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
-from .shapes import MAX_COLUMNS, MAX_GROUP
+from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -90,12 +90,9 @@ class _Gradients(NamedTuple):
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
-    """Say in a sentence why a linear cannot be served with these inputs, or return None.
+    """Say in a sentence why a linear of x (..., K) cannot be served, or return None.
 
-    Args:
-        x: (..., K).
-        weight: (N, K) before it is packed, or None where there is only the packed one.
-        bias: (N,) or None.
+    There may be no weight (N, K), where there is only the packed one, and no bias (N,).
 
     Example: supports(torch.ones(2, 32), torch.ones(8, 32)) is None.
     """
@@ -209,7 +206,7 @@ def _fake_repack(packed: Tensor) -> Tensor:
 _quantizer = lru_cache(maxsize=64)(Quantizer)
 
 
-def _quantize(x: Tensor, *quantizer: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+def _quantize(x: Tensor, *quantizer: Any) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
         return _fake_quantize(x, *quantizer)
     asked = _quantizer(*quantizer)
@@ -218,11 +215,7 @@ def _quantize(x: Tensor, *quantizer: Any) -> tuple[Tensor, Tensor, Tensor]:  # n
     return found
 
 
-def _fake_quantize(
-    x: Tensor,
-    kind: str = "int8",
-    *details: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize(x: Tensor, kind: str = "int8", *details: Any) -> tuple[Tensor, Tensor, Tensor]:
     del details
     require("ternary_linear_quantize", _unlike_tokens(x, kind))
     tokens = math.prod(x.shape[:-1])
@@ -286,8 +279,9 @@ def _linear(given: _Linear) -> list[Tensor]:
         "leading": x.shape[:-1],
     }
     found = []
-    overlaps = engine.chains(x.device)
-    if engine.serves_vectors(rows.shape[0]):
+    has_kernels = engine is not reference
+    overlaps = has_kernels and starts_early(x.device)
+    if has_kernels and rows.shape[0] <= MAX_VECTORS:
         coded, is_early = None, given.is_early and overlaps
         if engine.codes_first(packed[0].shape[1], sum(w.shape[0] for w in packed), quantizer):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)
@@ -417,7 +411,7 @@ def _fake_product_backward(given: _Gradients) -> list[Tensor]:
     return [first.new_empty(shape) for shape in shapes]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     del output
     x, weight, codes, scale, _, packed, weight_scale, bias, biased, _, *steps = inputs
     ctx.set_materialize_grads(False)  # a result nobody differentiates gives its weight no gradient
@@ -426,7 +420,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.dtypes = (x.dtype, [w.dtype for w in weight], [b.dtype for b in bias])
 
 
-def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:  # noqa: ANN401
+def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients; none at all for the weight and bias of a result that has none."""
     needs, count = ctx.needs_input_grad, len(grad)
     given = {place: each.contiguous() for place, each in enumerate(grad) if each is not None}
@@ -474,7 +468,7 @@ def _no_second_derivative(ctx: object, *grads: object) -> None:
     )
 
 
-def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:  # noqa: ANN401
+def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
     """Give no gradient: quantised values are constants, their inputs get it from the product."""
     return (None,) * len(ctx.needs_input_grad)
 

@@ -102,15 +102,9 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 
 
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Quantise each token (row) of x.
+    """Quantise each token (row) of x, (M, K): codes (M, K) int8 and scale (M,) float32.
 
-    Args:
-        x: (M, K) floating.
-        quantizer: how.
-
-    Returns:
-        codes (M, K) int8 and scale (M,) float32. A token that holds what is no number, or from
-        which no scale can be made, has the scale nan.
+    A token that holds what is no number, or from which no scale can be made, has the scale nan.
 
     Example: codes_and_scale(torch.tensor([[1.0, -2.0]]), Quantizer())[0] is [[64, -127]].
     """
@@ -160,13 +154,6 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def tokens_of_codes(codes: Tensor, scale: Tensor, *, is_step: bool, dtype: torch.dtype) -> Tensor:
-    """Return the (M, K) activations that the model's own arithmetic multiplies."""
-    scale = scale[:, None]
-    values = codes.float() * scale if is_step else codes.float() / scale
-    return values.to(dtype)
-
-
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -174,18 +161,6 @@ def dequantized_weights(
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
     return (codes * scale if is_step else codes / scale).to(dtype)
-
-
-def serves_vectors(tokens: int) -> bool:
-    """Return False: few tokens are quantised as many are."""
-    del tokens
-    return False
-
-
-def chains(device: torch.device) -> bool:
-    """Return False: there are no kernels to overlap."""
-    del device
-    return False
 
 
 def quantize(
@@ -233,6 +208,6 @@ def product(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return (M, K) from codes in planes."""
-    rows = from_planes(codes, columns)
-    return tokens_of_codes(rows, scale, is_step=is_step, dtype=dtype)
+    """Return the (M, K) activations that the model's own arithmetic multiplies."""
+    values, scale = from_planes(codes, columns).float(), scale[:, None]
+    return (values * scale if is_step else values / scale).to(dtype)

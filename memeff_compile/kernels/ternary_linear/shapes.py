@@ -40,11 +40,7 @@ class TileShapes:
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
     """Return the launch for `tokens` <= 4: the fastest of a sweep, or what is near it.
 
-    Args:
-        words: of 32 bits per row of weights.
-        rows: of weights, of all matrices of the launch.
-        tokens: how many.
-        processors: multiprocessors of the GPU.
+    A row of weights has so many words of 32 bits; rows are those of all matrices of the launch.
     """
     wide = 1 << (words - 1).bit_length()
     if tokens == 1 and wide == 256 and 16 * processors < rows <= 32 * processors:
@@ -65,20 +61,12 @@ WORDS_OF_ONE_LAUNCH = 1_250_000
 
 
 def quantizes_first(words: int, rows: int) -> bool:
-    """Return whether up to four tokens are quantised by a kernel of their own, before the product.
-
-    Args:
-        words, rows: as in `vector_shapes`.
-    """
+    """Return whether a kernel of its own quantises up to four tokens, before the product."""
     return words * rows > WORDS_OF_ONE_LAUNCH
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for up to four tokens that are quantised already: the best of a sweep.
-
-    Args:
-        words, rows, tokens, processors: as in `vector_shapes`.
-    """
+    """Return the launch, as `vector_shapes`, for tokens that are quantised: the best of a sweep."""
     del tokens
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
@@ -87,16 +75,15 @@ def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorS
 
 
 def tile_shapes(
-    tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
+    tokens: int,  # of activations and of weights
+    rows: int,  # likewise
+    width: int,  # bytes per row of weights
+    processors: int,  # multiprocessors of the GPU
+    *,
+    # whether sums of 128 x 128 fit four warps, as they do in capability 9.0
+    is_hopper: bool = True,
 ) -> TileShapes:
-    """Return the launch for more tokens: the fastest of a sweep, or what is near it.
-
-    Args:
-        tokens, rows: of activations and of weights.
-        width: bytes per row of weights.
-        processors: multiprocessors of the GPU.
-        is_hopper: whether sums of 128 x 128 fit four warps, as they do in capability 9.0.
-    """
+    """Return the launch for more tokens: the fastest of a sweep, or what is near it."""
     large = TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
     if tokens > 64:
         if -(-rows // 128) * -(-tokens // 128) >= processors:

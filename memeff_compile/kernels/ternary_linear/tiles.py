@@ -29,11 +29,6 @@ from .shapes import (
 )
 
 
-def serves_vectors(tokens: int) -> bool:
-    """Return whether these many tokens are multiplied without tensor cores."""
-    return tokens <= MAX_VECTORS
-
-
 def codes_first(words: int, rows: int, quantizer: Quantizer) -> bool:
     """Return whether up to four tokens are quantised by a kernel before the one that multiplies.
 
@@ -55,7 +50,7 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:  # noqa: ANN401
+def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
     """Return Triton's name of the dtype in which a quantiser computes."""
     import triton.language as tl
 
@@ -151,8 +146,8 @@ def quantize(
     codes = x.new_empty((tokens, 4, 4 * words), dtype=torch.int8)
     scale = x.new_empty((tokens,), dtype=torch.float32)
     sums = x.new_empty((tokens,), dtype=torch.int32)
-    asked = (is_chained, is_early, entry.up is not None, entry.norm is not None)
-    plan = _quantize_plan(quantizer, x.dtype, tokens, columns, x.is_cuda, *asked)
+    asked = (entry.up is not None, entry.norm is not None, is_chained, is_early)
+    plan = _quantize_plan(quantizer, x.dtype, (tokens, columns), x.is_cuda, asked)
     numbers = (entry.norm_eps, *plan.numbers)
     with on_device(x):
         launch(
@@ -177,28 +172,26 @@ class QuantizePlan:
 def _quantize_plan(
     quantizer: Quantizer,
     dtype: torch.dtype,
-    tokens: int,
-    columns: int,
+    sizes: tuple[int, int],
     is_cuda: bool,
-    is_chained: bool,
-    is_early: bool,
-    has_up: bool,
-    has_norm: bool,
+    asked: tuple[bool, ...],
 ) -> QuantizePlan:
-    """Return the launch for so many tokens."""
+    """Return the launch for so many tokens of so many columns."""
+    tokens, columns = sizes
     constants = dict(_settings_of(quantizer, dtype, columns, is_cuda))
     numbers = constants.pop("numbers")
     block = _power_of_two(words_for(columns) * 16)
     constants |= {
         "COLUMNS": block,
-        "HAS_UP": has_up,
-        "HAS_NORM": has_norm,
-        "IS_CHAINED": is_chained,
-        "IS_EARLY": is_early,
         "num_warps": _quantize_warps(block, tokens),
-        **({"launch_pdl": True} if is_early else {}),
+        **dict(zip(_ASKED, asked, strict=True)),
     }
+    if constants["IS_EARLY"]:
+        constants["launch_pdl"] = True
     return QuantizePlan(numbers, constants)
+
+
+_ASKED = ("HAS_UP", "HAS_NORM", "IS_CHAINED", "IS_EARLY")
 
 
 def _quantize_warps(columns: int, tokens: int) -> int:
@@ -206,11 +199,6 @@ def _quantize_warps(columns: int, tokens: int) -> int:
     if tokens <= MAX_VECTORS:
         return max(1, min(16, columns // 512))
     return max(1, min(16, max(4, columns // 1024), columns // 32))
-
-
-def chains(device: torch.device) -> bool:
-    """Return whether a kernel may start while the one it waits for is still running."""
-    return device.type == "cuda" and gpu(device).starts_early
 
 
 def vectors(
@@ -412,12 +400,7 @@ _WORDS = 128
 
 
 def _dequantize(
-    kernel: Any,  # noqa: ANN401
-    held: Tensor,
-    scale: Tensor,
-    out: Tensor,
-    words: int,
-    is_step: bool,
+    kernel: Any, held: Tensor, scale: Tensor, out: Tensor, words: int, is_step: bool
 ) -> None:
     block, (rows, columns) = min(_power_of_two(words), _WORDS), out.shape
     constants = {"WORDS": block, "IS_STEP": is_step, **_ROUNDED}

@@ -1,5 +1,4 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Device code of the engine `tiles`.
 
 A word of packed weights holds the codes of 16 columns, four fields of two bits in each of four
@@ -399,10 +398,10 @@ def _ternary_vectors_kernel(
         tl.extra.cuda.gdc_wait()
     for token in tl.static_range(C.TOKENS):
         if C.IS_CODED:
-            plane_0 = _plane(codes_ptr, token * 4, word, words)
-            plane_1 = _plane(codes_ptr, token * 4 + 1, word, words)
-            plane_2 = _plane(codes_ptr, token * 4 + 2, word, words)
-            plane_3 = _plane(codes_ptr, token * 4 + 3, word, words)
+            planes = ()
+            for field in tl.static_range(4):
+                plane = _plane(codes_ptr, token * 4 + field, word, words)
+                planes = planes + (plane,)  # noqa: RUF005
             scale, total = tl.load(scale_ptr + token), tl.load(sums_ptr + token)
         else:
             held, scale, total = _quantized_token(
@@ -415,6 +414,7 @@ def _ternary_vectors_kernel(
             even, odd = tl.split(tl.reshape(held, (C.WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
             plane_0, plane_2 = tl.split(even)
             plane_1, plane_3 = tl.split(odd)
+            planes = (plane_0, plane_1, plane_2, plane_3)
         factor = _factor(scale, weight_scale, C)
         for step in tl.static_range(C.TILES):
             begin = (tile * C.TILES + step) * C.ROWS
@@ -424,10 +424,8 @@ def _ternary_vectors_kernel(
                 after = (tile * C.TILES + (step + 1) % C.TILES) * C.ROWS
                 following = _weight_tile(packed_ptr, after, rows, word, words, C.ROWS)
             acc = tl.zeros((C.ROWS, C.WORDS), dtype=tl.int32)
-            acc = _dot4_field(weight, plane_0, acc, 0, C.BYTEWISE)
-            acc = _dot4_field(weight, plane_1, acc, 1, C.BYTEWISE)
-            acc = _dot4_field(weight, plane_2, acc, 2, C.BYTEWISE)
-            acc = _dot4_field(weight, plane_3, acc, 3, C.BYTEWISE)
+            for field in tl.static_range(4):
+                acc = _dot4_field(weight, planes[field], acc, field, C.BYTEWISE)
             product = tl.sum(acc, axis=1) - total
             row = begin + tl.arange(0, C.ROWS)
             bias = tl.load(bias_ptr + row, mask=(row < rows) & has_bias, other=0.0)

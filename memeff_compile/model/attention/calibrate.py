@@ -9,25 +9,27 @@ per layer and, for diffusion models, per time step: the worst decide, not the me
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memeff_compile.errors import CalibrationError
 from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask, restart
 from memeff_compile.model.figures import Spread, draw_spreads
+from memeff_compile.model.watch import Watch
 
 FORMAT = 1
 EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
 
+_Found: TypeAlias = "dict[str, dict[str, list[list[float]]]]"
+"""Scores by site, level and call, one per input."""
 _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
@@ -56,11 +58,8 @@ class Calibration(dict[str, Any]):
     def plot(self, path: str | Path) -> None:
         """Draw the mean over calls and the standard deviation of each level's scores by site.
 
-        Args:
-            path: Where the file goes; its ending says the format, SVG if it has none.
-
-        Raises:
-            CalibrationError: matplotlib is not installed.
+        The ending of `path` says the format, SVG if it has none. CalibrationError where matplotlib
+        is not installed.
         """
         scores, tried = self._scores()
         series = {level: [_spread(found[level]) for found in scores.values()] for level in tried}
@@ -123,16 +122,21 @@ def calibrate_attention(
         >>> table = calibrate_attention(model, batches, min_score=0.99)  # doctest: +SKIP
         >>> model.compile(backend="memeff", options={"memeff.attention": table})  # doctest: +SKIP
     """
-    _check(min_score, levels)
+    if not 0.0 <= min_score <= 1.0:
+        raise CalibrationError(f"min_score is {min_score}; a number between 0 and 1 is needed.")
+    unknown = [level for level in levels if level not in LEVELS]
+    if unknown or not levels or isinstance(levels, str):
+        raise CalibrationError(
+            f"levels is {levels!r}; a list of {', '.join(map(repr, LEVELS))} is needed."
+        )
     call = run or _call
-    found: dict[str, dict[str, list[list[float]]]] = {}
-    count = 0
+    found: _Found = {}
+    is_empty = True
     for each in inputs:
-        count += 1
-        with torch.no_grad(), _watched(model, levels) as watch:
+        is_empty = False
+        with torch.no_grad(), _watched(model, levels, found):
             call(model, each)
-        _gather(found, watch.scores)
-    if not count:
+    if is_empty:
         raise CalibrationError("no inputs were given to calibrate on; give at least one.")
     if not found:
         raise CalibrationError(
@@ -155,120 +159,32 @@ def restart_attention_calls() -> None:
     restart()
 
 
-def _check(min_score: float, levels: Sequence[str]) -> None:
-    if not 0.0 <= min_score <= 1.0:
-        raise CalibrationError(f"min_score is {min_score}; a number between 0 and 1 is needed.")
-    unknown = [level for level in levels if level not in LEVELS]
-    if unknown or not levels or isinstance(levels, str):
-        raise CalibrationError(
-            f"levels is {levels!r}; a list of {', '.join(map(repr, LEVELS))} is needed."
-        )
-
-
 def _call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
     if isinstance(given, Mapping):
         return model(**given)
-    if isinstance(given, (tuple, list)):
-        return model(*given)
-    return model(given)
+    return model(*given) if isinstance(given, (tuple, list)) else model(given)
 
 
-def _gather(
-    found: dict[str, dict[str, list[list[float]]]], scores: Mapping[str, list[dict[str, float]]]
-) -> None:
-    """Add the scores of one input: by site, level and call."""
-    for site, calls in scores.items():
-        for place, call in enumerate(calls):
-            for level, score in call.items():
-                by_call = found.setdefault(site, {}).setdefault(level, [])
-                if place == len(by_call):
-                    by_call.append([])
-                by_call[place].append(score)
+def _table(found: _Found, min_score: float, levels: Sequence[str]) -> Calibration:
+    def summary(scores: Sequence[float]) -> dict[str, float]:
+        mean = sum(scores) / len(scores)
+        spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
+        return {"mean": mean, "std": spread, "worst": min(scores)}
 
-
-def _table(
-    found: Mapping[str, Mapping[str, list[list[float]]]], min_score: float, levels: Sequence[str]
-) -> Calibration:
     chosen: dict[str, str | list[str]] = {}
+    scores: dict[str, dict[str, list[dict[str, float]]]] = {}
     for site, by_level in found.items():
+        scores[site] = {level: [summary(s) for s in calls] for level, calls in by_level.items()}
         by_call = [
             next((level for level in levels if min(by_level[level][place]) >= min_score), EXACT)
             for place in range(len(by_level[levels[0]]))
         ]
         chosen[site] = by_call[0] if len(set(by_call)) == 1 else by_call
-    scores = {
-        site: {level: [_summary(each) for each in calls] for level, calls in by_level.items()}
-        for site, by_level in found.items()
-    }
     return Calibration(format=FORMAT, min_score=min_score, levels=chosen, scores=scores)
-
-
-def _summary(scores: Sequence[float]) -> dict[str, float]:
-    mean = sum(scores) / len(scores)
-    spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
-    return {"mean": mean, "std": spread, "worst": min(scores)}
-
-
-@dataclass
-class _Watch(TorchFunctionMode):
-    """Scores every attention that a run of the model calls."""
-
-    levels: Sequence[str]
-    stack: list[str] = field(default_factory=list)
-    inside: list[int] = field(default_factory=list)
-    scores: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,  # noqa: ANN401
-        args: Any = (),  # noqa: ANN401
-        kwargs: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
-        result = func(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention:
-            self._score(result, *args, **(kwargs or {}))
-        return result
-
-    def _score(
-        self,
-        result: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
-        del enable_gqa
-        place = self.inside[-1]
-        self.inside[-1] += 1
-        if dropout_p or query.dim() != 4 or query.shape[3] != value.shape[3]:
-            return
-        path = self.stack[-1]
-        site = f"{path}#{place}" if place else path
-        found = {}
-        for level in self.levels:
-            ours = attend_under_mask(
-                query, key, value, attn_mask, is_causal=is_causal, scale=scale, level=level
-            )
-            if ours is None:
-                return
-            found[level] = score(ours, result)
-        self.scores.setdefault(site, []).append(found)
 
 
 def score(found: Tensor, wanted: Tensor) -> float:
     """Return cosine similarity x (1 - relative L1), 0 at least; 0 where numbers are missing.
-
-    Args:
-        found: A result.
-        wanted: The one it stands for.
 
     Example: score(torch.ones(3), torch.ones(3)) == 1.0.
     """
@@ -284,28 +200,56 @@ def score(found: Tensor, wanted: Tensor) -> float:
 
 
 @contextmanager
-def _watched(model: nn.Module, levels: Sequence[str]) -> Iterator[_Watch]:
-    """Score attention while the model runs, and know which module calls it."""
-    watch = _Watch(levels, [""], [0])
+def _watched(model: nn.Module, levels: Sequence[str], found: _Found) -> Iterator[None]:
+    """While the model runs on one input, add the scores of every attention that it calls."""
+    paths, inside = [""], [0]  # of the modules that run, and how often each has called attention
+    calls: Counter[str] = Counter()  # that were scored, by site
 
-    def enter(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: Any) -> None:  # noqa: ANN401
-            watch.stack.append(path)
-            watch.inside.append(0)
+    def note(
+        result: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        site = f"{paths[-1]}#{inside[-1]}" if inside[-1] else paths[-1]
+        inside[-1] += 1
+        if dropout_p or query.dim() != 4 or query.shape[3] != value.shape[3]:
+            return
+        scores = {}
+        for level in levels:
+            ours = attend_under_mask(
+                query, key, value, attn_mask, is_causal=is_causal, scale=scale, level=level
+            )
+            if ours is None:
+                return
+            scores[level] = score(ours, result)
+        for level, each in scores.items():
+            by_call = found.setdefault(site, {}).setdefault(level, [])
+            if calls[site] == len(by_call):
+                by_call.append([])
+            by_call[calls[site]].append(each)
+        calls[site] += 1
 
-        return hook
+    def enter(path: str, *_: object) -> None:
+        paths.append(path)
+        inside.append(0)
 
-    def leave(module: nn.Module, given: Any, result: Any) -> None:  # noqa: ANN401
-        watch.stack.pop()
-        watch.inside.pop()
+    def leave(*_: object) -> None:
+        paths.pop()
+        inside.pop()
 
     handles = []
     for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter(path)))
+        handles.append(module.register_forward_pre_hook(partial(enter, path)))
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:
-        with watch:
-            yield watch
+        with Watch(note):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -10,27 +10,28 @@ Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memeff_compile import compat
 from memeff_compile.errors import CalibrationError
 from memeff_compile.model.cache.minicache import MiniCache
 from memeff_compile.model.figures import Spread, draw_spreads
+from memeff_compile.model.watch import Watch
 
 BINS = 40
 """Of a histogram of cosines, from -1 to 1."""
+_KINDS = ("keys", "values")
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,8 @@ class FidelityReport:
     def plot(self, path: str | Path) -> None:
         """Draw how alike neighbouring layers are: mean cosine, the middle nine tenths of the rows.
 
-        Args:
-            path: Where the file goes; its ending says the format, SVG if it has none.
-
-        Raises:
-            CalibrationError: matplotlib is not installed.
+        The ending of `path` says the format, SVG if it has none. CalibrationError where matplotlib
+        is not installed.
         """
         names = ["-".join(map(str, pair["layers"])) for pair in self.pairs]
         series: dict[str, list[Spread]] = {"keys": [], "values": []}
@@ -153,12 +151,12 @@ def fidelity_report(
     with _evaluating(model):
         for given in [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs:
             ids, mask = _tokens(given, steps)
-            exact = _exact(model, ids, mask, steps)
+            exact = _run(model, ids, mask, steps)
             gathered.alike(exact.cache, mask)
             is_padded = mask is not None and bool((mask[:, 0] == 0).any())
             how = {**settings, "merge": asked, "attention_mask": mask if is_padded else None}
             cache = KVCache(model.config, ids.shape[1], bits, **how)
-            found = _answers(model, cache, ids, mask, steps)
+            found = _run(model, ids, mask, steps, cache)
             gathered.answers(exact, found, ids[:, -steps:])
             gathered.bytes += cache.nbytes
     if cache is None:
@@ -191,8 +189,7 @@ def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: AN
     return ids, mask
 
 
-@dataclass
-class _Run:
+class _Run(NamedTuple):
     """Logits and results of attention of the last tokens, and the cache."""
 
     logits: Tensor
@@ -201,115 +198,72 @@ class _Run:
 
 
 @torch.no_grad()
-def _exact(model: Any, ids: Tensor, mask: Tensor | None, steps: int) -> _Run:  # noqa: ANN401
-    with _watched() as seen:
-        out = compat.forward_of(model)(input_ids=ids, attention_mask=mask, use_cache=True)
-    results = [result[:, :, -steps:] for result in seen]
+def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
+    """Run on all tokens; with a cache first put the prompt into it, which the last tokens read."""
+    forward = partial(compat.forward_of(model), past_key_values=cache, use_cache=True)
+    if cache is not None:
+        before = None if mask is None else mask[:, :-steps]
+        forward(input_ids=ids[:, :-steps], attention_mask=before)
+        ids = ids[:, -steps:]
+    results: list[Tensor] = []
+    with Watch(lambda result, *_, **__: results.append(result[:, :, -steps:])):
+        out = forward(input_ids=ids, attention_mask=mask)
     return _Run(out.logits[:, -steps:].float(), results, out.past_key_values)
 
 
-@torch.no_grad()
-def _answers(
-    model: Any,  # noqa: ANN401
-    cache: Any,  # noqa: ANN401
-    ids: Tensor,
-    mask: Tensor | None,
-    steps: int,
-) -> _Run:
-    """Put the prompt into the cache, then the last tokens, which read it."""
-    run = partial(compat.forward_of(model), past_key_values=cache, use_cache=True)
-    run(input_ids=ids[:, :-steps], attention_mask=None if mask is None else mask[:, :-steps])
-    with _watched() as seen:
-        out = run(input_ids=ids[:, -steps:], attention_mask=mask)
-    return _Run(out.logits.float(), seen, cache)
-
-
-class _Watch(TorchFunctionMode):
-    """Keeps what every attention returns."""
+class _Gathered:
+    """Figures of all inputs, by what they are of."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.results: list[Tensor] = []
+        self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        self.bytes = self.before = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,  # noqa: ANN401
-        args: Any = (),  # noqa: ANN401
-        kwargs: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
-        result = func(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention:
-            self.results.append(result)
-        return result
-
-
-@contextmanager
-def _watched() -> Iterator[list[Tensor]]:
-    watch = _Watch()
-    with watch:
-        yield watch.results
-
-
-@dataclass
-class _Gathered:
-    """Sums over inputs."""
-
-    cosines: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    results: list[list[Tensor]] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-    same: list[Tensor] = field(default_factory=list)
-    losses: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
-    bytes: int = 0
-    before: int = 0
+    def _add(self, figures: Tensor, *of: object) -> None:
+        self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
         """Note how alike the rows of neighbouring layers are."""
-        layers = [(layer.keys, layer.values) for layer in cache.layers]
-        self.before += sum(k.nbytes + v.nbytes for k, v in layers)
-        for at in range(len(layers) - 1):
-            if layers[at][0].shape != layers[at + 1][0].shape:
+        layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
+        self.before += sum(held.nbytes for layer in layers for held in layer.values())
+        for at, (lower, upper) in enumerate(pairwise(layers)):
+            if lower["keys"].shape != upper["keys"].shape:
                 continue
-            lists = self.cosines.setdefault((at, at + 1), ([], []))
-            for kept, lower, upper in zip(lists, layers[at], layers[at + 1], strict=True):
-                found = F.cosine_similarity(lower.float(), upper.float(), dim=-1)
+            for kind in lower:
+                found = F.cosine_similarity(lower[kind].float(), upper[kind].float(), dim=-1)
                 if mask is not None:  # without what is padding
                     found = found[mask.bool()[:, None, -found.shape[2] :].expand_as(found)]
-                kept.append(found.flatten().cpu())
+                self._add(found, kind, at)
 
     def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
         """Note how far the answers are apart."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
-        self.kl.append((wanted.exp() * (wanted - got)).sum(-1).flatten().cpu())
-        self.same.append((wanted.argmax(-1) == got.argmax(-1)).flatten().cpu())
-        for losses, each in zip(self.losses, (wanted, got), strict=True):
-            picked = each[:, :-1].gather(2, ids[:, 1:, None].to(each.device))
-            losses.append(-picked.flatten().cpu())
+        self._add((wanted.exp() * (wanted - got)).sum(-1), "kl")
+        self._add(wanted.argmax(-1) == got.argmax(-1), "same")
+        for name, each in (("loss_exact", wanted), ("loss", got)):
+            self._add(-each[:, :-1].gather(2, ids[:, 1:, None].to(each.device)), name)
         if len(exact.attention) == len(found.attention):
             for place, pair in enumerate(zip(exact.attention, found.attention, strict=True)):
                 cosine = F.cosine_similarity(pair[0].float(), pair[1].float(), dim=-1)
-                if place == len(self.results):
-                    self.results.append([])
-                self.results[place].append(cosine.flatten().cpu())
+                self._add(cosine, "attention", place)
 
     def report(self, settings: dict[str, Any], merged: list[dict[str, Any]]) -> FidelityReport:
         """Return what was gathered."""
-        kl, same = torch.cat(self.kl), torch.cat(self.same)
-        losses = [float(torch.cat(each).mean()) if each else math.nan for each in self.losses]
-        cosines = [torch.cat(each) for each in self.results]
+        whole = {of: torch.cat(parts) for of, parts in self.parts.items()}
+        cosines = [found for of, found in whole.items() if of[0] == "attention"]
         attention = [{"mean": float(c.mean()), "worst": float(c.min())} for c in cosines]
+        kl = whole["kl",]
         logits = {
             "kl": float(kl.mean()),
             "kl_worst": float(kl.max()),
-            "agreement": float(same.float().mean()),
-            "loss_exact": losses[0],
-            "loss": losses[1],
+            "agreement": float(whole["same",].float().mean()),
+            "loss_exact": float(whole["loss_exact",].mean()),
+            "loss": float(whole["loss",].mean()),
         }
         held, before = float(self.bytes), float(self.before)
         memory = {"bytes": held, "before": before, "ratio": self.before / self.bytes}
         pairs = [
-            {"layers": list(layers), "keys": _spread(keys), "values": _spread(values)}
-            for layers, (keys, values) in self.cosines.items()
+            {"layers": [at, at + 1], **{kind: _spread(whole[kind, at]) for kind in _KINDS}}
+            for at in (of[1] for of in whole if of[0] == "keys")
         ]
         merge = settings["merge"]
         if isinstance(merge, MiniCache):
@@ -319,9 +273,8 @@ class _Gathered:
         return FidelityReport(named, pairs, attention, logits, memory, merged)
 
 
-def _spread(parts: Sequence[Tensor]) -> dict[str, Any]:
+def _spread(whole: Tensor) -> dict[str, Any]:
     """Return mean, twentieth and histogram of cosines."""
-    whole = torch.cat(list(parts))
     ordered = whole.sort().values
     counts = torch.histc(whole, BINS, -1.0, 1.0)
     return {

@@ -25,6 +25,7 @@ from memeff_compile.model.cache.layers import (
     CompileConfig,
     ExactLayer,
     InPlace,
+    Place,
     Starts,
     StaticSlidingWindowLayer,
     layers_of,
@@ -101,20 +102,17 @@ class KVCache(Cache):
         super().__init__(layers=layers)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return a line per pair of layers that share directions.
+        """Return a line per pair of layers that share directions; waits for the device.
 
-        Returns:
-            For each pair the numbers of its `layers`, `merged` tokens, the mean number of rows
-            that are `kept` as they came per sequence and head, first tokens aside, and
-            `left_over`, rows per sequence and head that were to be kept and found no room. Waits
-            for the device.
+        It has the numbers of its `layers`, `merged` tokens, the mean number of rows that are `kept`
+        as they came per sequence and head, first tokens aside, and `left_over`, rows per sequence
+        and head that were to be kept and found no room.
         """
         found = []
-        layer: Any
         for layer in self.layers:
-            pair = getattr(layer, "pair", None)
-            if pair is None or not layer.is_upper:
+            if not isinstance(layer, MergedLayer) or not layer.is_upper:
                 continue
+            pair: Untyped = layer.pair
             has = pair.shape is not None
             found.append(
                 {
@@ -127,11 +125,7 @@ class KVCache(Cache):
         return found
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
-        """Empty the cache; its tensors stay.
-
-        Args:
-            attention_mask: of the next prompts, as when the cache is made; None: no padding.
-        """
+        """Empty the cache; its tensors stay. The mask is of the next prompts, None: no padding."""
         ours = (layer for layer in self.layers if isinstance(layer, InPlace))
         held = {tensor.shape[0] for layer in ours for _, tensor in layer.tensors()}
         self._starts.restart(attention_mask, held)
@@ -139,13 +133,10 @@ class KVCache(Cache):
             layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every layer, or refuse and remove none.
+        """Remove the last tokens of every layer; a negative number says how many.
 
-        Args:
-            tokens_to_remove: a negative number: how many tokens to remove.
-
-        Raises:
-            UnsupportedInputError: A layer cannot remove as many, or sees a window of tokens.
+        UnsupportedInputError, and none are removed, where a layer cannot remove as many, or sees a
+        window of tokens.
         """
         remove = remaining(tokens_to_remove)
         if remove == 0:
@@ -175,50 +166,45 @@ class KVCache(Cache):
         self._change_rows(lambda t: t[indices].contiguous())
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        held: list[tuple[Any, list[tuple[str, Tensor]]]] = []
-        layer: Any
         for number, layer in enumerate(self.layers):
-            if isinstance(layer, InPlace):
-                held.append((layer, list(layer.tensors())))
-            elif type(layer) is StaticSlidingWindowLayer:
-                names = ("keys", "values") if layer.is_initialized else ()
-                held.append((layer, [(name, getattr(layer, name)) for name in names]))
-            elif type(layer).__name__ != "DummyLayer":
+            is_known = isinstance(layer, InPlace) or type(layer) is StaticSlidingWindowLayer
+            if not is_known and type(layer).__name__ != "DummyLayer":
                 refuse(
                     f"layer {number} is a {type(layer).__name__} of transformers, whose sequences "
                     "cannot be repeated or selected; no layer was changed. Fill a new cache with "
                     "the sequences that are needed."
                 )
         self._starts.change(change, in_place=False)
-        for layer, tensors in held:
-            for name, tensor in tensors:
+        for layer in self.layers:
+            for (owner, name), tensor in _tensors(layer):
                 changed = change(tensor)
                 compat.keep_address(changed)
-                setattr(layer.holder(name) if isinstance(layer, InPlace) else layer, name, changed)
+                setattr(owner, name, changed)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that hold keys and values."""
-        found = 0
-        for layer in self.layers:
-            if isinstance(layer, (CodedLayer, ExactLayer)):
-                found += layer.nbytes
-            else:
-                held: Any = layer
-                parts = (getattr(held, "keys", None), getattr(held, "values", None))
-                found += sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        found = sum(tensor.nbytes for layer in self.layers for _, tensor in _tensors(layer))
         places = getattr(self._starts, "places", None)
         return found + (0 if places is None else places.nbytes)
 
     def __repr__(self) -> str:
         coded = sum(isinstance(layer, CodedLayer) for layer in self.layers)
         length = self.get_max_length()
-        merged = sum(hasattr(layer, "pair") for layer in self.layers)
+        merged = sum(isinstance(layer, MergedLayer) for layer in self.layers)
         share = f", {merged} of them share directions" if merged else ""
         return (
             f"KVCache(bits={self.bits}, scheme={self.scheme!r}, max_cache_len={length}, "
             f"{coded} of {len(self.layers)} layers in codes{share})"
         )
+
+
+def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
+    """Return what a layer of any kind has in memory; what layers share once."""
+    if isinstance(layer, InPlace):
+        return list(layer.tensors())
+    held = [((layer, name), getattr(layer, name, None)) for name in ("keys", "values")]
+    return [(place, tensor) for place, tensor in held if isinstance(tensor, Tensor)]
 
 
 def _keeps(layer: Untyped, remove: int) -> str | None:
@@ -286,16 +272,16 @@ def _pair(
 def _check(
     max_cache_len: int, bits: int, scheme: str, group: int, recent: int, keep_first: int
 ) -> None:
-    if bits not in (16, *BITS):
-        refuse(f"bits is {bits!r}; one of 16, {', '.join(map(str, BITS))} is needed.")
-    if scheme not in SCHEMES:
-        refuse(f"scheme is {scheme!r}; one of {', '.join(map(repr, SCHEMES))} is needed.")
-    if group not in (32, 64, 128):
-        refuse(f"group is {group!r}; 32, 64 or 128 is needed.")
-    if not isinstance(recent, int) or recent < 16 or recent % 16:
-        refuse(f"recent is {recent!r}; a multiple of 16 is needed, 16 at least.")
-    counts = (("keep_first", keep_first, 0), ("max_cache_len", max_cache_len, 1))
-    for name, count, least in counts:
+    is_multiple = isinstance(recent, int) and recent >= 16 and recent % 16 == 0
+    for name, given, is_right, needed in (
+        ("bits", bits, bits in (16, *BITS), f"one of 16, {', '.join(map(str, BITS))} is needed"),
+        ("scheme", scheme, scheme in SCHEMES, f"one of {', '.join(map(repr, SCHEMES))} is needed"),
+        ("group", group, group in (32, 64, 128), "32, 64 or 128 is needed"),
+        ("recent", recent, is_multiple, "a multiple of 16 is needed, 16 at least"),
+    ):
+        if not is_right:
+            refuse(f"{name} is {given!r}; {needed}.")
+    for name, count, least in (("keep_first", keep_first, 0), ("max_cache_len", max_cache_len, 1)):
         if not isinstance(count, int) or count < least:
             refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 
@@ -395,8 +381,7 @@ class _Hook:
         kind = sequences, model.dtype, model.device, torch.is_inference_mode_enabled()
         # How many rows a merged cache keeps follows from its length.
         longest = tokens if self.settings.get("merge") or self.max_cache_len else 2 * tokens
-        found: KVCache = self.pool.take(kind, range(tokens, longest + 1), mask, make)
-        return found
+        return self.pool.take(kind, range(tokens, longest + 1), mask, make)
 
 
 def _generating(model: Untyped) -> Untyped:

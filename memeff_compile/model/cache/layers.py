@@ -7,22 +7,15 @@ where it is missing.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from memeff_compile import compat
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels.coded_kv_cache import (
-    CODED,
-    LENGTH,
-    POOL,
-    Layout,
-    coded_kv_cache_append,
-    coded_kv_cache_view,
-)
+from memeff_compile.kernels import coded_kv_cache as op_folder
 
 try:
     from transformers import CompileConfig as CompileConfig
@@ -68,6 +61,10 @@ def remaining(tokens_to_remove: int) -> int:
     return -tokens_to_remove
 
 
+Place: TypeAlias = tuple[object, str]
+"""What has a tensor as an attribute, and the attribute's name."""
+
+
 class InPlace(CacheLayerMixin):
     """What the layers of a KVCache share: tensors that are changed in place, never moved."""
 
@@ -77,6 +74,35 @@ class InPlace(CacheLayerMixin):
     is_empty: bool
     buffers: tuple[str, str]
     """Names of tensors like keys and values: (batch, heads, some tokens, depth)."""
+    held: Sequence[str]
+    """Names of its tensors that have an entry per sequence."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write new tokens; return them where they are all there is, else all tokens."""
+        del args, kwargs
+        new = key_states, value_states
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
+            refuse(
+                "keys and values require gradients, and a cache has no backward. Generate under "
+                "torch.no_grad(), or train with use_cache=False."
+            )
+        self.require_like(*new)
+        if not self.is_initialized:
+            self.lazy_initialization(*new)
+        was_empty = self.is_empty
+        self._write(*new)
+        self.is_empty = False
+        return new if was_empty else self._whole(*new)
+
+    @abstractmethod
+    def _write(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Write new tokens, which fit."""
+
+    @abstractmethod
+    def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values, those that were just written among them."""
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse what does not fit what is there, before anything is written.
@@ -101,18 +127,21 @@ class InPlace(CacheLayerMixin):
                     "reset() keeps its tensors; make a new cache for another batch or model."
                 )
 
-    @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors that have an entry per sequence, once they are there."""
+    def tensors(self) -> Iterator[tuple[Place, Tensor]]:
+        """Yield the tensors that have an entry per sequence, once they are there."""
+        if self.is_initialized:
+            for name in self.held:
+                yield (self, name), getattr(self, name)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, without what layers share."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
-    @abstractmethod
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed, or None."""
+        """Return why the last `remove` tokens cannot be removed, or None, as where any can be."""
+        del remove
+        return None
 
     @abstractmethod
     def remove_last(self, remove: int) -> None:
@@ -139,11 +168,6 @@ class InPlace(CacheLayerMixin):
         for _, tensor in self.tensors():
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    def holder(self, name: str) -> object:
-        """Return what has one of `tensors` as an attribute."""
-        del name
-        return self
-
     def offload(self) -> None:
         """Refuse: the tensors stay where they are."""
         refuse("offloading is not supported; the cache is small because it is coded.")
@@ -151,20 +175,11 @@ class InPlace(CacheLayerMixin):
     prefetch = offload
 
 
-def refuse_training(*tensors: Tensor) -> None:
-    """Refuse keys and values that require gradients."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        refuse(
-            "keys and values require gradients, and a cache has no backward. Generate under "
-            "torch.no_grad(), or train with use_cache=False."
-        )
-
-
 class ExactLayer(InPlace, StaticLayer):
     """A layer whose keys and values stay as they come, in the dtype they come in."""
 
     is_croppable = True
-    buffers = "keys", "values"
+    buffers = held = "keys", "values"
     keys: Any
     values: Any
 
@@ -172,25 +187,9 @@ class ExactLayer(InPlace, StaticLayer):
         super().__init__(max_cache_len=max_cache_len)
         self.is_empty = True
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield keys and values, once they are there."""
-        if self.is_initialized:
-            yield "keys", self.keys
-            yield "values", self.values
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write new tokens; return them where they are all there is, else the whole buffers."""
-        refuse_training(key_states, value_states)
-        self.require_like(key_states, value_states)
-        self._require_room(key_states)
-        was_empty, self.is_empty = self.is_empty, False
-        whole = super().update(key_states, value_states, *args, **kwargs)
-        return (key_states, value_states) if was_empty else whole
-
-    def _require_room(self, key_states: Tensor) -> None:
-        """Refuse more tokens than there is room for behind those that are there."""
+    def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse more tokens, too, than there is room for behind those that are there."""
+        super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
             return
         length, new = int(self.cumulative_length), key_states.shape[2]
@@ -200,15 +199,17 @@ class ExactLayer(InPlace, StaticLayer):
                 f"max_cache_len={self.max_cache_len}. Make a longer one."
             )
 
+    def _write(self, key_states: Tensor, value_states: Tensor) -> None:
+        StaticLayer.update(self, key_states, value_states)
+
+    def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
     def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
         """Return the tokens in the cache."""
         return 0 if self.is_empty else self.cumulative_length
 
-    def keeps(self, remove: int) -> None:
-        """Say nothing against it: every token can be removed."""
-
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens."""
         if remove == 0 or self.is_empty:
             return
         left = max(0, int(self.cumulative_length) - remove)
@@ -227,11 +228,13 @@ class CodedLayer(InPlace):
     """A layer whose older tokens are codes."""
 
     buffers = "k_window", "v_window"
+    held: Sequence[str] = op_folder.POOL[:8]
     is_croppable = False  # only tokens that are not yet in codes can be removed
     settled = "in codes"
     counts: Tensor
     k_window: Tensor
     v_window: Tensor
+    norms: Tensor | None = None  # of keys and values, where directions are stored without
 
     def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: Starts) -> None:
         CacheLayerMixin.__init__(self)
@@ -239,42 +242,14 @@ class CodedLayer(InPlace):
         self.settings = settings  # of `Layout`, without the depth, which the first keys tell
         self.starts = starts
         self.is_empty = True
-        self.layout: Layout | None = None  # what it is made of, once it is known
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors with an entry per sequence, once they are there."""
-        if self.is_initialized:
-            for name in POOL[:8]:
-                yield name, getattr(self, name)
+        self.layout: op_folder.Layout | None = None  # what it is made of, once it is known
 
     def pool(self) -> list[Tensor]:
         """Return the tensors in the order in which the ops take them."""
-        mine = [getattr(self, name) for name in POOL[:8]]
-        return [*mine, self.starts.places, self.counts]
+        return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for keys and values like these."""
-        layout, batch, heads = self._laid_out(key_states, value_states)
-        shapes = layout.shapes(batch, heads, self.max_cache_len)
-        self.starts.allocate(shapes.pop("places"), self.device)
-        self._allocate(self, shapes)
-        self.is_initialized = True
-
-    def _allocate(self, owner: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        for name, shape in shapes.items():
-            tensor = torch.zeros(shape, dtype=self._dtype_of(name), device=self.device)
-            compat.keep_address(tensor)
-            setattr(owner, name, tensor)
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        kinds = {"codes": torch.uint8, "counts": torch.int64}
-        return kinds.get(name.split("_")[-1], self.dtype)
-
-    def _laid_out(self, key_states: Tensor, value_states: Tensor) -> tuple[Layout, int, int]:
-        """Note what keys and values are like; return the layout, batch and heads.
-
-        Refuses keys and values that cannot be coded.
-        """
+        """Allocate for keys and values like these; refuse those that cannot be coded."""
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(
@@ -287,36 +262,44 @@ class CodedLayer(InPlace):
                 "this model."
             )
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size, self.layout = batch, Layout(depth, **self.settings)
-        return self.layout, batch, heads
+        self.batch_size, self.layout = batch, op_folder.Layout(depth, **self.settings)
+        self._allocate(self.layout, batch, heads)
+        self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write new tokens; return them where they are all there is, else a dense view."""
-        del args, kwargs
-        refuse_training(key_states, value_states)
-        self.require_like(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        bits, recent = self.settings["bits"], self.settings["recent"]
-        pool = self.pool()
-        coded_kv_cache_append(*pool, key_states, value_states, bits, recent, self.max_cache_len)
-        was_empty, self.is_empty = self.is_empty, False
-        if was_empty:
-            return key_states, value_states
-        keys, values = coded_kv_cache_view(*pool, None, None, bits, self.max_cache_len)
+    def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
+        shapes = layout.shapes(batch, heads, self.max_cache_len)
+        self.starts.allocate(shapes.pop("places"), self.device)
+        self._make(self, shapes)
+
+    def _make(self, owner: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            dtype = op_folder.dtype_of(name, self.dtype, self.settings["bits"])
+            tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+            compat.keep_address(tensor)
+            setattr(owner, name, tensor)
+
+    def _write(self, key_states: Tensor, value_states: Tensor) -> None:
+        how = (self.settings["bits"], self.settings["recent"], self.max_cache_len)
+        op_folder.coded_kv_cache_append(*self.pool(), key_states, value_states, *how)
+
+    def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        return self._view()
+
+    def _view(self) -> tuple[Tensor, Tensor]:
+        norms = (None, None) if self.norms is None else (self.norms[..., 0], self.norms[..., 1])
+        how = (self.settings["bits"], self.max_cache_len)
+        keys, values = op_folder.coded_kv_cache_view(*self.pool(), *norms, *how)
         return keys, values
 
     def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
         """Return the tokens in the cache."""
-        return 0 if self.is_empty else self.counts[LENGTH]
+        return 0 if self.is_empty else self.counts[op_folder.LENGTH]
 
     def keeps(self, remove: int) -> str | None:
         """Return why the last `remove` tokens cannot be removed: they are in codes already."""
         if remove == 0 or self.is_empty:
             return None
-        length, coded = int(self.counts[LENGTH]), int(self.counts[CODED])
+        length, coded = int(self.counts[op_folder.LENGTH]), int(self.counts[op_folder.CODED])
         if bool(self.k_window.isnan().any()):
             return (
                 "crop found keys that are not numbers: the cache was given more tokens than "
@@ -331,11 +314,10 @@ class CodedLayer(InPlace):
         return None
 
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens, of those that are not yet in codes."""
         if remove == 0 or self.is_empty:
             return
-        self.counts[LENGTH] -= remove
-        self.is_empty = int(self.counts[LENGTH]) == 0
+        self.counts[op_folder.LENGTH] -= remove
+        self.is_empty = int(self.counts[op_folder.LENGTH]) == 0
 
     def reset(self) -> None:
         """Empty the layer; its tensors stay."""
@@ -352,28 +334,22 @@ class Starts:
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
         self._shape: tuple[int, ...] = ()
-        self.first = self._first(attention_mask)
-
-    @staticmethod
-    def _first(attention_mask: Tensor | None) -> Tensor | None:
-        if attention_mask is None:
-            return None
-        if attention_mask.dim() != 2:
+        if attention_mask is not None and attention_mask.dim() != 2:
             refuse(
                 f"attention_mask has {attention_mask.dim()} dimensions; (batch, tokens) with 1 for "
                 "a token and 0 for padding is needed."
             )
-        return (attention_mask.cumsum(1) == 0).sum(1)
+        self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
         """Start over with other sequences, in the tensors that are there; refused, or all of it.
 
         `held` is how many sequences the layers have tensors for.
         """
-        first = self._first(attention_mask)
+        other = Starts(attention_mask)
         for sequences in held:
-            self._spread(first, sequences, torch.device("cpu"))
-        self.first = first
+            other.first_tokens(sequences, torch.device("cpu"))
+        self.first = other.first
         if self._shape:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
@@ -397,19 +373,15 @@ class Starts:
 
     def first_tokens(self, sequences: int, device: torch.device) -> Tensor:
         """Return the position of each sequence's first token, int32."""
-        return self._spread(self.first, sequences, device)
-
-    @staticmethod
-    def _spread(first: Tensor | None, sequences: int, device: torch.device) -> Tensor:
-        if first is None:
+        if self.first is None:
             return torch.zeros(sequences, dtype=torch.int32, device=device)
-        batch = first.shape[0]
+        batch = self.first.shape[0]
         if batch == 0 or sequences % batch:
             refuse(
                 f"attention_mask has {batch} rows and the keys {sequences}; a row per sequence, "
                 "or per sequence before beams, is needed."
             )
-        return first.to(device, torch.int32).repeat_interleave(sequences // batch)
+        return self.first.to(device, torch.int32).repeat_interleave(sequences // batch)
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Reorder, repeat or select sequences."""

@@ -7,6 +7,7 @@ BitNet a4.8, table 3. Needs transformers, which is imported when the verb is cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ class _Heads:
         return self.inner(module, query, key, value, *args, **kwargs)
 
 
-class Undo:
+class Undo(AbstractContextManager["Undo"]):
     """What a verb returns that changes a model: call it, or leave its ``with`` block, to undo."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
@@ -57,9 +58,6 @@ class Undo:
     def __call__(self) -> None:
         """Take the change back."""
         self.undo()
-
-    def __enter__(self) -> Undo:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.undo()

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 from memeff_compile.errors import UnsupportedInputError
@@ -93,11 +94,7 @@ class MiniCache:
 
 
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
-    """Warn where nobody has measured the layers that are merged; refuse those that are not alike.
-
-    Raises:
-        UnsupportedInputError: The report has no figures of a pair, or its layers are not alike.
-    """
+    """Refuse to merge layers that are not alike; warn where nobody has measured them."""
     if merge.force:
         return
     if merge.fidelity is None:
@@ -133,20 +130,15 @@ def _named(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of neighbouring layers from `start` on, each layer in one at most.
+    """Return the pairs of neighbouring layers of one kind from `start` on, and before `end`.
 
-    Args:
-        kinds: what each layer is; None for layers that are never merged.
-        start: first layer that may be in a pair.
-        end: first layer behind those that may.
+    Each layer is in one at most; those of the kind None are in none.
 
     Example: pairs_of(["a", "a", "a", None, "a", "b"], 1) == [(1, 2)].
     """
-    found = []
-    at = start
-    while at + 1 < min(len(kinds), len(kinds) if end is None else end):
-        if kinds[at] is not None and kinds[at] == kinds[at + 1]:
-            found.append((at, at + 1))
-            at += 1
-        at += 1
+    found: list[tuple[int, int]] = []
+    for lower, upper in pairwise(range(len(kinds))[start:end]):
+        is_free = not found or found[-1][1] < lower
+        if is_free and kinds[lower] is not None and kinds[lower] == kinds[upper]:
+            found.append((lower, upper))
     return found

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ KEPT = 2
 """Caches that are kept for one model."""
 
 _SMALLEST = 256
+Made = TypeVar("Made")
 
 
 def bucket(tokens: int) -> int:
@@ -65,8 +66,8 @@ class Pool:
         kind: Hashable,  # what caches have in common that can stand for each other
         tokens: range,  # the lengths that serve
         mask: Tensor | None,  # of padding, for the cache
-        make: Callable[[], Any],  # makes one, with the mask, for the first of these lengths
-    ) -> Any:  # noqa: ANN401 - a KVCache
+        make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
+    ) -> Made:
         """Return an empty cache of a kind, one that was used before if there is one."""
         with self._lock:
             alike = [k for k in self._kept if k.kind == kind and k.tokens in tokens]
@@ -75,24 +76,19 @@ class Pool:
                     gc.collect()  # Dynamo's notes about a call that it compiled are in cycles
                     kept.was_searched = True
                 if kept.is_free:
-                    cache = copy.copy(kept.cache)  # another object over the same layers
+                    cache: Any = copy.copy(kept.cache)  # another object over the same layers
                     cache.reset(mask)
                     kept.handed_out = weakref.ref(cache)
-                    return cache
+                    return cast("Made", cache)
             if len(self._kept) == KEPT:  # before another is allocated
                 free = [kept for kept in self._kept if kept.is_free]
                 self._kept.remove((free or self._kept)[0])
-            cache = make()
-            held = copy.copy(cache)
-            self._kept.append(_Kept(kind, tokens.start, held, weakref.ref(cache)))
-            return cache
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
-        """Return an empty pool."""
-        return Pool()
+            made = make()
+            self._kept.append(_Kept(kind, tokens.start, copy.copy(made), weakref.ref(made)))
+            return made
 
     def __reduce__(self) -> Any:  # noqa: ANN401
-        """Pickle nothing of it."""
+        """Pickle and copy nothing of it."""
         return Pool, ()
 
 

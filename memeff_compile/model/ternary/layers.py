@@ -31,9 +31,8 @@ def require_kind(kind: str) -> str:
 
 def result_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a dense linear of this input would answer."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def codes_per_unit(weight: Tensor) -> Tensor:
@@ -147,8 +146,7 @@ class PackedTernaryLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out_features)."""
-        if self.norm is not None:
-            input = self.norm(input)
+        input = input if self.norm is None else self.norm(input)
         out: Tensor
         held, how = ([self.packed], [self.weight_scale], [self.bias]), Quantizer(self.kind)
         (out,) = ternary_linear(input, *held, result_dtype(input), False, *how.arguments())

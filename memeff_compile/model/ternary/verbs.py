@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,8 +18,6 @@ from memeff_compile.model.ternary.layers import (
     codes_per_unit,
     require_kind,
 )
-
-__all__ = ["TernaryStages", "pack_ternary_", "ternarize_"]
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ def ternarize_(
     kinds: Mapping[str, str] | None = None,
     skip: Iterable[str] = (),
 ) -> Model:
-    """Turn the linears of a model into ternary ones that train, in place.
+    """Turn the linears of a model into ternary ones that train, in place; return the model.
 
     Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
     dicts of the model remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears
@@ -80,9 +78,6 @@ def ternarize_(
         kinds: Overrides, or names that the recipe does not know: patterns of module paths to
             "int8", "int4", "fp4" or "topk8". The first that fits counts.
         skip: Patterns of module paths to leave dense.
-
-    Returns:
-        The model.
 
     Raises:
         OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, nothing
@@ -112,11 +107,6 @@ def ternarize_(
                 "weight and not the layer: it would be dense there. Name it in skip, or use a "
                 "block of your own."
             )
-    if type(model) is nn.Linear:
-        raise OptionError(
-            "The model is itself a linear, which cannot be replaced in place. Put it into a "
-            "module, as in nn.Sequential(linear)."
-        )
     made: dict[nn.Module, TernaryLinear] = {}
     for linear, kind in chosen.values():
         if isinstance(linear, TernaryLinear):
@@ -126,7 +116,7 @@ def ternarize_(
             new = TernaryLinear(*sizes, bias=False, device="meta", kind=kind)
             new.weight, new.bias = linear.weight, linear.bias
             made[linear] = new.train(linear.training)
-    _replace(model, made)
+    _replace(model, made, "linear")
     return model
 
 
@@ -198,8 +188,13 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
         )
 
 
-def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
-    """Put new modules in the place of old ones, wherever these stand."""
+def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -> None:
+    """Put new modules in the place of old ones, wherever these stand; `what` names an old one."""
+    if model in made:
+        raise OptionError(
+            f"The model is itself a {what}, which cannot be replaced in place. Put it into a "
+            "module, as in nn.Sequential(linear)."
+        )
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in made:
@@ -266,10 +261,8 @@ class TernaryStages:
         self._set_stage()
 
     def _set_stage(self) -> None:
-        if self.stage == 1:
-            ternarize_(self.model, "b1.58", skip=self.skip)
-        else:
-            ternarize_(self.model, self.second, kinds=self.kinds, skip=self.skip)
+        recipe, kinds = ("b1.58", None) if self.stage == 1 else (self.second, self.kinds)
+        ternarize_(self.model, recipe, kinds=kinds, skip=self.skip)
 
     def _switch_if_due(self) -> None:
         if self.done == self.switch_after:
@@ -279,7 +272,7 @@ class TernaryStages:
 
 @torch.no_grad()
 def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> Model:
-    """Hold the ternary weights of a model in two bits each, in place; for inference.
+    """Hold the ternary weights of a model in two bits each, in place; return it, for inference.
 
     The full-precision weights are given up: an eighth of the memory of bf16 remains. Served are the
     linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
@@ -293,9 +286,6 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
         layers: Classes of your own: subclasses of nn.Linear that quantise weights by their mean
             absolute value, and tokens as "int8", "int4", "fp4" or "topk8".
 
-    Returns:
-        The model.
-
     Raises:
         OptionError: Nothing was found to pack, or a linear has hooks or parametrisations.
         UnsupportedInputError: A weight that should hold -1, 0 and 1 holds something else.
@@ -305,21 +295,15 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     """
     made: dict[nn.Module, nn.Module] = {}
     for path, module in model.named_modules():
-        pack = _packer_of(module, layers or {})
-        if pack is not None and module not in made:
-            _require_replaceable(path, module)
-            made[module] = pack(path, module).train(module.training)
-    if model in made:
-        raise OptionError(
-            "The model is itself a ternary linear, which cannot be replaced in place. Put it into "
-            "a module, as in nn.Sequential(linear)."
-        )
+        packed = _packed(path, module, layers or {}) if module not in made else None
+        if packed is not None:
+            made[module] = packed.train(module.training)
     if not made and not any(isinstance(m, PackedTernaryLinear) for m in model.modules()):
         raise OptionError(
             "pack_ternary_ found no ternary linear: none of TernaryLinear, AutoBitLinear and "
             "BitLinear. Call ternarize_(model) first, or name your own class in layers."
         )
-    _replace(model, made)
+    _replace(model, made, "ternary linear")
     for module in model.modules():
         is_saved = callable(getattr(type(module), "save_pretrained", None))
         if is_saved and any(isinstance(part, PackedTernaryLinear) for part in module.modules()):
@@ -336,43 +320,35 @@ def _refuse_to_save(*_: object, **__: object) -> None:
     )
 
 
-_Packer = Callable[[str, Any], nn.Module]
-
-
-def _packer_of(module: nn.Module, layers: Mapping[type, str]) -> _Packer | None:
-    """Return what packs a module, or None."""
-    if isinstance(module, TernaryLinear):
-        return _pack_trained
-    for layer, kind in layers.items():
-        if isinstance(module, layer):
-            require_kind(kind)
-            return lambda path, found: _pack_trained(path, found, kind)
+def _packed(path: str, module: Any, layers: Mapping[type, str]) -> nn.Module | None:  # noqa: ANN401
+    """Return a packed linear for a ternary one, or None for any other module."""
     home = "transformers.integrations.bitnet"
     names = {base.__name__ for base in type(module).__mro__ if base.__module__ == home}
-    if "AutoBitLinear" in names:
-        return _pack_trained if getattr(module, "online_quant", False) else _pack_offline
-    return _pack_stored if "BitLinear" in names else None
+    kinds = [require_kind(kind) for layer, kind in layers.items() if isinstance(module, layer)]
+    is_ours = isinstance(module, TernaryLinear)
+    if not (is_ours or kinds or names & {"AutoBitLinear", "BitLinear"}):
+        return None
+    _require_replaceable(path, module)
+    kind = "int8"
+    weight, bias, norm = module.weight.detach(), module.bias, getattr(module, "rms_norm", None)
+    if is_ours or kinds or ("AutoBitLinear" in names and getattr(module, "online_quant", False)):
+        kind = kinds[0] if kinds and not is_ours else getattr(module, "kind", kind)
+        scale = codes_per_unit(weight)
+        codes = ternary_linear_pack(weight, scale)
+    elif "AutoBitLinear" in names:  # holds -1, 0 and 1, and its scale is a factor
+        _require_ternary(path, weight)
+        factor = _scale_of(module)
+        codes = ternary_linear_pack(weight, weight.new_ones((), dtype=torch.float32))
+        scale = factor.reciprocal()
+        # transformers multiplies the bias by the scale too
+        bias = None if bias is None else bias.detach().float() * factor
+    else:  # holds codes of transformers, and its scale is a divisor
+        codes, scale = ternary_linear_repack(weight), _scale_of(module)
+    columns = weight.shape[1]
+    return PackedTernaryLinear(codes, scale, bias, in_features=columns, kind=kind, norm=norm)
 
 
-def _packed(
-    module: nn.Module, packed: Tensor, scale: Tensor, bias: Tensor | None, *, kind: str = "int8"
-) -> PackedTernaryLinear:
-    norm: Any = getattr(module, "rms_norm", None)
-    held: Any = module.weight
-    return PackedTernaryLinear(packed, scale, bias, in_features=held.shape[1], kind=kind, norm=norm)
-
-
-def _pack_trained(path: str, module: nn.Linear, kind: str = "") -> nn.Module:
-    """Pack a linear with a full-precision weight."""
-    weight = module.weight.detach()
-    scale = codes_per_unit(weight)
-    kind = kind or getattr(module, "kind", "int8")
-    return _packed(module, ternary_linear_pack(weight, scale), scale, module.bias, kind=kind)
-
-
-def _pack_offline(path: str, module: nn.Linear) -> nn.Module:
-    """Pack a linear whose weight holds -1, 0 and 1 already; its scale is a factor."""
-    weight = module.weight.detach()
+def _require_ternary(path: str, weight: Tensor) -> None:
     is_ternary = (weight == 0) | (weight.abs() == 1)
     if weight.device.type != "meta" and not bool(is_ternary.all()):
         wrong = float(weight[~is_ternary].flatten()[0])
@@ -380,19 +356,7 @@ def _pack_offline(path: str, module: nn.Linear) -> nn.Module:
             f"{path}: the weight holds {wrong}, where an offline AutoBitLinear has -1, 0 and 1. "
             "Load a checkpoint that was quantised, or use quantization_mode='online'."
         )
-    codes = ternary_linear_pack(weight, weight.new_ones((), dtype=torch.float32))
-    scale = _scale_of(module)
-    # transformers multiplies the bias by the scale too
-    bias = None if module.bias is None else module.bias.detach().float() * scale
-    return _packed(module, codes, scale.reciprocal(), bias)
 
 
-def _pack_stored(path: str, module: nn.Module) -> nn.Module:
-    """Take over the packed weight of transformers; its scale is a divisor."""
-    held, bias = cast("Tensor", module.weight), module.bias
-    given = bias if isinstance(bias, Tensor) else None
-    return _packed(module, ternary_linear_repack(held), _scale_of(module), given)
-
-
-def _scale_of(module: nn.Module) -> Tensor:
+def _scale_of(module: Any) -> Tensor:  # noqa: ANN401
     return cast("Tensor", module.weight_scale).detach().float().reshape(())

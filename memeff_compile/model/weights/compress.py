@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from memeff_compile.errors import CodedWeightError, OptionError
 from memeff_compile.kernels.coded_weight import (
     OWN_ATTRIBUTES,
     CodedWeight,
-    Format,
     bits_per_weight,
     encode,
     parse,
@@ -47,23 +46,14 @@ MIN_SIZE = 1 << 20
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """What became of one weight.
+    """What became of one weight."""
 
-    Attributes:
-        name: as in `named_parameters()`.
-        shape: of the weight.
-        codec: the codec's name, or "" where the weight was left dense.
-        bytes_before: of the dense weight.
-        bytes_after: of all parts of its code, or of the dense weight.
-        reason: why it was left dense, a sentence; "" where it was not.
-    """
-
-    name: str
+    name: str  # as in `named_parameters()`
     shape: tuple[int, ...]
-    codec: str
-    bytes_before: int
-    bytes_after: int
-    reason: str = ""
+    codec: str  # its name, or "" where the weight was left dense
+    bytes_before: int  # of the dense weight
+    bytes_after: int  # of all parts of its code, or of the dense weight
+    reason: str = ""  # why it was left dense, a sentence
 
     @property
     def bits(self) -> float:
@@ -120,13 +110,17 @@ class CompressionReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """A parameter, and every module and attribute that it is found under."""
 
-    name: str
     parameter: Tensor
-    owners: tuple[tuple[str, nn.Module, str], ...]
+    owners: list[tuple[str, nn.Module, str]]
+
+    @property
+    def name(self) -> str:
+        """As in `named_parameters()`."""
+        path, _, attribute = self.owners[0]
+        return f"{path}.{attribute}" if path else attribute
 
 
 @torch.no_grad()
@@ -144,8 +138,7 @@ def compress_(
 
     Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Every bit of them comes
     back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
-    order. Call it before an optimizer is made and
-    before the model is compiled.
+    order. Call it before an optimizer is made and before the model is compiled.
 
     Args:
         model: any module, also under PEFT; on the device where it will run.
@@ -194,8 +187,7 @@ _reports: weakref.WeakKeyDictionary[nn.Module, CompressionReport] = weakref.Weak
 def compression_report(model: nn.Module) -> CompressionReport | None:
     """Return what the last `compress_` of a model returned, or None if there was none.
 
-    Args:
-        model: what `compress_` or `compile(weights=...)` was given, or what `compile` returned.
+    The model is what `compress_` or `compile(weights=...)` was given, or what `compile` returned.
     """
     return _reports.get(compat.without_compile(model))
 
@@ -218,14 +210,7 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 
 @torch.no_grad()
 def decompress_(model: nn.Module) -> int:
-    """Put dense weights back in the place of the compressed ones.
-
-    Args:
-        model: a model that `compress_` was called on.
-
-    Returns:
-        How many weights were decompressed.
-    """
+    """Put dense weights back in the place of a model's compressed ones; return how many."""
     count = 0
     for place in _places(model):
         coded = place.parameter
@@ -264,17 +249,13 @@ def _with_progress(places: list[_Place], progress: bool | None) -> Iterable[_Pla
 
 def _places(model: nn.Module) -> Iterator[_Place]:
     """Yield each parameter of more than one dimension once, with all its owners."""
-    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    kept: dict[int, Tensor] = {}
+    found: dict[int, _Place] = {}
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() > 1:
-                owners.setdefault(id(parameter), []).append((path, module, attribute))
-                kept[id(parameter)] = parameter
-    for key, parameter in kept.items():
-        path, _, attribute = owners[key][0]
-        name = f"{path}.{attribute}" if path else attribute
-        yield _Place(name, parameter, tuple(owners[key]))
+                place = found.setdefault(id(parameter), _Place(parameter, []))
+                place.owners.append((path, module, attribute))
+    yield from found.values()
 
 
 def _reason(
@@ -300,11 +281,9 @@ def _reason(
     if weight.numel() < min_size:
         return f"it has {weight.numel()} elements, fewer than min_size, which is {min_size}"
     sentence = supports_weight(weight, codec)
-    if sentence is not None:
-        return sentence
-    if len(memory[compat.storage_key(weight)]) > 1:
+    if sentence is None and len(memory[compat.storage_key(weight)]) > 1:
         return "its memory is shared with another tensor of the model"
-    return _unmovable(weight)
+    return sentence or _unmovable(weight)
 
 
 def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
@@ -328,9 +307,8 @@ def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
 
 
 def _is_linear(module: nn.Module, attribute: str) -> bool:
-    if attribute != "weight" or not isinstance(module, nn.Linear):
-        return False
-    return type(module).forward is nn.Linear.forward
+    is_weight = attribute == "weight" and isinstance(module, nn.Linear)
+    return is_weight and type(module).forward is nn.Linear.forward
 
 
 def _skipped(path: str, skip: Sequence[str]) -> str:
@@ -469,16 +447,3 @@ def put_coded(
         _keep_attributes(expected, value)
     module._parameters[attribute] = value
     watch_state_dict(module)
-
-
-__all__ = [
-    "CompressedWeight",
-    "CompressionReport",
-    "Format",
-    "compress_",
-    "compress_for_compile",
-    "compressed_weights",
-    "compression_report",
-    "decompress_",
-    "watch_state_dict",
-]

@@ -62,17 +62,12 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> None:
         for part_name, part in zip(parse(weight.codec).parts, parts, strict=True):
             tensors[f"{name}.{part_name}"] = part
     aliases: dict[str, str] = {}
-    seen: dict[int, str] = {}
+    first_names = {id(weight): name for name, weight in coded.items()}
     for name, tensor in _everything(model):
-        if isinstance(tensor, CodedWeight):
-            first = next(known for known, weight in coded.items() if weight is tensor)
-            if first != name:
-                aliases[name] = first
-            continue
-        first = seen.setdefault(id(tensor), name)
+        first = first_names.setdefault(id(tensor), name)
         if first != name:
             aliases[name] = first
-        else:
+        elif not isinstance(tensor, CodedWeight):
             tensors[name] = tensor.detach().cpu().contiguous().clone()
     note = {"version": VERSION, "tensors": table, "aliases": aliases}
     _safetensors().save_file(tensors, str(path), metadata={METADATA: json.dumps(note)})
@@ -95,13 +90,12 @@ def load_compressed_(model: nn.Module, path: str | PathLike[str], *, device: obj
         modules = dict(model.named_modules())
         for name, about in note["tensors"].items():
             owner, _, attribute = name.rpartition(".")
-            module = modules[owner]
-            old: Any = module._parameters[attribute]
-            parts = _parts(file, name, about, path)
-            target = _target(old, device)
-            coded = CodedWeight([part.to(target) for part in parts], about["codec"], about["shape"])
-            trains = old.requires_grad and parse(about["codec"]).is_lossless
-            put_coded(module, attribute, coded, requires_grad=trains)
+            old: Any = modules[owner]._parameters[attribute]
+            codec, target = about["codec"], _target(old, device)
+            parts = [part.to(target) for part in _parts(file, name, about, path)]
+            trains = old.requires_grad and parse(codec).is_lossless
+            coded = CodedWeight(parts, codec, about["shape"])
+            put_coded(modules[owner], attribute, coded, requires_grad=trains)
         for name in sorted(set(file.keys()) - _coded_names(note)):
             _set_dense(modules, name, file.get_tensor(name), device)
         for name, first in note["aliases"].items():
@@ -111,13 +105,9 @@ def load_compressed_(model: nn.Module, path: str | PathLike[str], *, device: obj
 def _everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers, under every name they have."""
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield prefix + name, parameter
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield prefix + name, buffer
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, tensor
 
 
 def _target(old: Tensor, device: object) -> torch.device:
@@ -141,15 +131,15 @@ def _set_dense(modules: dict[str, nn.Module], name: str, value: Tensor, device: 
             old.copy_(value)
         return
     value = value.to(_target(old, device))
-    is_parameter = store is module._parameters
-    store[attribute] = nn.Parameter(value, old.requires_grad) if is_parameter else value
+    is_buffer = store is module._buffers
+    store[attribute] = value if is_buffer else nn.Parameter(value, old.requires_grad)
 
 
 def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
     (owner, _, attribute), (source, _, known) = name.rpartition("."), first.rpartition(".")
     for store in ("_parameters", "_buffers"):
-        if known in getattr(modules[source], store):
-            getattr(modules[owner], store)[attribute] = getattr(modules[source], store)[known]
+        if known in (held := getattr(modules[source], store)):
+            getattr(modules[owner], store)[attribute] = held[known]
     watch_state_dict(modules[owner])
 
 

@@ -131,10 +131,8 @@ class _Update:
     """The optimizer of one parameter, and how to run it."""
 
     def __init__(self, name: str, parameter: nn.Parameter, factory: Factory, queue: _Queue) -> None:
-        self.name = name
-        self.queue = queue
-        self.parameter = parameter
-        self.seen = 0
+        self.name, self.queue, self.parameter = name, queue, parameter
+        self.seen = 0  # gradients since the last update
         self.is_coded = isinstance(parameter, CodedWeight)
         # What the optimizer holds: the weight itself, or a dense stand-in that is filled for the
         # time of a step.
@@ -212,13 +210,11 @@ def plain_step(optimizer: Optimizer) -> Step | None:
     (group,) = optimizer.param_groups
     rate, decay = group["lr"], group["weight_decay"]
     others = ("momentum", "nesterov", "maximize", "differentiable", "fused")
-    if any(group.get(name) for name in others) or compat.optimizer_hooks(
-        optimizer, but=refuse_step
-    ):
-        return None
-    if not all(isinstance(number, (int, float)) for number in (rate, decay)):
-        return None  # a tensor, whose value would have to be read
-    return Step(float(rate), float(decay))
+    is_plain = not any(group.get(name) for name in others)
+    # The value of a tensor would have to be read.
+    is_known = all(isinstance(number, (int, float)) for number in (rate, decay))
+    is_watched = compat.optimizer_hooks(optimizer, but=refuse_step)
+    return Step(float(rate), float(decay)) if is_plain and is_known and not is_watched else None
 
 
 def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
@@ -243,10 +239,6 @@ class BackwardOptimizer(Optimizer):
     It is an optimizer for everything that expects one: a scheduler sets learning rates through its
     `param_groups`, one per parameter; `state_dict` saves and restores all of them. `step` has
     nothing left to do.
-
-    Attributes:
-        accumulate: backwards per update.
-        max_norm: largest norm of each parameter's gradient, or None.
     """
 
     def __init__(
@@ -256,8 +248,8 @@ class BackwardOptimizer(Optimizer):
         self._updates = list(updates)
         self._queue = queue
         self._times_anew = sum(each.times_anew for each in self._coded())
-        self.accumulate = accumulate
-        self.max_norm = max_norm
+        self.accumulate = accumulate  # backwards per update
+        self.max_norm = max_norm  # of each parameter's gradient, or None
         held = [update.held for update in self._updates]
         super().__init__(held, {})
         # The very groups of the optimizers: a scheduler that writes to them sets their rates.
@@ -296,16 +288,11 @@ class BackwardOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Check that the weights were updated during the backward; nothing else is left to do.
 
-        Args:
-            closure: computes the loss again, as of any optimizer; its backward updates.
-
-        Raises:
-            MemeffError: A gradient is left, since the hook of its weight did not run.
+        MemeffError where a gradient is left, since the hook of its weight did not run. A closure
+        computes the loss again, as of any optimizer; its backward updates.
         """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        with torch.enable_grad():
+            result = None if closure is None else closure()
         self._queue.settle()
         self._tidy()
         for update in self._updates:
@@ -343,11 +330,7 @@ class BackwardOptimizer(Optimizer):
         return {"optim_in_backward": {u.name: u.optimizer.state_dict() for u in self._updates}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned for the same model.
-
-        Raises:
-            MemeffError: It is of another optimizer or another model.
-        """
+        """Restore what `state_dict` returned for the same model; MemeffError for any other."""
         states = state_dict.get("optim_in_backward")
         names = [update.name for update in self._updates]
         if states is None or sorted(states) != sorted(names):
@@ -416,7 +399,11 @@ def optim_in_backward(
     for name, parameter in trained:
         _refuse_what_cannot_be_updated(name, parameter)
     coded = [parameter for _, parameter in trained if isinstance(parameter, CodedWeight)]
-    _make_room(coded)
+    tight = [weight for weight in coded if weight.room != TRAINING_ROOM]
+    for weight in tight:
+        weight.room = TRAINING_ROOM
+    with torch.no_grad():
+        side_by_side(tight, TRAINING_ROOM)
     queue = _Queue(coded)
     updates = [_Update(name, parameter, factory, queue) for name, parameter in trained]
     if not updates:
@@ -440,19 +427,10 @@ def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-@torch.no_grad()
-def _make_room(weights: Sequence[CodedWeight]) -> None:
-    """Give the lists of compressed weights room to grow in place."""
-    tight = [weight for weight in weights if weight.room != TRAINING_ROOM]
-    for weight in tight:
-        weight.room = TRAINING_ROOM
-    side_by_side(tight, TRAINING_ROOM)
-
-
 def _refuse_several_processes() -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    count = torch.distributed.get_world_size()
+    distributed = torch.distributed
+    is_running = distributed.is_available() and distributed.is_initialized()
+    count = distributed.get_world_size() if is_running else 1
     if count > 1:
         raise CodedWeightError(
             f"optim_in_backward: {count} processes train together, and each would update with its "

@@ -29,11 +29,9 @@ class CachedPass(GraphPass):
     """A pass that serves attention over caches, one call at a time."""
 
     def places(self, match: CachedSite) -> Sequence[Node]:
-        """Return the attention."""
         return [match.node]
 
     def dead(self, match: CachedSite) -> Sequence[Node]:
-        """Return what only this attention needed."""
         return match.owned
 
 

@@ -174,55 +174,40 @@ class TooLarge(Exception):
 
 def at_least_zero(total: Linear) -> Formula:
     """Return ``total >= 0``, decided at once where it is the same everywhere."""
-    if total.is_constant:
-        if compat.statically_true(total.constant >= 0):
-            return TRUE
-        if compat.statically_true(total.constant < 0):
-            return FALSE
-    return AtLeastZero(total)
+    return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
     """Return ``total == 0``, decided at once where it is the same everywhere."""
-    if total.is_constant:
-        if compat.statically_true(total.constant == 0):
-            return TRUE
-        if compat.statically_true(total.constant != 0):
-            return FALSE
-    return IsZero(total)
+    return _settled(IsZero(total), total.constant == 0, total.constant != 0)
+
+
+def _settled(formula: AtLeastZero | IsZero, holds: Any, fails: Any) -> Formula:
+    if formula.sum.is_constant and compat.statically_true(holds):
+        return TRUE
+    return FALSE if formula.sum.is_constant and compat.statically_true(fails) else formula
 
 
 def both(*parts: Formula) -> Formula:
     """Return the conjunction."""
-    found: set[Formula] = set()
-    for part in parts:
-        found |= part.parts if isinstance(part, All) else {part}
-    found.discard(TRUE)
-    return _joined(found, FALSE, TRUE, All)
+    return _joined(All, parts, TRUE, FALSE)
 
 
 def either(*parts: Formula) -> Formula:
     """Return the disjunction."""
-    found: set[Formula] = set()
-    for part in parts:
-        found |= part.parts if isinstance(part, Some) else {part}
-    found.discard(FALSE)
-    return _joined(found, TRUE, FALSE, Some)
+    return _joined(Some, parts, FALSE, TRUE)
 
 
 def _joined(
-    found: set[Formula],
-    decides: Formula,
-    empty: Formula,
-    join: Callable[[frozenset[Formula]], Formula],
+    join: type[All | Some], parts: Sequence[Formula], neutral: Formula, decides: Formula
 ) -> Formula:
+    flat = (part.parts if isinstance(part, join) else {part} for part in parts)
+    found = frozenset[Formula]().union(*flat) - {neutral}
     if len(found) > MOST_PARTS:
         raise TooLarge
     if decides in found or any(negated(part) in found for part in found):
         return decides
-    if not found:
-        return empty
-    return next(iter(found)) if len(found) == 1 else join(frozenset(found))
+    return join(found) if len(found) > 1 else next(iter(found), neutral)
 
 
 def negated(formula: Formula) -> Formula:

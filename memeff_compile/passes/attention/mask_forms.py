@@ -12,26 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import compat
-from .mask_algebra import (
-    FALSE,
-    TRUE,
-    All,
-    AtLeastZero,
-    Axis,
-    Formula,
-    IsZero,
-    Linear,
-    Read,
-    Size,
-    at_least_zero,
-    axes_in,
-    axis,
-    both,
-    decided,
-    is_zero,
-    same_axes,
-    substituted,
-)
+from . import mask_algebra as algebra
+from .mask_algebra import TRUE, AtLeastZero, Axis, Formula, IsZero, Linear, Read, Size, axis
 
 
 @dataclass(frozen=True)
@@ -49,17 +31,14 @@ class Form:
     causal: Size | None = None  # o where ``key <= query + o`` is asked for, None where it is not
     window: Size | None = None  # w where ``key > query - w`` is asked for, None where it is not
     keys: Size | None = None  # n where ``key < n`` is asked for, None where it is not
-    # what is asked of the key alone, and of the row of the batch (padding)
-    tables: tuple[Formula, ...] = ()
+    tables: tuple[Formula, ...] = ()  # asked of the key, and of the row of the batch (padding)
     # equalities of a sum of the query's and a sum of the key's (packed sequences, chunks)
     ids: tuple[Ids, ...] = ()
-    # what is asked of the query alone, and of the row of the batch
-    queries: tuple[Formula, ...] = ()
+    queries: tuple[Formula, ...] = ()  # asked of the query, and of the row of the batch
     length: bool = False  # whether a tensor says how many keys there are (a static cache)
     positions: bool = False  # whether sums read from tensors are compared that no index says
     rest: tuple[Formula, ...] = ()  # everything else that is asked for
-    # whether some query attends to nothing, or may: nobody has proved the contrary
-    empty: bool = False
+    empty: bool = False  # whether some query attends to nothing, or may: no proof of the contrary
 
     @property
     def is_plain(self) -> bool:
@@ -103,19 +82,14 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Return the form of a mask whose last two axes are query and key.
-
-    Args:
-        formula: Which keys count.
-        shape: The sizes of the axes: the batch's, then queries and keys.
-    """
-    formula = decided(formula, shape)
+    """Return the form of a mask over axes of a shape, of which the last two are query and key."""
+    formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()
-    if formula == FALSE:
+    if formula == algebra.FALSE:
         return Form(keys=0, empty=True)
     form = Form()
-    for part in formula.parts if isinstance(formula, All) else {formula}:
+    for part in formula.parts if isinstance(formula, algebra.All) else {formula}:
         form = _with_part(form, part, len(shape))
     form = _without_what_follows(form, shape[-2], shape[-1])
     return form if _leaves_every_query_a_key(formula, form, shape) else replace(form, empty=True)
@@ -133,7 +107,7 @@ def _with_part(form: Form, part: Formula, rank: int) -> Form:
             return _least(form, "keys", constant + 1, part)
         if _is_length(part) and terms.get(key) == -1:
             form = replace(form, length=True)
-    touched = axes_in(part)
+    touched = algebra.axes_in(part)
     row = {Axis(0)} if rank > 2 else set()
     if touched <= {*row, key}:
         return replace(form, tables=(*form.tables, part))
@@ -156,7 +130,7 @@ def _is_length(part: Formula) -> bool:
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or len(terms) == 1:
         return False
-    return not any(terms.get(own, 0) < 0 for own in axes_in(reads[0]))
+    return not any(terms.get(own, 0) < 0 for own in algebra.axes_in(reads[0]))
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
@@ -164,7 +138,7 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
     mine, theirs = Linear(total.constant), Linear()
     for term, times in total.terms.items():
         one = Linear(0, {term: times})
-        touched = axes_in(one)
+        touched = algebra.axes_in(one)
         if key not in touched:
             mine = mine + one
         elif query not in touched:
@@ -221,8 +195,8 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
         if shift is None:
             continue
         is_there = [shift >= 0, shape[-2] + shift <= shape[-1]]
-        by = {**same_axes(rank), rank - 1: axis(rank - 2) + shift}
-        seen = decided(substituted(formula, by), shape) == TRUE
+        by = {**algebra.same_axes(rank), rank - 1: axis(rank - 2) + shift}
+        seen = algebra.decided(algebra.substituted(formula, by), shape) == TRUE
         if seen and all(map(compat.statically_true, is_there)):
             return True
     return False
@@ -230,22 +204,21 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 def key_table(form: Form, rank: int) -> Formula:
     """Return which keys count in which row of the batch; TRUE where no table is asked."""
-    bound = TRUE if form.keys is None else at_least_zero(-axis(rank - 1) + (form.keys - 1))
-    return both(bound, *form.tables)
+    if form.keys is None:
+        return algebra.both(*form.tables)
+    bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))
+    return algebra.both(bound, *form.tables)
 
 
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
     """Compare positions by index where equal ids say that they run on without a break.
 
-    Args:
-        formula: Which keys count.
-        positions: For a read of ids, the position at the same index: where two ids of a row are
-            equal, the positions between them go up by one.
-        rank: How many axes there are; the last two are query and key.
+    ``positions`` has for a read of ids the position at the same index: where two ids of a row are
+    equal, the positions between them go up by one. The last two axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """
-    if not isinstance(formula, All):
+    if not isinstance(formula, algebra.All):
         return formula
     query, key = axis(rank - 2), axis(rank - 1)
     swaps = [
@@ -255,7 +228,7 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
         for one, other in _pairs(part.sum)
         if one in positions
         and other in positions
-        and substituted(one, {**same_axes(rank), rank - 2: key}) == other
+        and algebra.substituted(one, {**algebra.same_axes(rank), rank - 2: key}) == other
         and (one.at[-1:], other.at[-1:]) == ((query,), (key,))
     ]
     found: list[Formula] = []
@@ -263,7 +236,7 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
         for mine, theirs in swaps:
             part = _swapped(part, mine - theirs, query - key)
         found.append(part)
-    return both(*found)
+    return algebra.both(*found)
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
@@ -288,4 +261,4 @@ def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
     total = part.sum - difference.times(times) + by.times(times)
     if set(difference.terms) & set(total.terms):
         return part
-    return at_least_zero(total) if isinstance(part, AtLeastZero) else is_zero(total)
+    return algebra.at_least_zero(total) if isinstance(part, AtLeastZero) else algebra.is_zero(total)

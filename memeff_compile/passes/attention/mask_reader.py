@@ -15,8 +15,7 @@ import torch
 from torch.fx import Node
 
 from ... import compat
-from ...compat import OpOverload
-from ..graph.canonical import PREVIOUS, Call, aten, named, read, read_one
+from ..graph.canonical import PREVIOUS, Call, aten, call_of, named, read
 from ..graph.graph_info import GraphInfo, same_shape
 from . import mask_algebra as algebra
 from .mask_algebra import Cases, Flag, Formula, Linear, Magnitude, Scalar, Size, Unknown
@@ -73,14 +72,9 @@ class MaskReader:
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask lets through, over the axes of the scores.
+        """Return which keys a mask lets through, over the axes of scores of a shape.
 
-        Args:
-            node: The mask.
-            shape: The sizes of the scores, which the mask broadcasts to.
-
-        Returns:
-            None for a mask that is (or may be) a bias.
+        None for a mask that is (or may be) a bias.
         """
         try:
             scalar = broadcast(self.read(node), tuple(shape))
@@ -91,8 +85,6 @@ class MaskReader:
         except (CannotRead, algebra.TooLarge):
             return None
         return Mask(found, algebra.values_taken(scalar))
-
-    # --- runs of positions ------------------------------------------------------------------------
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
         """Return, for each read of ids that count the breaks in positions, the position there."""
@@ -112,9 +104,9 @@ class MaskReader:
         """
         if node.graph is not self.info.gm.graph:
             return None if self.parent is None else self.parent._counted_breaks(node)
-        counted = _single(node, aten.cumsum.default)
-        breaks = None if counted is None else _single(counted.args["self"], aten.ne.Scalar)
-        steps = None if breaks is None else _single(breaks.args["self"], aten.diff.default)
+        counted = call_of(node, aten.cumsum.default)
+        breaks = None if counted is None else call_of(counted.args["self"], aten.ne.Scalar)
+        steps = None if breaks is None else call_of(breaks.args["self"], aten.diff.default)
         if counted is None or breaks is None or steps is None or breaks.args["other"] != 1:
             return None
         positions = steps.args["self"]
@@ -130,8 +122,6 @@ class MaskReader:
         is_step = steps.args["n"] == 1 and steps.args["append"] is None and _is_one(first.shape[-1])
         are_integers = tensor.dtype in _INTEGERS and result.dtype in _INTEGERS
         return self.read(positions) if is_along and is_step and are_integers else None
-
-    # --- nodes ------------------------------------------------------------------------------------
 
     def _read_node(self, node: Node) -> Value:
         tensor = self.info.value(node)
@@ -164,12 +154,6 @@ class MaskReader:
         if not self.info.may_be_written(node):
             return self._values[node]
         return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
-
-
-def _single(node: Any, op: OpOverload) -> Call | None:
-    """Return the one call of ``op`` that a node stands for, or None."""
-    call = read_one(node) if isinstance(node, Node) else None
-    return call if call is not None and call.op is op else None
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
@@ -246,17 +230,9 @@ class _Operands:
 
     def __init__(self, reader: MaskReader, node: Node, call: Call, previous: Value | None) -> None:
         self._reader, self._node, self._call, self._previous = reader, node, call, previous
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the node's result."""
-        dtype: torch.dtype = compat.example_value(self._node).dtype
-        return dtype
-
-    @property
-    def shape(self) -> tuple[Size, ...]:
-        """The shape of the node's result."""
-        return tuple(compat.example_value(self._node).shape)
+        result = reader.info.value(node)
+        self.dtype: torch.dtype = result.dtype
+        self.shape: tuple[Size, ...] = tuple(result.shape)
 
     def given(self, name: str) -> Any:
         """Return an argument as it stands in the call."""
@@ -276,8 +252,7 @@ class _Operands:
 
     def as_value(self, given: Any) -> Value:
         """Return anything that stands where a tensor may stand."""
-        if given is PREVIOUS:
-            assert self._previous is not None
+        if given is PREVIOUS and self._previous is not None:
             return self._previous
         if isinstance(given, Node):
             known = compat.example_value(given)
@@ -463,7 +438,6 @@ def _index(given: _Operands) -> Value:
     first, last = places[0], places[-1]
     _require(last - first + 1 == len(places))
     indices = [given.as_value(chosen[p]) for p in places]
-    _require(all(isinstance(index.scalar, Linear) for index in indices))
     shape = _common_shape([index.shape for index in indices])
     rank = len(shape)
     at: list[Linear] = []
@@ -480,8 +454,7 @@ def _index(given: _Operands) -> Value:
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
     """Return an index as a sum over the result's axes; it must not count from the end."""
-    total = broadcast(index, shape)
-    assert isinstance(total, Linear)
+    total = _sum(broadcast(index, shape))
     low, high = total.lowest(shape), total.highest(shape)
     _require(low is not None and compat.statically_true(low >= 0))
     _require(high is not None and compat.statically_true(high < size))
@@ -545,9 +518,13 @@ def _compared_magnitudes(
 
 def _magnitude(given: _Operands) -> Value:
     value = given.value()
-    if not isinstance(value.scalar, Linear):
+    return Value(value.shape, Magnitude(_sum(value.scalar)))
+
+
+def _sum(scalar: Scalar) -> Linear:
+    if not isinstance(scalar, Linear):
         raise CannotRead
-    return Value(value.shape, Magnitude(value.scalar))
+    return scalar
 
 
 def _as_cases(scalar: Scalar) -> Cases:
@@ -566,9 +543,10 @@ def _one_where(condition: Formula) -> Cases:
 
 def _whole_number(scalar: Scalar) -> int:
     """Return the one number that a sum is everywhere."""
-    if isinstance(scalar, Linear) and scalar.is_constant and isinstance(scalar.constant, int):
-        return scalar.constant
-    raise CannotRead
+    total = _sum(scalar)
+    if not total.is_constant or not isinstance(total.constant, int):
+        raise CannotRead
+    return total.constant
 
 
 def _sum_of(sign: int) -> Callable[[_Operands], Value]:
@@ -643,9 +621,8 @@ def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
         raise CannotRead
     if isinstance(other, (Cases, Unknown, Magnitude)):
         raise CannotRead
-    return algebra.either(
-        algebra.both(condition, then), algebra.both(algebra.negated(condition), other)
-    )
+    refused = algebra.negated(condition)
+    return algebra.either(algebra.both(condition, then), algebra.both(refused, other))
 
 
 def _where(given: _Operands) -> Value:
@@ -695,21 +672,16 @@ def _diff(given: _Operands) -> Value:
     """Read differences of neighbours that are the same everywhere, a prepended one included."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
-    scalar = value.scalar
-    if given.plain("n") != 1 or given.has("append") or not isinstance(scalar, Linear):
-        raise CannotRead
+    _require(given.plain("n") == 1 and not given.has("append"))
     index = [algebra.axis(p) for p in range(len(value.shape))]
     index[place] = index[place] + 1
-    step = algebra.substituted(scalar, dict(enumerate(index))) - scalar
+    step = _sum(value.scalar_at(index)) - _sum(value.scalar)
     _require(step.is_constant)
     if given.has("prepend"):
         before = given.value("prepend")
         _require(_is_one(before.shape[place]))
         index[place] = Linear()
-        start, earlier = value.scalar_at(index), before.scalar_at(index)
-        if not isinstance(start, Linear) or not isinstance(earlier, Linear):
-            raise CannotRead
-        _require(start - earlier == step)
+        _require(_sum(value.scalar_at(index)) - _sum(before.scalar_at(index)) == step)
     return Value(given.shape, step)
 
 

@@ -17,22 +17,8 @@ from ... import compat
 from ..graph.canonical import aten
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, same_shape
-from .mask_algebra import (
-    All,
-    AtLeastZero,
-    Axis,
-    Fixed,
-    Flag,
-    Formula,
-    IsZero,
-    Linear,
-    Not,
-    Read,
-    Size,
-    Some,
-    axes_in,
-    reads_in,
-)
+from . import mask_algebra as algebra
+from .mask_algebra import Axis, Formula, Linear, Read, Size
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,7 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
     That is behind the last node it reads, or behind the last moment at which one was read whose
     memory changes: nothing may write to what is read from its reading to there.
     """
-    reads = sorted(reads_in(content), key=str)
+    reads = sorted(algebra.reads_in(content), key=str)
     level = info
     while reads and not any(read.node.graph is level.gm.graph for read in reads):
         if level.parent is None:
@@ -110,33 +96,31 @@ class _Writer:
         content = self.table.content
         node = self.sum(content) if isinstance(content, Linear) else self.truth(content)
         node = self.editor.cast(node, self.table.dtype)
-        rows = self.batch if self.row in axes_in(content) else 1
+        rows = self.batch if self.row in algebra.axes_in(content) else 1
         if not same_shape(compat.example_value(node).shape, (rows, self.length)):
             shape = [self.editor.size(rows), self.editor.size(self.length)]
             node = self.editor.call(aten.expand.default, node, shape)
         return self.editor.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
-    # --- truth values -----------------------------------------------------------------------------
-
     def truth(self, formula: Formula) -> Node:
         """Write a truth value."""
         call = self.editor.call
         match formula:
-            case Fixed(value):
+            case algebra.Fixed(value):
                 return self._full(value, torch.bool)
-            case AtLeastZero(total):
+            case algebra.AtLeastZero(total):
                 return call(aten.ge.Scalar, self.sum(total), 0)
-            case IsZero(total):
+            case algebra.IsZero(total):
                 return call(aten.eq.Scalar, self.sum(total), 0)
-            case Not(IsZero(total)):
+            case algebra.Not(algebra.IsZero(total)):
                 return call(aten.ne.Scalar, self.sum(total), 0)
-            case Flag(read):
+            case algebra.Flag(read):
                 return self.read(read)
-            case Not(part):
+            case algebra.Not(part):
                 return call(aten.logical_not.default, self.truth(part))
-            case All(parts):
+            case algebra.All(parts):
                 return self._joined(aten.logical_and.default, parts)
-            case Some(parts):
+            case algebra.Some(parts):
                 return self._joined(aten.logical_or.default, parts)
         raise AssertionError(formula)
 
@@ -149,8 +133,6 @@ class _Writer:
     def _full(self, value: bool | int, dtype: torch.dtype) -> Node:
         how = {"dtype": dtype, "device": self.table.device}
         return self.editor.call(aten.full.default, [1, 1], value, **how)
-
-    # --- sums -------------------------------------------------------------------------------------
 
     def sum(self, total: Linear) -> Node:
         """Write a sum in 64 bits."""
@@ -175,8 +157,6 @@ class _Writer:
         how = {"dtype": torch.int64, "device": self.table.device}
         line = self.editor.call(aten.arange.default, size, **how)
         return self.editor.call(aten.unsqueeze.default, line, 1 if axis == self.row else 0)
-
-    # --- reads ------------------------------------------------------------------------------------
 
     def read(self, read: Read) -> Node:
         """Write the values of a node at an index; integers in 64 bits."""

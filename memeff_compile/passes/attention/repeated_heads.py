@@ -6,11 +6,12 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..graph.canonical import aten, read_one
+from ..graph.canonical import aten, call_of, read_one
 from ..graph.graph_info import GraphInfo, same_shape
 
 _MERGES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
-
+# What hands on what it is given; the result of index_copy_ is the cache it wrote to.
+_SAME = (aten.index_copy_.default, aten.contiguous.default, aten.alias.default)
 REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of what repeats heads
 
 
@@ -23,9 +24,7 @@ def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] 
     before = info.tensor(source)
     if before is None or not isinstance(source, Node):
         return None
-    if call.op is aten.index_copy_.default:  # its result is the cache it wrote to
-        return [node], source, 1
-    if call.op in (aten.contiguous.default, aten.alias.default):
+    if call.op in _SAME:
         return [node], source, 1
     if call.op is aten.repeat_interleave.self_int:
         times, dim = call.args["repeats"], call.args["dim"]
@@ -38,14 +37,11 @@ def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] 
 
 def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node], Node, Any] | None:
     """Read ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)``."""
-    expand = read_one(wide)
-    if expand is None or expand.op is not aten.expand.default:
+    expand = call_of(wide, aten.expand.default)
+    added = None if expand is None else call_of(expand.args["self"], aten.unsqueeze.default)
+    if expand is None or added is None or added.args["dim"] not in (2, -3):
         return None
-    narrow = expand.args["self"]
-    added = read_one(narrow)
-    if added is None or added.op is not aten.unsqueeze.default or added.args["dim"] not in (2, -3):
-        return None
-    source = added.args["self"]
+    narrow, source = expand.args["self"], added.args["self"]
     cache, spread, whole = (info.tensor(n) for n in (source, wide, node))
     if cache is None or spread is None or whole is None or cache.dim() != 4 or spread.dim() != 5:
         return None

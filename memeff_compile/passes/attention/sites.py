@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from ... import compat
 from ..graph.base import Decline, mutated
-from ..graph.canonical import Call, aten, named, read_one
+from ..graph.canonical import Call, aten, call_of, named, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .mask_algebra import MASKED
 
@@ -35,8 +35,7 @@ class Site:
     key: Node
     value: Node
     mask: Node | None = None
-    # whether the mask is true where a key is taken away, as in ``masked_fill``
-    takes_away: bool = False
+    takes_away: bool = False  # whether it is true where a key is taken away, as in ``masked_fill``
     # what takes the place of masked scores; None where the mask is added or a call's own
     fill: float | None = None
     masked_in: torch.dtype | None = None  # the dtype in which a chain adds its mask or fills it in
@@ -44,8 +43,7 @@ class Site:
     causal: bool = False
     scale: Any = None
     grouped: bool = False
-    # what stands between the operands and the result; empty for a single call
-    between: list[Node] = field(default_factory=list)
+    between: list[Node] = field(default_factory=list)  # operands and result; empty for a call
     # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
     # scale, the softcap and the dropout of a config are symbols
     numbers: list[Node] = field(default_factory=list)
@@ -76,8 +74,7 @@ def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
 
 
 def _single_call(info: GraphInfo, node: Node) -> Site | Decline | None:
-    call = read_one(node)
-    if call is None or call.op is not aten.scaled_dot_product_attention.default:
+    if (call := call_of(node, aten.scaled_dot_product_attention.default)) is None:
         return None
     given = call.args
     if any(info.tensor(given[name]) is None for name in ("query", "key", "value")):
@@ -186,8 +183,7 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 def _product(node: Any) -> tuple[Node, Node] | None:
     """Return the operands of a matrix product."""
-    call = read_one(node) if isinstance(node, Node) else None
-    if call is None or call.op is not aten.matmul.default:
+    if (call := call_of(node, aten.matmul.default)) is None:
         return None
     left, right = call.args["self"], call.args["other"]
     return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
@@ -197,26 +193,24 @@ _PASSES_ON = named("to dropout contiguous clone alias slice")
 
 
 def _follow_weights(softmax: Node) -> _Weights | Decline | None:
-    current, steps = softmax, list[Node]()
-    others: list[Node] = []
+    current, steps, others = softmax, list[Node](), list[Node]()
     for _ in range(MAX_STEPS):
         forward = [user for user in current.users if _passes_on(user, current)]
-        products = [user for user in current.users if _multiplied(user, current) is not None]
-        onward = products or forward
-        if not onward:
+        multiplied = ((user, _multiplied(user, current)) for user in current.users)
+        products = [(user, value) for user, value in multiplied if value is not None]
+        onward = next(iter([*(user for user, _ in products), *forward]), None)
+        if onward is None:
             return None
-        others += [user for user in current.users if user is not onward[0]]
+        others += [user for user in current.users if user is not onward]
+        if products and others:
+            return _used_otherwise("weights", others[0])
         if products:
-            if others:
-                return _used_otherwise("weights", others[0])
             rates = {step: rate for step in steps if (rate := _dropout(step)) is not None}
-            for step, rate in rates.items():
-                if compat.known_number(rate) != 0:
-                    return _dropout_active(step)
-            value = _multiplied(products[0], current)
-            assert value is not None
-            return _Weights(products[0], value, steps, _nodes(*rates.values()))
-        current = onward[0]
+            active = (step for step, rate in rates.items() if compat.known_number(rate) != 0)
+            step = next(active, None)
+            weights = _Weights(*products[0], steps, _nodes(*rates.values()))
+            return weights if step is None else _dropout_active(step)
+        current = onward
         steps.append(current)
     return None
 
@@ -337,7 +331,7 @@ def _leads_to_product(node: Any) -> bool:
     for _ in range(MAX_STEPS):
         if _product(node) is not None:
             return True
-        call = read_one(node) if isinstance(node, Node) else None
+        call = read_one(node)
         if call is None or call.op.overloadpacket not in _STEPS:
             return False
         node = _scores_operand(call)
@@ -395,17 +389,13 @@ def _unknown_step(node: Node) -> Decline:
 
 def _untransposed(node: Node) -> Node | None:
     """Return the keys behind ``keys.transpose(-1, -2)``."""
-    call = read_one(node)
-    if call is None:
+    if (call := call_of(node, aten.transpose.int, aten.permute.default)) is None:
         return None
     if call.op is aten.transpose.int:
         is_last_two = {call.args["dim0"] % 4, call.args["dim1"] % 4} == {2, 3}
-    elif call.op is aten.permute.default:
-        is_last_two = [dim % 4 for dim in call.args["dims"]] == [0, 1, 3, 2]
     else:
-        return None
-    source = call.args["self"]
-    return source if is_last_two and isinstance(source, Node) else None
+        is_last_two = [dim % 4 for dim in call.args["dims"]] == [0, 1, 3, 2]
+    return call.args["self"] if is_last_two else None
 
 
 def subclass(kind: str, node: Node | None = None) -> Decline:

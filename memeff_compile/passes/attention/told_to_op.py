@@ -46,24 +46,15 @@ _MOST_STEPS_TO_AN_INPUT = 40
 
 @dataclass(frozen=True)
 class Said:
-    """What the op is told.
+    """What the op is told."""
 
-    Args:
-        ahead, behind: How far ahead of a query and behind it a key may stand; None for any.
-        key_mask: Which keys count.
-        ids: What a query and its key must have in common.
-        softcap: What caps the scores, 0 for nothing.
-        empty_rows: What a query without keys gets: "zeros" or "mean".
-        reads_mask: Whether the mask itself is told, and nothing else.
-    """
-
-    ahead: Size | None = None
-    behind: Size | None = None
-    key_mask: Table | None = None
-    ids: tuple[Table, Table] | None = None
-    softcap: float = 0.0
-    empty_rows: str = "zeros"
-    reads_mask: bool = False
+    ahead: Size | None = None  # how far ahead of a query a key may stand; None for any
+    behind: Size | None = None  # how far behind it
+    key_mask: Table | None = None  # which keys count
+    ids: tuple[Table, Table] | None = None  # what a query and its key must have in common
+    softcap: float = 0.0  # what caps the scores, 0 for nothing
+    empty_rows: str = "zeros"  # what a query without keys gets: "zeros" or "mean"
+    reads_mask: bool = False  # whether the mask itself is told, and nothing else
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:

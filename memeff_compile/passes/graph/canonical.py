@@ -13,7 +13,7 @@ judge in the tests. A node neither tier can read is None: whoever asked declines
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,14 +70,34 @@ def read(node: Node) -> Reading | None:
         return None
 
 
-def read_one(node: Node) -> Call | None:
-    """Read ``node`` as exactly one call, or None."""
-    reading = read(node)
+def read_one(node: Any) -> Call | None:
+    """Read ``node`` as exactly one call, or None; what is no node is none."""
+    reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
+
+
+def call_of(node: Any, *ops: OpOverload) -> Call | None:
+    """Read ``node`` as exactly one call of one of some ops, or None."""
+    call = read_one(node)
+    return call if call is not None and call.op in ops else None
+
+
+def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
+    """Follow calls of some ops back to what they were given; the nodes passed join ``way``."""
+    while (call := call_of(node, *ops)) is not None:
+        if way is not None and node not in way:
+            way.append(node)
+        node = call.args["self"]
+    return node
 
 
 class _CannotBind(Exception):
     """The arguments do not fit the schema."""
+
+
+def _require(holds: Any) -> None:
+    if not holds:
+        raise _CannotBind
 
 
 _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "self"}
@@ -89,14 +109,12 @@ def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     bound: dict[str, Any] = {}
     positional = [a for a in schema.arguments if not a.kwarg_only]
     names = {a.name for a in schema.arguments}
-    if len(args) > len(positional):
-        raise _CannotBind
+    _require(len(args) <= len(positional))
     for argument, value in zip(positional, args, strict=False):
         bound[argument.name] = value
     for key, value in kwargs.items():
         name = key if key in names else _RENAMED.get(key, key)
-        if name not in names or name in bound:
-            raise _CannotBind
+        _require(name in names and name not in bound)
         bound[name] = value
     ordered: dict[str, Any] = {}
     for argument in schema.arguments:
@@ -104,12 +122,10 @@ def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
             value = bound[argument.name]
             if getattr(argument, "N", None) is not None and _is_integer(value):
                 value = [value]  # a fixed-size list such as int[1] takes a bare integer
-            if not _fits(value, argument.type):
-                raise _CannotBind
-        elif argument.has_default_value():
-            value = argument.default_value
+            _require(_fits(value, argument.type))
         else:
-            raise _CannotBind
+            _require(argument.has_default_value())
+            value = argument.default_value
         ordered[argument.name] = value
     return Call(op, ordered)
 
@@ -197,8 +213,7 @@ def _cast(dtype: torch.dtype) -> _Reader:
     """Read ``x.float()`` and its kin as ``x.to(dtype)``."""
 
     def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-        if len(args) != 1 or kwargs:
-            raise _CannotBind
+        _require(len(args) == 1 and not kwargs)
         return (bind(aten.to.dtype, (args[0], dtype), {}),)
 
     return reader
@@ -206,18 +221,13 @@ def _cast(dtype: torch.dtype) -> _Reader:
 
 def _to(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read every form of ``Tensor.to`` as a dtype cast when the device stays where it is."""
-    if not args or not _is_tensor(args[0]):
-        raise _CannotBind
+    _require(args and _is_tensor(args[0]))
     source, result = compat.example_value(args[0]), compat.example_value(node)
-    if not isinstance(result, torch.Tensor):
-        raise _CannotBind
-    known = all(
-        isinstance(a, (torch.dtype, torch.device, str, bool)) or _is_tensor(a) for a in args[1:]
-    )
-    if not known or set(kwargs) - {"dtype", "device", "non_blocking", "copy", "other"}:
-        raise _CannotBind
-    if source.device != result.device or True in args[1:] or kwargs.get("copy"):
-        raise _CannotBind
+    kinds = (torch.dtype, torch.device, str, bool)
+    _require(isinstance(result, torch.Tensor))
+    _require(all(isinstance(a, kinds) or _is_tensor(a) for a in args[1:]))
+    _require(not set(kwargs) - {"dtype", "device", "non_blocking", "copy", "other"})
+    _require(source.device == result.device and True not in args[1:] and not kwargs.get("copy"))
     return (bind(aten.to.dtype, (args[0], result.dtype), {}),)
 
 
@@ -238,11 +248,9 @@ def _by_name(
     names: Sequence[str], required: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return arguments by name, of which the first few are required."""
-    if len(args) > len(names) or set(kwargs) - set(names):
-        raise _CannotBind
+    _require(len(args) <= len(names) and not set(kwargs) - set(names))
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if not given.keys() >= set(names[:required]) or given.get("inplace"):
-        raise _CannotBind
+    _require(given.keys() >= set(names[:required]) and not given.get("inplace"))
     return given
 
 
@@ -251,8 +259,7 @@ def _embedding(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Readi
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
     given = _by_name(names, 2, args, kwargs)
     padding = given.get("padding_idx")
-    if given.get("max_norm") is not None or (padding is not None and padding < 0):
-        raise _CannotBind
+    _require(given.get("max_norm") is None and (padding is None or padding >= 0))
     padding = -1 if padding is None else padding
     flags = (given.get("scale_grad_by_freq", False), given.get("sparse", False))
     return (bind(aten.embedding.default, (given["weight"], given["input"], padding, *flags), {}),)
@@ -274,8 +281,7 @@ def _activation(packet: OpOverloadPacket) -> _Reader:
 
 def _where_method(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read ``x.where(condition, other)``: the ATen op takes the condition first."""
-    if len(args) != 3 or kwargs:
-        raise _CannotBind
+    _require(len(args) == 3 and not kwargs)
     return (_bind_packet(aten.where, (args[1], args[0], args[2]), {}),)
 
 
@@ -287,8 +293,7 @@ def _reduction(given: Mapping[str, Any]) -> int:
     old = given.get("size_average"), given.get("reduce")
     if old != (None, None):
         reduction = compat.reduction_of(*old)
-    if reduction not in _REDUCTIONS:
-        raise _CannotBind
+    _require(reduction in _REDUCTIONS)
     return _REDUCTIONS[reduction]
 
 
@@ -307,8 +312,7 @@ def _created(name: str, leading: int = 0) -> _Reader:
 
 def _scalar_tensor(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read ``torch.tensor(0.5)``, a number without axes, as ``full``."""
-    if len(args) != 1 or not _is_number(args[0]) or isinstance(args[0], Node):
-        raise _CannotBind
+    _require(len(args) == 1 and _is_number(args[0]) and not isinstance(args[0], Node))
     kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
     dtype = kwargs.pop("dtype", None) or compat.example_value(node).dtype
     return (bind(aten.full.default, ([], args[0]), {**kwargs, "dtype": dtype}),)
@@ -342,49 +346,42 @@ def _softmax_like(packet: OpOverloadPacket) -> _Reader:
     def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
         kwargs.pop("_stacklevel", None)
         rest = [a for i, a in enumerate(args) if not (i == 2 and isinstance(a, int))]
-        if len(rest) == 3 and not isinstance(rest[2], (torch.dtype, type(None))):
-            raise _CannotBind
+        _require(len(rest) != 3 or isinstance(rest[2], (torch.dtype, type(None))))
         dim = kwargs.pop("dim", rest[1] if len(rest) > 1 else None)
         dtype = kwargs.pop("dtype", rest[2] if len(rest) > 2 else None)
         source = rest[0] if rest else kwargs.pop("input", None)
         kwargs.pop("input", None)
-        if dim is None or kwargs:
-            raise _CannotBind
+        _require(dim is not None and not kwargs)
         return (bind(packet.int, (source, dim, dtype), {}),)
 
     return reader
 
 
 def _einsum(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-    if kwargs or not args or not isinstance(args[0], str):
-        raise _CannotBind
+    _require(not kwargs and args and isinstance(args[0], str))
     operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
     return (bind(aten.einsum.default, (args[0], list(operands)), {}),)
 
 
 def _attribute(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-    """Read ``x.T``, ``x.mT``, ``x.H``: attributes Dynamo records as getattr."""
-    if len(args) != 2 or not _is_tensor(args[0]):
-        raise _CannotBind
+    """Read ``x.T`` and ``x.mT``: Dynamo records getattr, since torch 2.14 ops of their own."""
+    _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()
-    if args[1] == "T" and rank == 2:
+    if args[1] in ("T", aten.numpy_T) and rank == 2:
         return (bind(aten.t.default, (args[0],), {}),)
-    if args[1] == "mT" and rank >= 2:
-        return (bind(aten.transpose.int, (args[0], -2, -1), {}),)
-    raise _CannotBind
+    _require(args[1] in ("mT", aten.mT) and rank >= 2)
+    return (bind(aten.transpose.int, (args[0], -2, -1), {}),)
 
 
 def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read indexing as the slices, selects, new axes and gathers it is made of."""
     if not kwargs and len(args) == 2 and is_several(args[0]) and _is_integer(args[1]):
         return (_part(args[0], args[1]),)
-    if kwargs or len(args) != 2 or not _is_tensor(args[0]):
-        raise _CannotBind
+    _require(not kwargs and len(args) == 2 and _is_tensor(args[0]))
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     rank = compat.example_value(args[0]).dim()
     consumed = sum(_axes_taken(i) for i in index if i is not None and i is not Ellipsis)
-    if index.count(Ellipsis) > 1 or consumed > rank:
-        raise _CannotBind
+    _require(index.count(Ellipsis) <= 1 and consumed <= rank)
     calls: list[Call] = []
     current: Any = args[0]
     gathers: list[Any] = []
@@ -407,8 +404,7 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
             dim += 1
         elif isinstance(item, slice):
             bounds = (item.start, item.stop, item.step)
-            if any(not (b is None or _is_integer(b)) for b in bounds):
-                raise _CannotBind
+            _require(all(b is None or _is_integer(b) for b in bounds))
             if bounds != (None, None, None):
                 step = 1 if item.step is None else item.step
                 add(aten.slice.Tensor, dim, item.start, item.stop, step)
@@ -416,11 +412,10 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
             dim += 1
         elif _is_integer(item):
             add(aten.select.int, dim, item)
-        elif _is_tensor(item):
+        else:
+            _require(_is_tensor(item))
             gathers.append(item)
             dim += _axes_taken(item)
-        else:
-            raise _CannotBind
     if any(g is not None for g in gathers):
         while gathers and gathers[-1] is None:
             gathers.pop()
@@ -444,16 +439,14 @@ def _part(parted: Node, index: Any) -> Call:
     index %= len(parts)
     if call.op is aten.unbind.int:
         return bind(aten.select.int, (call.args["self"], call.args["dim"], index), {})
-    if call.op not in _CUTS:
-        raise _CannotBind
+    _require(call.op in _CUTS)
     dim, size = call.args["dim"], call.args.get("split_size")
     if isinstance(size, int):  # the last part may be shorter, by as much as a slice is cut off
         sizes: list[int | None] = [size] * (index + 1)
     else:
         sizes = [compat.known_size(part.shape[dim]) for part in parts[: index + 1]]
     known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
-        raise _CannotBind
+    _require(len(known) == len(sizes))
     start = sum(known[:-1])
     return bind(aten.slice.Tensor, (call.args["self"], dim, start, start + known[-1]), {})
 
@@ -559,6 +552,8 @@ def _read_by_table(node: Node) -> Reading | None:
     target, args, kwargs = node.target, node.args, dict(node.kwargs)
     if isinstance(target, OpOverload):
         return (bind(target, args, kwargs),)
+    if target in (aten.mT, aten.numpy_T) and not kwargs:
+        return _attribute(node, (*args, target), {})
     if isinstance(target, OpOverloadPacket):
         return (_bind_packet(target, args, kwargs),)
     try:
@@ -578,8 +573,7 @@ def _with_reflection(
     if node.target in _REFLECTED and len(args) == 2 and not _is_tensor(args[0]):
         args = (args[1], args[0])
     if "input" in kwargs:
-        if args:
-            raise _CannotBind
+        _require(not args)
         args = (kwargs.pop("input"),)
     return reader(node, args, kwargs)
 
@@ -607,9 +601,11 @@ def trace(node: Node) -> Reading | None:
         assert callable(node.target)
         return node.target(*args, **kwargs)
 
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     try:
         with torch.no_grad():
-            graph = compat.trace_one(run, values)
+            graph = make_fx(run, pre_dispatch=True)(*values).graph  # composite ops kept whole
     except Exception:
         # Whatever a lone node cannot do (data-dependent sizes, missing context) means: unread.
         return None

@@ -41,7 +41,7 @@ class Write:
     targets: tuple[Node, ...]
 
 
-_CHECKPOINT_NAMES = ("tag_activation_checkpoint",)
+_CHECKPOINTS = ("tag_activation_checkpoint",)
 
 
 @dataclass
@@ -101,8 +101,6 @@ class GraphInfo:
         """Return the one ATen call that a node stands for, however it was written, or None."""
         return read_one(node)
 
-    # --- values -----------------------------------------------------------------------------------
-
     def tensor(self, node: Any) -> torch.Tensor | None:
         """Return the fake tensor of ``node``, or None when it is not a recorded tensor."""
         value = compat.example_value(node) if isinstance(node, Node) else None
@@ -122,18 +120,16 @@ class GraphInfo:
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
         """Where the inputs say a symbolic size: its formula, and a node or a tensor's dimension."""
-        found: dict[Any, Node | tuple[Node, int]] = {}
+        said: dict[Any, Node | tuple[Node, int]] = {}
+        held: dict[Any, Node | tuple[Node, int]] = {}
         for node in self.placeholders:
             value = compat.example_value(node)
             if isinstance(value, torch.SymInt):
-                found[compat.size_formula(value)] = node
-        for node in self.placeholders:
-            value = compat.example_value(node)
-            sizes = value.shape if isinstance(value, torch.Tensor) else ()
-            for place, size in enumerate(sizes):
+                said[compat.size_formula(value)] = node
+            for place, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if not isinstance(size, int):
-                    found.setdefault(compat.size_formula(size), (node, place))
-        return found
+                    held.setdefault(compat.size_formula(size), (node, place))
+        return held | said
 
     def says(self, size: int | torch.SymInt) -> bool:
         """Return whether a size is a number, or made from sizes of the inputs."""
@@ -186,15 +182,14 @@ class GraphInfo:
     def bodies(self) -> Iterator[GraphInfo]:
         """Yield the bodies of activation checkpoints: the only nested graphs passes may edit."""
         for node in self.gm.graph.nodes:
-            if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
-                continue
-            if node.target.name() not in _CHECKPOINT_NAMES:
+            target = node.target
+            if not isinstance(target, HigherOrderOperator) or target.name() not in _CHECKPOINTS:
                 continue
             body = node.args[0] if node.args else None
-            if not isinstance(body, Node) or body.op != "get_attr":
+            if not isinstance(body, Node) or body.op != "get_attr" or len(body.users) != 1:
                 continue
             child = getattr(self.gm, str(body.target), None)
-            if isinstance(child, GraphModule) and len(body.users) == 1:
+            if isinstance(child, GraphModule):
                 region = self.regions[node]
                 yield GraphInfo(child, self.options, region, self, node, names=self.names)
 
@@ -214,8 +209,6 @@ class GraphInfo:
             return node
         outer = self.argument_of(node)
         return None if outer is None else self.parent.root_placeholder(outer)
-
-    # --- where it came from -----------------------------------------------------------------------
 
     def module_path(self, node: Node) -> str:
         """Return the module path ``node`` was called in, such as ``model.layers.0.mlp``."""
@@ -238,8 +231,6 @@ class GraphInfo:
         own = (frame for frame in reversed(frames) if "/torch/" not in frame[0])
         file, line, function, text = next(own, frames[-1])
         return f"{_short_path(file)}:{line} in {function}: {text.strip()}"
-
-    # --- writes -----------------------------------------------------------------------------------
 
     @cached_property
     def writes(self) -> list[Write]:
@@ -299,18 +290,11 @@ class GraphInfo:
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, bool]:
         """What is written to: storages, whether anything else, whether memory of the user's."""
-        keys: set[int] = set()
-        is_user_memory = False
-        for target in {target for write in self.writes for target in write.targets}:
-            value = self.tensor(target)
-            if value is None:
-                continue  # not a tensor: as in may_share_memory
-            key = _storage(value)
-            if key is None:
-                return keys, True, True
-            keys.add(key)
-            is_user_memory = is_user_memory or self._is_user_memory(value)
-        return keys, False, is_user_memory
+        targets = {target for write in self.writes for target in write.targets}
+        values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
+        keys = set(map(_storage, values))
+        is_user_memory = None in keys or any(map(self._is_user_memory, values))
+        return {key for key in keys if key is not None}, None in keys, is_user_memory
 
     def _is_user_memory(self, value: torch.Tensor) -> bool:
         """Return whether ``value`` lives in a graph input that is not a parameter or buffer."""
@@ -325,12 +309,10 @@ class GraphInfo:
             if held is None:
                 continue
             real, name = compat.example_input(placeholder), compat.source_name(placeholder)
-            is_ours = isinstance(real, torch.nn.Parameter) or any(
-                part in name for part in ("._parameters[", "._buffers[", "_modules[")
-            )
+            is_held = any(part in name for part in ("._parameters[", "._buffers[", "_modules["))
             key = _storage(held)
             if key is not None:
-                found.setdefault(key, not is_ours)
+                found.setdefault(key, not is_held and not isinstance(real, torch.nn.Parameter))
         return found
 
 
@@ -451,7 +433,7 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]
-    known = name in _PURE_HIGHER_ORDER or name in _CHECKPOINT_NAMES
+    known = name in _PURE_HIGHER_ORDER or name in _CHECKPOINTS
     if (known or modules) and not any(written_by(n) for b in modules for n in b.graph.nodes):
         return ()
     return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
@@ -459,11 +441,9 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
 
 def kind_among(nodes: Iterable[Node | None]) -> str:
     """Return the type of the first operand that is a subclass of tensors, or ""."""
-    for node in nodes:
-        value = None if node is None else compat.example_value(node)
-        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
-            return type(value).__name__
-    return ""
+    values = (compat.example_value(node) for node in nodes if node is not None)
+    odd = (v for v in values if isinstance(v, torch.Tensor) and not compat.is_fake(v))
+    return next((type(value).__name__ for value in odd), "")
 
 
 def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:

@@ -59,16 +59,14 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
     if cut is not None:
         return cut
     for tail in site.tails:
-        chain = tail.chain
-        folded = fold(chain.steps)
+        folded, moved = fold(tail.chain.steps), tail.chain.moved
         if isinstance(folded, Decline):
             return replace(folded, node=tail.node)
-        logits = info.value(tail.chain.node)
         if tail.kind != "loss":
-            if chain.moved and tail.kind not in STATISTICS:
+            if moved and tail.kind not in STATISTICS:
                 return Decline("unknown_step", "gather after moving the classes", node=tail.node)
             continue
-        if logits.dim() > 2 and not chain.moved:
+        if info.value(tail.chain.node).dim() > 2 and not moved:
             return Decline(
                 "class_dim_changed",
                 "the loss reads its classes from dimension 1 and the head's are last",
@@ -82,8 +80,8 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
         if weight is not None and weight.requires_grad:
             said = "the class weights need a gradient"
             return Decline("class_weight", said, "detach them", tail.node)
-    for tail in site.tails:
-        if tail.kind == "logit" and not has_sum(tail, site.tails):
+    for tail in (tail for tail in site.tails if tail.kind == "logit"):
+        if not has_sum(tail, site.tails):
             return Decline(
                 "logits_reused(gather)",
                 "single logits are gathered without their logsumexp over the same rows",
@@ -139,15 +137,13 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
     last = max((t.node for t in site.tails), key=lambda n: info.positions[n])
     if site.outputs:
         last = info.output
-    operands: list[Node] = [site.head.hidden, site.head.weight, *site.covered]
-    for tail in site.tails:
-        operands.extend((*tail.operands, *tail.chain.operands))
-    for output in site.outputs:
-        operands.extend(output.chain.operands)
-    if site.head.bias is not None:
-        operands.append(site.head.bias)
-    results = {t.node for t in site.tails}
-    writer = info.written_between([n for n in operands if n not in results], site.head.node, last)
+    head, results = site.head, {t.node for t in site.tails}
+    chains = [*(tail.chain for tail in site.tails), *(output.chain for output in site.outputs)]
+    operands = [head.hidden, head.weight, head.bias, *site.covered]
+    operands += [n for tail in site.tails for n in tail.operands]
+    operands += [n for chain in chains for n in chain.operands]
+    read = [n for n in operands if n is not None and n not in results]
+    writer = info.written_between(read, head.node, last)
     return None if writer is None else mutated(writer, site.tails[0].node)
 
 

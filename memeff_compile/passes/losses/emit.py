@@ -18,24 +18,25 @@ from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
 from ...logits.recipe import Modifiers
 from ...options import Options
-from ..graph.canonical import aten, named, read_one
+from ..graph.canonical import aten, call_of, named, read_one
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, Region, same_shape, written_by
 from .head import fold, replay_rows
 from .softmax import class_position
 from .tails import ENTROPIES, STATISTICS, Tail, is_silent
 
+# The op's results, a number per row each; the third is a weighted sum of logits.
+_NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
+
 
 def filter_settings(options: Options) -> dict[str, float | str | bool]:
     """Return the settings of a gradient filter that are not the op's own defaults."""
-    settings: dict[str, float | str | bool] = {}
-    if options.filter_level:
-        settings["filter_level"] = options.filter_level
-    if options.linear_cross_entropy_parts != "both":
-        settings["filter_parts"] = options.linear_cross_entropy_parts
-    if options.linear_cross_entropy_sort_vocabulary:
-        settings["sort_vocabulary"] = True
-    return settings
+    settings: dict[str, float | str | bool] = {
+        "filter_level": options.filter_level,
+        "filter_parts": options.linear_cross_entropy_parts,
+        "sort_vocabulary": options.linear_cross_entropy_sort_vocabulary,
+    }
+    return {name: value for name, value in settings.items() if value and value != "both"}
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
@@ -96,17 +97,13 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
     """Follow a target through reshapes and copies to a source that nobody writes to."""
-    while node is not None:
-        call = read_one(node)
-        if call is None or call.op not in _TARGET_MOVES:
-            return node
-        if call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32):
-            return node
+    while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
-        if any(info.may_write(write, (source,)) for write in info.writes):
-            return node
+        is_narrower = call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32)
+        if is_narrower or any(info.may_write(write, (source,)) for write in info.writes):
+            break
         node = source
-    return None
+    return node
 
 
 _TARGET_MOVES = named(
@@ -239,17 +236,15 @@ class GroupEmitter:
         smoothing = any(t.label_smoothing > 0 for t in self.group)
         column_weight = self.with_target.class_weight if smoothing and self.with_target else None
         options = self.info.options
+        operands = [self.hidden, weight, bias, self.target]
         if is_total(self.info, self.group):
-            self._total_call(weight, bias)
+            self._total_call(operands)
             return
         # What a call without metrics leaves at its defaults is not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
         self.op = e.call(
             op_folder.linear_cross_entropy,
-            self.hidden,
-            weight,
-            bias,
-            self.target,
+            *operands,
             column_weight,
             ignore_index=self.ignore_index,
             scale=self.modifiers.scale,
@@ -262,18 +257,17 @@ class GroupEmitter:
             **filter_settings(options),
         )
         asked = {
-            2: smoothing,
-            0: self._has("loss", "log_prob", "logit"),
-            1: smoothing or self._has("lse", "logit", "mean_logit"),
-            3: self._has(*ENTROPIES),
-            4: self._has("top"),
+            _LOGIT_SUM: smoothing,
+            _NLL: self._has("loss", "log_prob", "logit"),
+            _LSE: smoothing or self._has("lse", "logit", "mean_logit"),
+            _ENTROPY: self._has(*ENTROPIES),
+            _TOP: self._has("top"),
         }
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
-    def _total_call(self, weight: Node, bias: Node | None) -> None:
+    def _total_call(self, operands: Sequence[Node | None]) -> None:
         """Insert the op that returns the loss itself, and the gradients beside it."""
         e, tail = self.editor, self.group[0]
-        assert tail.ignore_index is not None
         row_weight = norm = None
         if tail.class_weight is not None or tail.reduction == 1:
             norm = kept = e.call(aten.ne.Scalar, self.target, tail.ignore_index)
@@ -281,46 +275,24 @@ class GroupEmitter:
                 wide = torch.float64 if self.head.compute_dtype == torch.float64 else torch.float32
                 norm = row_weight = self._row_weights(tail.class_weight, kept, wide)
             norm = e.call(aten.sum.default, norm) if tail.reduction == 1 else None
-        options = self.info.options
+        trained = map(self.info.tensor, operands[:3])
         self.op = e.call(
             op_folder.linear_cross_entropy_total,
-            self.hidden,
-            weight,
-            bias,
-            self.target,
+            *operands,
             row_weight,
             norm,
             ignore_index=tail.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
-            workspace=options.linear_cross_entropy_workspace,
-            output_mask=[self._trains(node) for node in (self.hidden, weight, bias)],
+            workspace=self.info.options.linear_cross_entropy_workspace,
+            output_mask=[value is not None and value.requires_grad for value in trained],
         )
         self.total = e.item(self.op, 0)
-
-    def _trains(self, node: Node | None) -> bool:
-        value = self.info.tensor(node)
-        return value is not None and value.requires_grad
 
     def _has(self, *kinds: str) -> bool:
         return any(tail.kind in kinds for tail in self.group)
 
-    @property
-    def nll(self) -> Node:
-        """Per-row losses."""
-        return self._row(0)
-
-    @property
-    def lse(self) -> Node:
-        """Per-row log-sum-exp."""
-        return self._row(1)
-
-    @property
-    def logit_sum(self) -> Node:
-        """Per-row weighted sums of logits."""
-        return self._row(2)
-
-    def _row(self, index: int) -> Node:
+    def _rows(self, index: int) -> Node:
         """Return one of the op's results as the tail at hand may read it."""
         item = self._items[index]
         value = self.info.tensor(item)
@@ -354,13 +326,12 @@ class GroupEmitter:
     def _target_rows(self) -> Node:
         """Give the targets the leading dimensions of the hidden states."""
         e = self.editor
-        if self.with_target is None:  # only logsumexp is asked for: any class will do
-            rows = e.call(aten.select.int, self.hidden, -1, 0)
-            return e.call(aten.zeros_like.default, rows, dtype=torch.int64)
-        assert self.with_target.target is not None
+        rows = partial(e.call, aten.select.int, self.hidden, -1, 0)
+        if self.with_target is None or self.with_target.target is None:
+            # Only logsumexp is asked for: any class will do.
+            return e.call(aten.zeros_like.default, rows(), dtype=torch.int64)
         shape = self.info.value(self.hidden).shape[:-1]
-        like = partial(e.call, aten.select.int, self.hidden, -1, 0)
-        return self._as_wide(self.with_target.target, shape, like)
+        return self._as_wide(self.with_target.target, shape, rows)
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
         """Give ``node`` a shape: that of what ``like`` makes where sizes are not known."""
@@ -374,36 +345,31 @@ class GroupEmitter:
         """Give ``node`` the shape of ``like``'s value."""
         return self._as_wide(node, self.info.value(like).shape, lambda: like)
 
-    def _typed(self, node: Node, like: Node) -> Node:
-        return self.editor.cast(node, self.info.value(like).dtype)
-
     def result(self, tail: Tail) -> Node:
         """Insert what ``tail`` computed, from the op's rows."""
         e = self.editor
         self._silent = is_silent(self.info, tail)
         if tail.kind == "loss":
-            return self._typed(self._loss(tail), tail.node)
-        if tail.kind in STATISTICS:
-            return self._typed(self._like_statistic(tail, self._statistic(tail.kind)), tail.node)
-        assert tail.target is not None
-        if tail.kind == "log_prob":
-            rows = e.call(aten.neg.default, self.nll)
+            found = self._loss(tail)
+        elif tail.kind in STATISTICS:
+            found = self._like_statistic(tail, self._statistic(tail.kind))
         else:
-            rows = e.call(aten.sub.Tensor, self.lse, self.nll)
-        return self._typed(self._shaped(rows, tail.target), tail.node)
+            if tail.kind == "log_prob":
+                found = e.call(aten.neg.default, self._rows(_NLL))
+            else:
+                found = e.call(aten.sub.Tensor, self._rows(_LSE), self._rows(_NLL))
+            found = self._shaped(found, tail.target or self.target)
+        return e.cast(found, self.info.value(tail.node).dtype)
 
     def _statistic(self, kind: str) -> Node:
         """Return a number per row of the op that ``kind`` names."""
-        e = self.editor
-        if kind == "lse":
-            return self.lse
-        if kind == "top":
-            return self._row(4)
-        entropy = self._row(3)
+        if kind in ("lse", "top"):
+            return self._rows(_LSE if kind == "lse" else _TOP)
+        entropy = self._rows(_ENTROPY)
         if kind == "neg_entropy":
-            return e.call(aten.neg.default, entropy)
+            return self.editor.call(aten.neg.default, entropy)
         if kind == "mean_logit":  # H = lse - sum of p z
-            return e.call(aten.sub.Tensor, self.lse, entropy)
+            return self.editor.call(aten.sub.Tensor, self._rows(_LSE), entropy)
         return entropy
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
@@ -426,9 +392,9 @@ class GroupEmitter:
         if self.total is not None:
             return self.total
         kept = e.call(aten.ne.Scalar, self.target, tail.ignore_index)
-        rows, norm = self.nll, kept
+        rows, norm = self._rows(_NLL), kept
         if tail.class_weight is not None:
-            norm = self._row_weights(tail.class_weight, kept, self.info.value(self.nll).dtype)
+            norm = self._row_weights(tail.class_weight, kept, self.info.value(rows).dtype)
             rows = e.call(aten.mul.Tensor, rows, norm)
         loss = self._reduce(tail, rows, norm)
         if tail.label_smoothing > 0:
@@ -436,10 +402,7 @@ class GroupEmitter:
             share = tail.label_smoothing / self._vocabulary()
             loss = e.call(aten.mul.Scalar, loss, 1.0 - tail.label_smoothing)
             loss = e.call(aten.add.Tensor, loss, e.call(aten.mul.Scalar, smooth, share))
-        if tail.reduction == 0:
-            assert tail.target is not None
-            return self._shaped(loss, tail.target)
-        return loss
+        return loss if tail.reduction else self._shaped(loss, tail.target or self.target)
 
     def _vocabulary(self) -> int:
         return int(self.info.value(self.head.weight).shape[1 if self.head.transposed else 0])
@@ -456,12 +419,13 @@ class GroupEmitter:
     def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
         """Sum over classes of weight * (lse - z), zero in ignored rows."""
         e = self.editor
+        lse = self._rows(_LSE)
         if tail.class_weight is None:
-            spread = e.call(aten.mul.Scalar, self.lse, float(self._vocabulary()))
+            spread = e.call(aten.mul.Scalar, lse, float(self._vocabulary()))
         else:
-            weight = e.call(aten.to.dtype, tail.class_weight, self.info.value(self.nll).dtype)
-            spread = e.call(aten.mul.Tensor, self.lse, e.call(aten.sum.default, weight))
-        rows = e.call(aten.sub.Tensor, spread, self.logit_sum)
+            weight = e.call(aten.to.dtype, tail.class_weight, self.info.value(lse).dtype)
+            spread = e.call(aten.mul.Tensor, lse, e.call(aten.sum.default, weight))
+        rows = e.call(aten.sub.Tensor, spread, self._rows(_LOGIT_SUM))
         zero = e.call(aten.zeros_like.default, rows)
         return e.call(aten.where.self, kept, rows, zero)
 

@@ -27,6 +27,7 @@ from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
 
 SMALLEST_VOCABULARY = 32  # fewer classes than this make logits too small to matter
+_HEAD_WIDTH = 4  # a head is wider than this times its input
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,15 @@ class HeadReader:
             current = operand
         return self.extend(Chain(head, (), node), upwards[::-1])
 
+    def is_wide(self, head: Head) -> bool:
+        """Return whether a linear layer is a head by its shape, and no wide one inside a model."""
+        weight, hidden = self.info.tensor(head.weight), self.info.tensor(head.hidden)
+        if weight is None or hidden is None or head.weight.op != "placeholder":
+            return False
+        vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
+        width = _HEAD_WIDTH * compat.size_hint(hidden.shape[-1])
+        return vocabulary >= SMALLEST_VOCABULARY and vocabulary > width
+
     def row_operand(self, node: Node) -> Node | None:
         """Return the operand whose rows ``node`` moves, casts or detaches; never traces."""
         reading = read(node)
@@ -181,8 +191,6 @@ class HeadReader:
             steps.append(step)
         return replace(chain, steps=tuple(steps), node=links[-1] if links else chain.node)
 
-    # --- the head ---------------------------------------------------------------------------------
-
     def _head(self, node: Node) -> Head | Decline | None:
         call = read_one(node)
         if call is None:
@@ -202,12 +210,10 @@ class HeadReader:
         return None
 
     def _product_head(self, node: Node, left: Node, right: Node, bias: Node | None) -> Head | None:
-        right_value, left_value = self.info.tensor(right), self.info.tensor(left)
-        if right_value is None or left_value is None:
+        value, left_value, added = map(self.info.tensor, (right, left, bias))
+        if value is None or left_value is None or value.dim() != 2 or left_value.dim() < 1:
             return None
-        if right_value.dim() != 2 or left_value.dim() < 1:
-            return None
-        if bias is not None and (b := self.info.tensor(bias)) is not None and b.dim() != 1:
+        if added is not None and added.dim() != 1:
             return None
         weight, transposed = self._untranspose(right)
         return self._make_head(node, left, weight, transposed, bias)
@@ -246,8 +252,6 @@ class HeadReader:
         if weight_value.dim() != 2 or result.dim() < 1:
             return None
         return Head(node, hidden, weight, transposed, bias, result.dtype)
-
-    # --- steps ------------------------------------------------------------------------------------
 
     def _reading(self, node: Node) -> Reading | None:
         return read(node) or (trace(node) if self.tracing else None)

@@ -15,27 +15,12 @@ from torch.fx import Node
 
 from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
-from ...logits.recipe import (
-    DeferredOutput,
-    GivenSize,
-    LogitsRecipe,
-    LogitsView,
-    LossSettings,
-)
+from ...logits.recipe import DeferredOutput, GivenSize, LogitsRecipe, LogitsView, LossSettings
 from ..graph.base import NOTED, Decline, Note
 from ..graph.canonical import aten, read
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
-from .head import (
-    POINTWISE,
-    SAME_OPS,
-    SMALLEST_VOCABULARY,
-    Chain,
-    HeadReader,
-    Step,
-    fold,
-    replay_rows,
-)
+from .head import POINTWISE, SAME_OPS, Chain, HeadReader, Step, fold, replay_rows
 
 NAME = NOTED
 
@@ -43,11 +28,6 @@ STALE_SENTENCE = (
     "out.logits is computed when first read; reading it after the weights changed raises "
     "StaleLogitsError; options={'memeff.logits': 'eager'} restores eager logits"
 )
-
-
-# A head is told from a wide layer inside a model by its width against that of its input.
-_HEAD_WIDTH = 4
-
 GATHERED_SENTENCE = (
     "out.logits is computed when first read; FSDP frees the gathered head in the backward pass, "
     "and a first read after loss.backward() raises StaleLogitsError; "
@@ -61,7 +41,6 @@ class LogitsOutput:
 
     node: Node
     chain: Chain
-    detached: bool
 
 
 @dataclass
@@ -83,20 +62,9 @@ def returned_logits(info: GraphInfo) -> list[Returned]:
         value = info.tensor(node)
         if isinstance(chain, Decline) or value is None or not value.requires_grad:
             continue
-        if _is_wide(info, chain):
-            found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain, chain.detached))
+        if reader.is_wide(chain.head):
+            found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain))
     return [Returned(head, outputs) for head, outputs in found.items()]
-
-
-def _is_wide(info: GraphInfo, chain: Chain) -> bool:
-    """Say whether a linear layer is a head by its shape."""
-    head = chain.head
-    weight, hidden = info.tensor(head.weight), info.tensor(head.hidden)
-    if weight is None or hidden is None or head.weight.op != "placeholder":
-        return False
-    vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
-    width = _HEAD_WIDTH * compat.size_hint(hidden.shape[-1])
-    return vocabulary >= SMALLEST_VOCABULARY and vocabulary > width
 
 
 def is_deferrable(info: GraphInfo, match: Returned) -> bool:
@@ -113,24 +81,28 @@ def is_unused(info: GraphInfo, match: Returned) -> bool:
 
 def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
     """Return why logits that are only returned cannot be deferred, or None."""
+    hint = "compute the loss inside the compiled function (pass labels=)"
+    alone = _not_deferrable(match.head, _why_no_loss(info, match), hint)
+    return alone or check(info, match.outputs)
+
+
+def _why_no_loss(info: GraphInfo, match: Returned) -> str:
+    """Say why no loss outside could use the op, or return nothing."""
     if compat.feeds_resumed_code(info.gm):
-        return _no_loss(match, "the function goes on behind this graph, which Dynamo had to cut")
+        return "the function goes on behind this graph, which Dynamo had to cut"
     chains = [output.chain for output in match.outputs]
     nodes = [match.head, *(step.node for chain in chains for step in chain.steps)]
     regions = [info.regions[node] for node in nodes]
     if any(not region.grad or region.inference for region in regions):
-        return _no_loss(match, "they are made where gradients or inference mode are switched")
-    head = chains[0].head
-    reason = _why_not_fused(info, chains)
+        return "they are made where gradients or inference mode are switched"
+    head, reason = chains[0].head, _why_not_fused(info, chains)
     if reason:
-        return _no_loss(match, reason)
-    operands = [head.hidden, head.weight, *nodes, *(n for chain in chains for n in chain.operands)]
-    writer = info.written_between(
-        operands if head.bias is None else [*operands, head.bias], match.head, info.output
-    )
-    if writer is not None:
-        return _no_loss(match, f"`{node_name(writer)}` writes in place to what they come from")
-    return check(info, match.outputs)
+        return reason
+    read = [head.hidden, head.weight, head.bias, *(n for c in chains for n in c.operands)]
+    operands = [*nodes, *(node for node in read if node is not None)]
+    writer = info.written_between(operands, match.head, info.output)
+    named = "" if writer is None else node_name(writer)
+    return f"`{named}` writes in place to what they come from" if named else ""
 
 
 def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
@@ -160,13 +132,9 @@ def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
     return sentence or ""
 
 
-def _no_loss(match: Returned, reason: str) -> Decline:
-    return Decline(
-        "logits_not_deferrable",
-        f"the logits are an output of the compiled graph and cannot be deferred: {reason}",
-        "compute the loss inside the compiled function (pass labels=)",
-        match.head,
-    )
+def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
+    said = "the logits are an output of the compiled graph and cannot be deferred"
+    return Decline("logits_not_deferrable", f"{said}: {reason}", hint, node) if reason else None
 
 
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
@@ -196,15 +164,8 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
             node,
         )
     reason = _why_not_deferrable(info, outputs)
-    if not reason:
-        return None
-    return Decline(
-        "logits_not_deferrable",
-        f"the logits are an output of the compiled graph and cannot be deferred: {reason}",
-        "set options={'memeff.logits': 'none'} if nobody reads out.logits, or return only the loss "
-        "from the compiled function",
-        node,
-    )
+    hint = "set options={'memeff.logits': 'none'} if nobody reads out.logits, or return only the "
+    return _not_deferrable(node, reason, f"{hint}loss from the compiled function")
 
 
 def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str:
@@ -245,7 +206,7 @@ def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
     way = [chain.head.node, *(step.node for step in chain.steps)]
     first = next(i for i, node in enumerate(way) if info.may_share_memory(node, output.node))
     chain = Chain(chain.head, chain.steps[:first], way[first])
-    return LogitsOutput(way[first], chain, chain.detached)
+    return LogitsOutput(way[first], chain)
 
 
 @dataclass(frozen=True)
@@ -397,8 +358,8 @@ def _planned(
         bias=None if head.bias is None else positions[head.bias],
         vectors=tuple(vectors),
         recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
-        detached=output.detached,
-        is_view=made._is_view() and not output.detached,
+        detached=output.chain.detached,
+        is_view=made._is_view() and not output.chain.detached,
         loss=None if options.linear_cross_entropy == "off" else LossSettings(workspace),
         views=views,
     )

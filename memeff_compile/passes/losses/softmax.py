@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from ..graph.base import Decline
-from ..graph.canonical import Call, aten, read_one
+from ..graph.canonical import Call, aten, call_of, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, HeadReader
 
@@ -77,8 +77,6 @@ class SoftmaxReader:
         opened = [node for node in joined if isinstance(node, Node)]
         return Soft(chain, (*soft.through, *reversed(links), *opened))
 
-    # --- the softmax itself -----------------------------------------------------------------------
-
     def _start_of_log_probs(self, node: Node) -> Soft | Decline | None:
         call = read_one(node)
         if call is None:
@@ -87,25 +85,21 @@ class SoftmaxReader:
             return self._over(call.args["self"], call.args["dim"], (node,))
         if call.op is aten.log.default:
             return _with(self.probs(call.args["self"]), node)
-        if call.op is aten.sub.Tensor and call.args["alpha"] == 1:
-            other = call.args["other"]
-            total = read_one(other) if isinstance(other, Node) else None
-            if total is None or total.op is not aten.logsumexp.default:
-                return None
-            if not total.args["keepdim"] or total.args["self"] is not call.args["self"]:
-                return None
-            return self._over(call.args["self"], total.args["dim"], (other, node))
-        return None
+        is_difference = call.op is aten.sub.Tensor and call.args["alpha"] == 1
+        other: Any = call.args["other"] if is_difference else None
+        total = call_of(other, aten.logsumexp.default)
+        if total is None or not total.args["keepdim"]:
+            return None
+        is_own = total.args["self"] is call.args["self"]
+        return self._over(call.args["self"], total.args["dim"], (other, node)) if is_own else None
 
     def _start_of_probs(self, node: Node) -> Soft | Decline | None:
-        call = read_one(node)
-        if call is None:
-            return None
-        if call.op is aten.softmax.int and self._keeps_precision(call):
-            return self._over(call.args["self"], call.args["dim"], (node,))
-        if call.op is aten.exp.default:
+        call = call_of(node, aten.softmax.int, aten.exp.default)
+        if call is not None and call.op is aten.exp.default:
             return _with(self.log_probs(call.args["self"]), node)
-        return None
+        if call is None or not self._keeps_precision(call):
+            return None
+        return self._over(call.args["self"], call.args["dim"], (node,))
 
     def _over(self, logits: Node, dim: Any, through: tuple[Node, ...]) -> Soft | Decline | None:
         """Read a softmax of ``logits``, which may be log-probabilities themselves."""
@@ -126,8 +120,6 @@ class SoftmaxReader:
         value, dtype = self.info.tensor(call.args["self"]), call.args["dtype"]
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
 
-    # --- what changes nothing ---------------------------------------------------------------------
-
     def _same_values(self, node: Node) -> Node | None:
         """Return x behind ``x.clamp(min=finfo.min)`` and behind a broadcast to x's own shape."""
         operand = broadcast_operand(node)
@@ -136,13 +128,11 @@ class SoftmaxReader:
             if before is None or after is None or not same_shape(before.shape, after.shape):
                 return None
             return operand
-        call, value = read_one(node), self.info.tensor(node)
-        if call is None or value is None or call.op is not aten.clamp.default:
+        call, value = call_of(node, aten.clamp.default), self.info.tensor(node)
+        if call is None or value is None or not value.dtype.is_floating_point:
             return None
-        source: Node = call.args["self"]
-        lowest = torch.finfo(value.dtype).min if value.dtype.is_floating_point else None
-        same = lowest is not None and call.args["max"] is None and call.args["min"] == lowest
-        return source if same else None
+        is_whole = call.args["max"] is None and call.args["min"] == torch.finfo(value.dtype).min
+        return call.args["self"] if is_whole else None
 
 
 def _with(soft: Soft | Decline | None, node: Node) -> Soft | None:
@@ -151,9 +141,7 @@ def _with(soft: Soft | Decline | None, node: Node) -> Soft | None:
 
 def broadcast_operand(node: Node) -> Node | None:
     """Return what ``broadcast_tensors(..)[i]`` is the broadcast of."""
-    if node.target is not operator.getitem:
-        return None
-    joined, index = node.args[0], node.args[1]
+    joined, index = node.args if node.target is operator.getitem else (None, None)
     if not isinstance(joined, Node) or not isinstance(index, int):
         return None
     if node_name(joined) != "broadcast_tensors" or joined.kwargs:

@@ -6,16 +6,17 @@ and all its tails. What looks like a loss and cannot be read is a Decline.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
 
 from ... import compat
+from ...compat import OpOverload
 from ...logits.recipe import Modifiers
 from ..graph.base import Decline
-from ..graph.canonical import aten, read_one
+from ..graph.canonical import aten, call_of, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, Head, HeadReader, fold
 from .outputs import LogitsOutput, is_deferrable, returned_logits
@@ -87,133 +88,115 @@ _TAIL_NAMES = frozenset(
 )
 
 
-def tails_of(info: GraphInfo, reader: HeadReader, node: Node) -> Iterable[Tail | Decline]:
-    """Yield what ``node`` reads from logits, or why it cannot be served."""
-    if node.op not in ("call_function", "call_method") or node_name(node) not in _TAIL_NAMES:
-        return
-    if node_name(node) == "getitem":
-        yield from _chosen_tail(info, reader, node)
-        return
-    call = read_one(node)
-    if call is None:
-        if "cross_entropy" in node_name(node) or "nll_loss" in node_name(node):
-            said = f"`{node_name(node)}` is called with arguments this pass does not read"
+class TailReader:
+    """Reads what nodes of one graph take from logits."""
+
+    def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
+        self.info, self.reader = info, reader
+        self.softmax = SoftmaxReader(info, reader)
+
+    def tails(self, node: Node) -> Iterable[Tail | Decline]:
+        """Yield what ``node`` reads from logits, or why it cannot be served."""
+        name = node_name(node)
+        if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
+            return
+        if name == "getitem":
+            yield from self._chosen(node)
+        elif (call := read_one(node)) is not None:
+            read = _READERS.get(call.op)
+            yield from () if read is None else read(self, node, call.args)
+        elif "cross_entropy" in name or "nll_loss" in name:
+            said = f"`{name}` is called with arguments this pass does not read"
             yield Decline("unreadable_loss", said, node=node)
-        return
-    a = call.args
-    if call.op is aten.cross_entropy_loss.default:
-        chain = reader.chain(a["self"])
-        yield from _loss_tail(info, reader, node, chain, a, a["label_smoothing"], ())
-    elif call.op is aten.nll_loss_nd.default:
-        yield from _nll_tail(info, reader, node, a)
-    elif call.op in (aten.gather.default, aten.take_along_dim.default):
-        yield from _gather_tail(info, reader, node, call.args)
-    elif call.op is aten.logsumexp.default:
-        yield from _lse_tail(info, reader, node, a)
-    elif call.op is aten.argmax.default:
-        yield from _top_tail(info, reader, node, a, ())
-    elif call.op is aten.sum.dim_IntList:
-        yield from _entropy_tail(info, reader, node, a)
 
+    def _lse(self, node: Node, a: Any) -> Iterable[Tail]:
+        dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
+        value = self.info.tensor(a["self"])
+        if value is None or len(dims) != 1 or dims[0] % value.dim() != value.dim() - 1:
+            return
+        chain = self.reader.chain(a["self"])
+        if isinstance(chain, Chain) and not chain.moved:
+            yield Tail(node, "lse", chain, keepdim=a["keepdim"])
 
-def _lse_tail(info: GraphInfo, reader: HeadReader, node: Node, a: Any) -> Iterable[Tail]:
-    dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
-    value = info.tensor(a["self"])
-    if value is None or len(dims) != 1 or dims[0] % value.dim() != value.dim() - 1:
-        return
-    chain = reader.chain(a["self"])
-    if isinstance(chain, Chain) and not chain.moved:
-        yield Tail(node, "lse", chain, keepdim=a["keepdim"])
+    def _cross_entropy(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
+        return self._loss(node, self.reader.chain(a["self"]), a, a["label_smoothing"])
 
-
-def _nll_tail(info: GraphInfo, reader: HeadReader, node: Node, a: Any) -> Iterable[Tail | Decline]:
-    soft = SoftmaxReader(info, reader).log_probs(a["self"])
-    if isinstance(soft, Decline):
-        yield replace(soft, node=node)
-    elif soft is not None:
-        yield from _loss_tail(info, reader, node, soft.chain, a, 0.0, soft.through)
-    elif a["self"].op != "placeholder":
-        yield Decline(
-            "not_log_softmax",
-            "nll_loss does not read a log_softmax over its classes",
-            "use cross_entropy, or take log_softmax of the logits over their classes",
-            node=node,
-        )
-
-
-def _loss_tail(
-    info: GraphInfo,
-    reader: HeadReader,
-    node: Node,
-    chain: Chain | Decline,
-    a: Any,
-    label_smoothing: Any,
-    through: tuple[Node, ...],
-) -> Iterable[Tail | Decline]:
-    target = info.tensor(a["target"])
-    if target is None or target.dtype.is_floating_point:
-        yield Decline(
-            "prob_targets",
-            "the targets are class probabilities, not class indices",
-            "pass integer class indices to use the fused loss",
-            node,
-        )
-        return
-    if isinstance(chain, Decline):
-        yield replace(chain, node=node)
-        return
-    settings = (a["reduction"], a["ignore_index"], label_smoothing)
-    reduction, ignore_index, smoothing = map(compat.known_number, settings)
-    if reduction is None or ignore_index is None or smoothing is None:
-        yield Decline(
-            "setting_not_constant",
-            f"`{node_name(node)}` gets an ignore_index or label_smoothing that varies from call to "
-            "call",
-            "give it a fixed number",
-            node,
-        )
-        return
-    yield Tail(
-        node,
-        "loss",
-        chain,
-        target=a["target"],
-        class_weight=a["weight"],
-        reduction=int(reduction),
-        ignore_index=int(ignore_index),
-        label_smoothing=float(smoothing),
-        through=through,
-        symbols=tuple(s for s in settings if isinstance(s, Node)),
-    )
-
-
-def _gather_tail(
-    info: GraphInfo, reader: HeadReader, node: Node, a: Any
-) -> Iterable[Tail | Decline]:
-    source = a["self"]
-    index, opened = _plain_index(info, a.get("index", a.get("indices")))
-    value, index_value = info.tensor(source), info.tensor(index)
-    if value is None or index_value is None or a["dim"] is None or value.dim() == 0:
-        return
-    if a["dim"] % value.dim() != value.dim() - 1 or index_value.dim() != value.dim():
-        return
-    if a.get("sparse_grad") or not compat.statically_true(index_value.shape[-1] == 1):
-        return
-    same_rows = same_shape(index_value.shape[:-1], value.shape[:-1])
-    soft = SoftmaxReader(info, reader).log_probs(source)
-    if isinstance(soft, Decline):
-        yield replace(soft, node=node)
-        return
-    chain = reader.chain(source) if soft is None else soft.chain
-    if isinstance(chain, Decline):
-        if node_name(source) == "log_softmax":
-            said = (
-                f"`{node_name(node)}` reads a log_softmax over another dimension than the classes"
+    def _nll(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
+        soft = self.softmax.log_probs(a["self"])
+        if isinstance(soft, Decline):
+            yield replace(soft, node=node)
+        elif soft is not None:
+            yield from self._loss(node, soft.chain, a, 0.0, soft.through)
+        elif a["self"].op != "placeholder":
+            yield Decline(
+                "not_log_softmax",
+                "nll_loss does not read a log_softmax over its classes",
+                "use cross_entropy, or take log_softmax of the logits over their classes",
+                node=node,
             )
-            yield Decline("unknown_step", said, node=node)
-        return
-    if not same_rows:
-        if soft is not None:
+
+    def _loss(
+        self,
+        node: Node,
+        chain: Chain | Decline,
+        a: Any,
+        label_smoothing: Any,
+        through: tuple[Node, ...] = (),
+    ) -> Iterable[Tail | Decline]:
+        target = self.info.tensor(a["target"])
+        if target is None or target.dtype.is_floating_point:
+            yield Decline(
+                "prob_targets",
+                "the targets are class probabilities, not class indices",
+                "pass integer class indices to use the fused loss",
+                node,
+            )
+            return
+        if isinstance(chain, Decline):
+            yield replace(chain, node=node)
+            return
+        settings = (a["reduction"], a["ignore_index"], label_smoothing)
+        reduction, ignore_index, smoothing = map(compat.known_number, settings)
+        if reduction is None or ignore_index is None or smoothing is None:
+            said = f"`{node_name(node)}` gets an ignore_index or label_smoothing that varies from "
+            hint = "give it a fixed number"
+            yield Decline("setting_not_constant", f"{said}call to call", hint, node)
+            return
+        yield Tail(
+            node,
+            "loss",
+            chain,
+            target=a["target"],
+            class_weight=a["weight"],
+            reduction=int(reduction),
+            ignore_index=int(ignore_index),
+            label_smoothing=float(smoothing),
+            through=through,
+            symbols=tuple(s for s in settings if isinstance(s, Node)),
+        )
+
+    def _gather(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
+        source = a["self"]
+        index, opened = _plain_index(self.info, a.get("index", a.get("indices")))
+        value, index_value = self.info.tensor(source), self.info.tensor(index)
+        if value is None or index_value is None or a["dim"] is None or value.dim() == 0:
+            return
+        if a["dim"] % value.dim() != value.dim() - 1 or index_value.dim() != value.dim():
+            return
+        if a.get("sparse_grad") or not compat.statically_true(index_value.shape[-1] == 1):
+            return
+        soft = self.softmax.log_probs(source)
+        if isinstance(soft, Decline):
+            yield replace(soft, node=node)
+            return
+        chain = self.reader.chain(source) if soft is None else soft.chain
+        if isinstance(chain, Decline):
+            if node_name(source) == "log_softmax":
+                said = f"`{node_name(node)}` reads a log_softmax over another dimension than the "
+                yield Decline("unknown_step", f"{said}classes", node=node)
+            return
+        has_same_rows = same_shape(index_value.shape[:-1], value.shape[:-1])
+        if not has_same_rows and soft is not None:
             yield Decline(
                 "rows_differ",
                 "the gathered index may have fewer rows than the log-probabilities",
@@ -221,9 +204,94 @@ def _gather_tail(
                 "equal but marked dynamic one by one are best marked by dynamic=True",
                 node,
             )
-        return
-    kind, through = ("logit", ()) if soft is None else ("log_prob", soft.through)
-    yield Tail(node, kind, chain, target=index, through=(*through, *opened))
+        if has_same_rows:
+            kind, through = ("logit", ()) if soft is None else ("log_prob", soft.through)
+            yield Tail(node, kind, chain, target=index, through=(*through, *opened))
+
+    def _chosen(self, node: Node) -> Iterable[Tail]:
+        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if nobody uses the values."""
+        pair, index = node.args
+        call = call_of(pair, aten.max.dim, aten.topk.default) if index in (1, -1) else None
+        if call is None or not isinstance(pair, Node):
+            return
+        others = [user for user in pair.users if user.args[1:] != node.args[1:]]
+        is_first = call.op is aten.max.dim or (call.args["k"] == 1 and call.args["largest"])
+        if is_first and not any(user.users for user in others):
+            yield from self._top(node, {"keepdim": True, **call.args}, (pair, *others))
+
+    def _top(self, node: Node, a: Any, through: tuple[Node, ...] = ()) -> Iterable[Tail]:
+        """Read an argmax over the classes of logits, or of their probabilities in any form."""
+        source = a["self"]
+        value = self.info.tensor(source)
+        if value is None or value.dim() == 0 or not isinstance(a["dim"], int):
+            return
+        soft = self.softmax.probs(source) or self.softmax.log_probs(source)
+        chain = soft.chain if isinstance(soft, Soft) else self.reader.chain(source)
+        if isinstance(chain, Decline):
+            return
+        if a["dim"] % value.dim() == class_position(chain, value.dim()):
+            before = soft.through if isinstance(soft, Soft) else ()
+            yield Tail(node, "top", chain, through=(*before, *through), keepdim=a["keepdim"])
+
+    def _entropy(self, node: Node, a: Any) -> Iterable[Tail]:
+        """Read a sum over the classes of p log p, p times the logits, or entr(p)."""
+        value, dims = self.info.tensor(a["self"]), a["dim"]
+        if value is None or value.dim() == 0 or dims is None or len(dims) != 1:
+            return
+        if a["dtype"] is not None and a["dtype"].itemsize < value.dtype.itemsize:
+            return
+        term, sign, between = _unsigned(a["self"])
+        call = call_of(term, aten.special_entr.default, aten.mul.Tensor)
+        if call is None:
+            return
+        if call.op is aten.mul.Tensor:
+            left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
+            factors: tuple[Node, ...] = (left[0], right[0])
+            found = self._weighted(*factors)
+            sign *= left[1] * right[1]
+            between = (*between, *left[2], *right[2])
+        else:
+            factors = (call.args["self"],)
+            probs = self.softmax.probs(*factors)
+            found = None if probs is None else ("entropy", probs)
+        if found is None:
+            return
+        kind, soft = found
+        if dims[0] % value.dim() != class_position(soft.chain, value.dim()):
+            return
+        if sign < 0:
+            kind = {"entropy": "neg_entropy", "neg_entropy": "entropy"}.get(kind, "")
+        if kind:
+            through = (*soft.through, term, *between)
+            how = {"keepdim": a["keepdim"], "factors": factors}
+            yield Tail(node, kind, soft.chain, through=through, **how)
+
+    def _weighted(self, left: Any, right: Any) -> tuple[str, Soft] | None:
+        """Read p times log p, or p times the logits, in either order."""
+        for first, second in ((left, right), (right, left)):
+            probs = self.softmax.probs(first)
+            if probs is None:
+                continue
+            logs = self.softmax.log_probs(second)
+            if isinstance(logs, Soft):
+                if _same_logits(probs.chain, logs.chain):
+                    return "neg_entropy", Soft(probs.chain, (*probs.through, *logs.through))
+                return None
+            chain = self.reader.chain(second) if isinstance(second, Node) else None
+            if isinstance(chain, Chain) and _same_logits(probs.chain, chain):
+                return "mean_logit", probs
+        return None
+
+
+_READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Decline]]] = {
+    aten.cross_entropy_loss.default: TailReader._cross_entropy,
+    aten.nll_loss_nd.default: TailReader._nll,
+    aten.gather.default: TailReader._gather,
+    aten.take_along_dim.default: TailReader._gather,
+    aten.logsumexp.default: TailReader._lse,
+    aten.argmax.default: TailReader._top,
+    aten.sum.dim_IntList: TailReader._entropy,
+}
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
@@ -231,8 +299,7 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 
     That is how torch.distributions gathers log-probabilities; the broadcast reads the logits.
     """
-    call = read_one(index)
-    if call is None or call.op is not aten.slice.Tensor:
+    if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
     broadcast: Node = call.args["self"]
     source = broadcast_operand(broadcast)
@@ -241,116 +308,19 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
     before, after = info.tensor(source), info.tensor(index)
     if before is None or after is None or not same_shape(before.shape, after.shape):
         return index, ()
-    joined = broadcast.args[0]
-    assert isinstance(joined, Node)
+    joined: Any = broadcast.args[0]
     return source, (joined, broadcast, index)
-
-
-def _chosen_tail(info: GraphInfo, reader: HeadReader, node: Node) -> Iterable[Tail]:
-    """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if nobody uses the values."""
-    pair, index = node.args
-    if index not in (1, -1) or not isinstance(pair, Node) or node_name(pair) not in ("max", "topk"):
-        return
-    call = read_one(pair)
-    others = [user for user in pair.users if user.args[1:] != node.args[1:]]
-    if call is None or any(user.users for user in others):
-        return
-    if call.op is aten.max.dim:
-        yield from _top_tail(info, reader, node, call.args, (pair, *others))
-    elif call.op is aten.topk.default and call.args["k"] == 1 and call.args["largest"]:
-        yield from _top_tail(info, reader, node, {**call.args, "keepdim": True}, (pair, *others))
-
-
-def _top_tail(
-    info: GraphInfo, reader: HeadReader, node: Node, a: Any, through: tuple[Node, ...]
-) -> Iterable[Tail]:
-    """Read an argmax over the classes of logits, or of their probabilities in any form."""
-    source = a["self"]
-    value = info.tensor(source)
-    if value is None or value.dim() == 0 or not isinstance(a["dim"], int):
-        return
-    softmax = SoftmaxReader(info, reader)
-    soft = softmax.probs(source) or softmax.log_probs(source)
-    chain = soft.chain if isinstance(soft, Soft) else reader.chain(source)
-    if isinstance(chain, Decline):
-        return
-    if a["dim"] % value.dim() != class_position(chain, value.dim()):
-        return
-    before = soft.through if isinstance(soft, Soft) else ()
-    yield Tail(node, "top", chain, through=(*before, *through), keepdim=a["keepdim"])
-
-
-def _entropy_tail(info: GraphInfo, reader: HeadReader, node: Node, a: Any) -> Iterable[Tail]:
-    """Read a sum over the classes of p log p, p times the logits, or entr(p)."""
-    value = info.tensor(a["self"])
-    dims = a["dim"]
-    if value is None or value.dim() == 0 or dims is None or len(dims) != 1:
-        return
-    if a["dtype"] is not None and a["dtype"].itemsize < value.dtype.itemsize:
-        return
-    term, sign, between = _unsigned(a["self"])
-    call = read_one(term)
-    if call is None:
-        return
-    softmax = SoftmaxReader(info, reader)
-    found: tuple[str, Soft] | None = None
-    factors: tuple[Node, ...] = ()
-    if call.op is aten.special_entr.default:
-        probs = softmax.probs(call.args["self"])
-        factors = (call.args["self"],)
-        found = None if probs is None else ("entropy", probs)
-    elif call.op is aten.mul.Tensor:
-        left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
-        found = _weighted(reader, softmax, left[0], right[0])
-        factors = (left[0], right[0])
-        sign *= left[1] * right[1]
-        between = (*between, *left[2], *right[2])
-    if found is None:
-        return
-    kind, soft = found
-    if dims[0] % value.dim() != class_position(soft.chain, value.dim()):
-        return
-    if sign < 0:
-        kind = {"entropy": "neg_entropy", "neg_entropy": "entropy"}.get(kind, "")
-    if kind:
-        through = (*soft.through, term, *between)
-        how = {"keepdim": a["keepdim"], "factors": factors}
-        yield Tail(node, kind, soft.chain, through=through, **how)
 
 
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
     """Take minus signs off ``node``: what is below, their product, and the nodes they were."""
-    sign = 1
-    taken: tuple[Node, ...] = ()
-    while isinstance(node, Node):
-        call = read_one(node)
-        is_minus = call is not None and (
-            call.op is aten.neg.default
-            or (call.op is aten.mul.Tensor and call.args["other"] in (-1, -1.0))
-        )
-        if call is None or not is_minus:
+    sign, taken = 1, list[Node]()
+    while (call := call_of(node, aten.neg.default, aten.mul.Tensor)) is not None:
+        if call.op is aten.mul.Tensor and call.args["other"] not in (-1, -1.0):
             break
-        sign, taken, node = -sign, (*taken, node), call.args["self"]
-    return node, sign, taken
-
-
-def _weighted(
-    reader: HeadReader, softmax: SoftmaxReader, left: Any, right: Any
-) -> tuple[str, Soft] | None:
-    """Read p times log p, or p times the logits, in either order."""
-    for first, second in ((left, right), (right, left)):
-        probs = softmax.probs(first)
-        if probs is None:
-            continue
-        logs = softmax.log_probs(second)
-        if isinstance(logs, Soft):
-            if _same_logits(probs.chain, logs.chain):
-                return "neg_entropy", Soft(probs.chain, (*probs.through, *logs.through))
-            return None
-        chain = reader.chain(second) if isinstance(second, Node) else None
-        if isinstance(chain, Chain) and _same_logits(probs.chain, chain):
-            return "mean_logit", probs
-    return None
+        taken.append(node)
+        sign, node = -sign, call.args["self"]
+    return node, sign, tuple(taken)
 
 
 def _same_logits(a: Chain, b: Chain) -> bool:

@@ -23,9 +23,9 @@ from ... import compat
 from ...kernels.checks import short
 from ...kernels.ternary_linear import KINDS, Quantizer
 from ..graph.base import Decline
-from ..graph.canonical import PREVIOUS, Call, aten, read, read_one
+from ..graph.canonical import PREVIOUS, Call, aten, back_over, call_of, read, read_one
 from ..graph.graph_info import node_name
-from .masks import read_larger_half
+from .masks import behind_item, read_larger_half
 
 _STEPS = 16  # nodes looked back over when asking whether something rounds on the way
 Unread: TypeAlias = Decline  # why a chain cannot be served
@@ -40,8 +40,7 @@ class Quantized:
     is_weight: bool  # the scale is one for the whole tensor and the codes are -1, 0, 1
     is_straight: bool  # the gradient passes through as if nothing had happened
     chain: tuple[Node, ...]  # nodes between the source and the value, the value included
-    # nodes of numbers that were read: the answer holds as long as they stay
-    numbers: tuple[Node, ...] = ()
+    numbers: tuple[Node, ...] = ()  # nodes of numbers read: the answer holds as long as they stay
 
 
 @dataclass
@@ -111,7 +110,7 @@ def read_quantized(node: Node) -> Quantized | Unread:
 def _read(node: Node) -> Quantized:
     chain = _Chain()
     value = _without_casts(chain, node)
-    if _is_function(_behind_item(value)):
+    if _is_function(behind_item(value)):
         return _through_function(chain, value)
     for source, other in both(_call_of(value, "add")):
         found = _added_difference(chain, value, source, other)
@@ -192,13 +191,6 @@ def _is_function(node: Any) -> bool:
     )
 
 
-def _behind_item(node: Node) -> Node:
-    """Return what `node` is the first result of, or the node itself."""
-    is_first = node.target is operator.getitem and node.args[1] == 0
-    behind = node.args[0] if is_first else node
-    return behind if isinstance(behind, Node) else node
-
-
 def _body(node: Node, place: int) -> Any:
     """Return the graph of the forward (0) or backward (1) of an autograd Function's call."""
     named = node.args[place] if len(node.args) > place else None
@@ -211,7 +203,7 @@ def _body(node: Node, place: int) -> Any:
 
 def _through_function(chain: _Chain, item: Node) -> Quantized:
     """Read an autograd Function: its forward quantises, its backward hands the gradient on."""
-    call = _behind_item(item)
+    call = behind_item(item)
     forward, backward = _body(call, 0), _body(call, 1)
     operands = call.args[2:]
     other_form = "an autograd Function of another form quantises it"
@@ -234,7 +226,9 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
     source, quantizer, is_weight = _fake_quantized(inner, _without_casts(inner, end))
     if source.op != "placeholder":
         raise _Misfit("autograd_function", "the function quantises something computed inside it")
-    _require_no_other_users(inner.nodes, end)
+    user = other_user(inner.nodes, end)
+    if user is not None:
+        raise _Misfit("chain_reused", f"`{node_name(user)}` also uses a value of the chain")
     chain.take(item)
     chain.take(call)
     given: Any = operands[0]
@@ -246,13 +240,8 @@ def _hands_gradient_on(graph: Any) -> bool:
     result = graph.output_node().args[0]
     while isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]
-    while isinstance(result, Node) and result.op != "placeholder":
-        call = read_one(result)
-        if call is None or call.op not in (aten.clone.default, aten.alias.default):
-            return False
-        result = call.args["self"]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    return isinstance(result, Node) and placeholders[:1] == [result]
+    return placeholders[:1] == [back_over(result, (aten.clone.default, aten.alias.default))]
 
 
 def _fake_quantized(
@@ -422,7 +411,7 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
     """Read the reduction: whether it is a mean, whether of everything, and of what."""
-    reduced = _behind_item(node)
+    reduced = behind_item(node)
     chain.take(node)
     call = _call_of(reduced, "max", "amax", "mean")
     if call is None or (call.op is aten.max.dim) != (reduced is not node):
@@ -462,14 +451,12 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
 
 def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
     """Follow casts that keep every bit, and detaches, back."""
-    call = read_one(node)
-    while call is not None and call.op in (aten.to.dtype, aten.detach.default):
+    while (call := call_of(node, aten.to.dtype, aten.detach.default)) is not None:
         held, cast = (compat.example_value(each).dtype for each in (call.args["self"], node))
         if cast not in (held, torch.float32) or held == torch.float64 != cast:
             break  # to anything but float32 or the dtype there was, values may change
         chain.take(node)
         node = call.args["self"]
-        call = read_one(node)
     return node
 
 
@@ -492,7 +479,7 @@ def _base(call: Call) -> str:
 
 def _call_of(node: Any, *names: str) -> Call | None:
     """Return the call that a node stands for where its op has one of these names, or None."""
-    call = read_one(node) if isinstance(node, Node) else None
+    call = read_one(node)
     return call if call is not None and _base(call) in names else None
 
 
@@ -529,36 +516,23 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 def _without_casts(chain: _Chain, node: Node, dtypes: tuple[torch.dtype, ...] = _FLOATS) -> Node:
     """Follow casts to given dtypes, and aliases, back."""
-    call = read_one(node)
-    while call is not None and call.op in (aten.to.dtype, aten.alias.default):
+    while (call := call_of(node, aten.to.dtype, aten.alias.default)) is not None:
         if compat.example_value(node).dtype not in dtypes:
             raise _Misfit("chain_form", f"a cast to {compat.example_value(node).dtype} changes it")
         chain.take(node)
         node = call.args["self"]
-        call = read_one(node)
     return node
 
 
 def _without_detach(chain: _Chain, node: Node) -> Node:
-    call = read_one(node)
-    if call is None or call.op is not aten.detach.default:
-        return node
-    chain.take(node)
-    detached: Node = call.args["self"]
-    return detached
+    source: Node = back_over(node, (aten.detach.default,), chain.nodes)
+    return source
 
 
 def _is_same(a: Any, b: Node) -> bool:
-    """Return whether two nodes are one value: casts to its own dtype and detaches aside."""
-    ends = []
-    for node in (a, b):
-        while isinstance(node, Node):
-            call = read_one(node)
-            if call is None or call.op not in (aten.detach.default, aten.alias.default):
-                break
-            node = call.args["self"]
-        ends.append(node)
-    return ends[0] is ends[1]
+    """Return whether two nodes are one value: aliases and detaches aside."""
+    sides = (aten.detach.default, aten.alias.default)
+    return back_over(a, sides) is back_over(b, sides)
 
 
 def _requires_grad(node: Node) -> bool:
@@ -566,11 +540,11 @@ def _requires_grad(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _require_no_other_users(chain: list[Node], end: Node) -> None:
-    """Require that nobody inside a body uses a value of its chain; results do not count.
+def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
+    """Return a node outside a chain that uses one of its values before the end, or None.
 
-    Dynamo returns every value of a forward beside the first, and nobody reads them: the call has
-    one user.
+    Results of the graph do not count: of the body of a Function, Dynamo returns every value beside
+    the first, and nobody reads them, since its call has one user.
     """
     inside = set(chain) | {end}
     for node in chain:
@@ -578,15 +552,5 @@ def _require_no_other_users(chain: list[Node], end: Node) -> None:
             is_item = user.target is operator.getitem
             is_result = is_item and all(after.op == "output" for after in user.users)
             if user not in inside and user.op != "output" and not is_result:
-                raise _Misfit("chain_reused", f"`{node_name(user)}` also uses a value of the chain")
-
-
-def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
-    """Return a node outside a chain that uses one of its values before the end, or None."""
-    inside = set(chain) | {end}
-    for node in chain:
-        for user in node.users if node is not end else ():
-            is_dead_item = user.target is operator.getitem and not user.users
-            if user not in inside and not is_dead_item and user.op != "output":
                 return user
     return None

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from ... import compat
-from ..graph.canonical import Call, aten, read_one
+from ..graph.canonical import aten, call_of, read_one
 
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
@@ -19,8 +19,7 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
-    call = read_one(node)
-    if call is None or call.op is not aten.ge.Tensor:
+    if (call := call_of(node, aten.ge.Tensor)) is None:
         return None
     size, least = call.args["self"], call.args["other"]
     chain.append(node)
@@ -29,11 +28,10 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     if source is None or least_of is None:
         return None
     values, is_by_place = least_of
-    top = _behind_first_item(values, chain)
-    ranked = read_one(top)
-    if ranked is None or ranked.op is not aten.topk.default:
+    top = behind_item(values)
+    if (ranked := call_of(top, aten.topk.default)) is None:
         return None
-    chain.append(top)
+    chain += dict.fromkeys((values, top))
     columns = compat.example_value(source).shape[-1]
     count = compat.known_number(ranked.args["k"])
     is_half = isinstance(columns, int) and count == max(1, columns // 2)
@@ -67,8 +65,7 @@ def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
 
 
 def _absolute(node: Node, chain: list[Node]) -> Node | None:
-    call = read_one(node)
-    if call is None or call.op is not aten.abs.default:
+    if (call := call_of(node, aten.abs.default)) is None:
         return None
     if node not in chain:
         chain.append(node)
@@ -77,24 +74,22 @@ def _absolute(node: Node, chain: list[Node]) -> Node | None:
 
 def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
     """Follow casts back: any of a mask, and of values those that keep every bit."""
-    call: Call | None = read_one(node)
-    while call is not None and call.op is aten.to.dtype:
+    while (call := call_of(node, aten.to.dtype)) is not None:
         source: Node = call.args["self"]
         before, after = (compat.example_value(n).dtype for n in (source, node))
         if to_wider and after != before and after.itemsize <= before.itemsize:
-            return node
+            break
         if node not in chain:
             chain.append(node)
-        node, call = source, read_one(source)
+        node = source
     return node
 
 
-def _behind_first_item(node: Node, chain: list[Node]) -> Node:
-    if node.target is operator.getitem and node.args[1] == 0:
-        chain.append(node)
-        behind: Any = node.args[0]
-        return behind if isinstance(behind, Node) else node
-    return node
+def behind_item(node: Node) -> Node:
+    """Return what ``node`` is the first result of, or the node itself."""
+    is_first = node.target is operator.getitem and node.args[1] == 0
+    whole = node.args[0] if is_first else node
+    return whole if isinstance(whole, Node) else node
 
 
 def _is_last(axis: Any, node: Node) -> bool:

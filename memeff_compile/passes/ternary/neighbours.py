@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ... import compat
-from ..graph.canonical import Call, aten, read_one
+from ..graph.canonical import Call, aten, call_of, read_one
 from ..graph.graph_info import same_shape
 from .chains import both, other_user
 
@@ -72,15 +72,14 @@ def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
 
 def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
     """Read `rsqrt(source.float().pow(2).mean(-1, keepdim=True) + eps)`; return eps."""
-    root = read_one(node)
-    if root is None or root.op is not aten.rsqrt.default:
+    if (root := call_of(node, aten.rsqrt.default)) is None:
         return None
     total = root.args["self"]
     sum_ = read_one(total)
     if sum_ is None or _name(sum_) != "add" or sum_.args.get("alpha", 1) != 1:
         return None
     mean, eps = sum_.args["self"], sum_.args["other"]
-    reduced = read_one(mean) if isinstance(mean, Node) else None
+    reduced = read_one(mean)
     if reduced is None or _name(reduced) != "mean" or compat.known_number(eps) is None:
         return None
     squared = reduced.args["self"]
@@ -144,8 +143,7 @@ def _name(call: Call) -> str:
 
 def _without_cast(node: Node, chain: list[Node]) -> Node:
     """Return what a node is a cast of, which then joins the chain; or the node."""
-    call = read_one(node)
-    if call is None or call.op is not aten.to.dtype:
+    if (call := call_of(node, aten.to.dtype)) is None:
         return node
     if node not in chain:
         chain.append(node)
@@ -170,8 +168,7 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
     users = [list(end.users) for end in ends]
     if any(len(found) != 1 for found in users) or users[0] != users[1] or ends[0] is ends[1]:
         return None
-    call = read_one(users[0][0])
-    if call is None or call.op is not aten.mul.Tensor:
+    if (call := call_of(users[0][0], aten.mul.Tensor)) is None:
         return None
     if {call.args["self"], call.args["other"]} != set(ends):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from ...kernels import ternary_linear as op_folder
-from ..graph.canonical import aten, read_one
+from ..graph.canonical import aten, back_over
 from ..graph.graph_info import GraphInfo
 from .chains import Quantized, read_weight_scale
 
@@ -40,7 +40,8 @@ def read_product(info: GraphInfo, node: Node) -> Product | None:
     quantize = _quantize_of([codes, scale, sums])
     if quantize is None or held.target is not op_folder.ternary_linear_pack:
         return None
-    if _behind_detach(quantize.args[0]) is not x or _behind_detach(held.args[0]) is not weight:
+    sources = [back_over(each.args[0], (aten.detach.default,)) for each in (quantize, held)]
+    if sources[0] is not x or sources[1] is not weight:
         return None
     found = read_weight_scale(by_weight) if held.args[1] is by_weight else None
     if not isinstance(found, Quantized) or found.source is not weight:
@@ -75,8 +76,3 @@ def _quantize_of(items: list[Any]) -> Node | None:
     call = calls.pop()
     is_ours = not calls and call.target is op_folder.ternary_linear_quantize and not call.kwargs
     return call if is_ours else None
-
-
-def _behind_detach(node: Any) -> Any:
-    call = read_one(node) if isinstance(node, Node) else None
-    return call.args["self"] if call is not None and call.op is aten.detach.default else node

@@ -38,7 +38,7 @@ def both(pair: Pair, rows: list[Tensor], merging: Merging, *, by_kernels: bool) 
     run = append_pairs.append_pair if by_kernels else pair_reference.append
     bits, recent = pair.layout.bits, pair.layout.recent
     lower, upper = (rows[0], rows[1]), (rows[2], rows[3])
-    run(pair.shared, pair.lower, pair.upper, lower, upper, bits, recent, LIMIT, merging)
+    run(pair.tensors(), lower, upper, bits, recent, LIMIT, merging)
 
 
 CASES = [
@@ -105,7 +105,7 @@ def test_a_prompt_leaves_what_the_reference_leaves(
     assert merge.call_count == 1
     lower, upper = (rows[0], rows[1]), (rows[2], rows[3])
     expected = pairs[1]
-    given = (expected.shared, expected.lower, expected.upper, lower, upper, *sizes, merging)
+    given = (expected.tensors(), lower, upper, *sizes, merging)
     pair_reference.append(*given, is_first=True)
     compare(*pairs)
     is_same = pairs[0].get("places") == expected.get("places")

@@ -38,7 +38,7 @@ def step(engine: Any, pair: Pair, rows: list[Tensor], merging: Merging, *, parke
     lower = (rows[0], rows[1]) if parked else None
     bits, recent = pair.layout.bits, pair.layout.recent
     upper = (rows[2], rows[3])
-    run(pair.shared, pair.lower, pair.upper, lower, upper, bits, recent, LIMIT, merging)
+    run(pair.tensors(), lower, upper, bits, recent, LIMIT, merging)
 
 
 def compare(found: Pair, expected: Pair) -> None:
@@ -110,7 +110,7 @@ def test_a_prompt_leaves_what_the_reference_leaves(
     ]
     for pair, more in zip(pairs, ({"merging": append_pairs.merge_prompt}, {}), strict=True):
         lower, upper = (rows[0], rows[1]), (rows[2], rows[3])
-        given = (pair.shared, pair.lower, pair.upper, lower, upper, bits, pair.layout.recent)
+        given = (pair.tensors(), lower, upper, bits, pair.layout.recent)
         pair_reference.append(*given, LIMIT, merging, is_first=True, **more)
     compare(*pairs)
     assert pairs[0].filled() == [50, 32] * 2

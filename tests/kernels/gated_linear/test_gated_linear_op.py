@@ -263,7 +263,8 @@ def test_formula_is_what_is_allocated(dtype: torch.dtype, monkeypatch: pytest.Mo
     grad = torch.ones(tokens, out, dtype=dtype)
     pieces = 16 * 4 * reference.PIECE + 8 * inner * out
     with LiveBytes() as seen:
-        op._backward(grad, given["gate"], given["up"], given["weight"], "gelu_tanh", True, True)
+        operands = grad, given["gate"], given["up"], given["weight"]
+        op._backward(op._Gradients(*operands, "gelu_tanh", True, True))
     assert one <= seen.peak <= one + pieces
     with LiveBytes() as seen:
         op._forward(given["gate"], given["up"], given["weight"], None, "silu")

@@ -194,7 +194,7 @@ GOOD_LAST = torch.zeros(1, 1, dtype=torch.int64)
     ("changes", "sentence"),
     [
         ({"q": torch.ones(2, 4, 1, 16).half()}, "q has dtype float16 and k_cache float32"),
-        ({"q": torch.ones(2, 3, 1, 16)}, "q has 3 heads and the caches 2"),
+        ({"q": torch.ones(2, 3, 1, 16)}, "q has 3 heads and k_cache and v_cache 2"),
         ({"q": torch.ones(2, 4, 1, 8)}, "batch and depth need to be the same"),
         ({"q": torch.ones(4, 1, 16)}, "q has 3 dimensions"),
         ({"v_cache": torch.ones(2, 2, 41, 16)}, "they need the same shape"),

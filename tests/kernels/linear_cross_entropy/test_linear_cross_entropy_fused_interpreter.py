@@ -20,7 +20,7 @@ from memeff_compile.kernels.linear_cross_entropy import (
     sorting,
     total_fused,
 )
-from memeff_compile.kernels.linear_cross_entropy.pieces import Kept, Knobs, Operands, RowGradients
+from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
 from memeff_compile.kernels.linear_cross_entropy.shapes import room_inside, shapes_for
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import hybrid
-from memeff_compile.kernels.linear_cross_entropy.pieces import (
-    Kept,
-    Knobs,
-    Operands,
-    RowGradients,
-    hybrid_widths,
-)
+from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
+from memeff_compile.kernels.linear_cross_entropy.pieces import hybrid_widths
 from tests.support import hostile_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 

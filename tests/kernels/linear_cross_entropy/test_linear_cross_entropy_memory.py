@@ -10,15 +10,8 @@ import sympy
 import torch
 
 from memeff_compile.kernels.linear_cross_entropy import bytes_after, bytes_before, reference
-from memeff_compile.kernels.linear_cross_entropy.pieces import (
-    Kept,
-    Knobs,
-    Operands,
-    RowGradients,
-    hybrid_widths,
-    reference_width,
-    spans,
-)
+from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
+from memeff_compile.kernels.linear_cross_entropy.pieces import hybrid_widths, reference_width, spans
 from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 from memeff_compile.kernels.linear_cross_entropy.total_fused import piece_rows, splits_of
 from tests.support.live_bytes import LiveBytes

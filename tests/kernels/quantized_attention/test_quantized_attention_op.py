@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_what_is_taken_away_is_given_back_exactly(smooth: str) -> None:
     """With codes of many bits and unrounded weights nothing is left of it."""
     case = half(300, 260, 40, "bias", ahead=-40, behind=200)
     case = Case(*(each.float() for each in (case.q, case.k, case.v)), settings=case.settings)
-    settings = reference.without_coding(settings_for("8b", "token", smooth))
+    settings = replace(settings_for("8b", "token", smooth), limit=1 << 20, values="exact")
     out, lse = reference.attend(case.q, case.k, case.v, conditions(case), settings)
     wanted, sums = exact(case)
     is_number = sums != -math.inf
@@ -168,7 +169,7 @@ def test_conditions_are_those_of_exact_attention(seed: int) -> None:
     if bool(is_number.any()):
         assert relative_l1(out[is_number], wanted[is_number]) <= 0.05
         assert float((lse - sums)[is_number].abs().max()) <= 0.3
-    settings = reference.without_coding(settings_for("8b", "token"))
+    settings = replace(settings_for("8b", "token"), limit=1 << 20, values="exact")
     out, lse = reference.attend(case.q, case.k, case.v, conditions(case), settings)
     torch.testing.assert_close(out, wanted.nan_to_num(0.0).float(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse, sums.float(), rtol=1e-3, atol=1e-3)

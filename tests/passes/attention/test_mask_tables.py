@@ -347,7 +347,7 @@ def test_what_cannot_be_said_is_not(name: str) -> None:
 
 
 def _shifted(form: Any, rank: int) -> Any:
-    counted = mask_forms.both(*form.tables)
+    counted = mask_forms.algebra.both(*form.tables)
     return TRUE if form.keys is not None else counted
 
 

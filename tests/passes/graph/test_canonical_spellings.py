@@ -693,6 +693,7 @@ def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) ->
         torch.tensor,
         torch.zeros,
         F.scaled_dot_product_attention,
+        getattr,  # before torch 2.14
     }
     # Dynamo records one of two.
     same_as = {F.silu, F.rms_norm, F.pad, torch._C._nn.silu, torch.rms_norm, torch._C._nn.pad, abs}
@@ -722,6 +723,16 @@ def test_operator_methods_are_read_as_their_operators(name: str) -> None:
         )
     assert read(by_method) == read(by_function)
     assert_same_reading(by_method)
+
+
+def test_ops_that_stand_for_attributes_since_torch_2_14_are_read_as_their_attributes() -> None:
+    aten, x = torch.ops.aten, torch.ones(2, 3)
+    for attribute, op in (("T", aten.numpy_T), ("mT", aten.mT)):
+        gm = capture(lambda x, name=attribute, op=op: (getattr(x, name), op(x)), x)
+        by_attribute, by_op = map(read, calls(gm))
+        assert by_op is not None
+        assert by_op == by_attribute
+        assert by_op[0].op in (aten.t.default, aten.transpose.int)
 
 
 # --- what the table must not claim to know ----------------------------------------------------------

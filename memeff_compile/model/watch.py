@@ -1,0 +1,23 @@
+"""What a model's calls of PyTorch's attention take and return, seen while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class Watch(TorchFunctionMode):
+    """Shows the result of every attention, and what it was called with, to a function."""
+
+    def __init__(self, seen: Callable[..., object]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            self.seen(result, *args, **(kwargs or {}))
+        return result

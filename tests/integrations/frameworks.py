@@ -1,0 +1,12 @@
+"""The packages that only the framework tests need: the extra `frameworks`, which make test-all installs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def framework(name: str) -> Any:
+    """Import a package of the extra; a test where it is missing is skipped and says what installs it."""
+    return pytest.importorskip(name, reason="make test-all installs the extra `frameworks`")
