@@ -6,6 +6,7 @@ a coded weight is called, and the order of weights inside a group, stands in `la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -33,7 +34,7 @@ from .layout import (
 PIECE = 128 * CHUNK
 """Weights worked on at a time: a million."""
 
-_STREAM_TAIL = 3
+STREAM_TAIL = 3
 """Words behind a stream that a reader may touch."""
 
 
@@ -244,7 +245,7 @@ def encode_tier(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], 
             lengths[place].append(length)
     starts = [F.pad(torch.cat(each).cumsum(0), (1, 0)).to(torch.int32) for each in lengths]
     head = torch.tensor(header, dtype=torch.int32, device=patterns.device)
-    second, third = (F.pad(torch.cat(each), (0, _STREAM_TAIL)) for each in streams)
+    second, third = (F.pad(torch.cat(each), (0, STREAM_TAIL)) for each in streams)
     parts = [head, torch.cat(firsts), second, third, torch.stack(starts, 1).contiguous()]
     return [*parts, *join_patches(patches)], left
 
@@ -420,6 +421,15 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
     return [*parts, signs, *norms]
 
 
+def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
+    """Copy new parts of a weight into existing ones, where there is room; say whether."""
+    if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
+        return False
+    for new, kept in zip(made, parts, strict=True):
+        kept.view(-1)[: new.numel()].copy_(new.view(-1))
+    return True
+
+
 def _sign_field(patterns: Tensor, mantissa: int) -> Tensor:
     byte = _sign_bytes(patterns)
     return ((byte >> 7) << mantissa) | ((byte & 0x7F) >> (7 - mantissa))
@@ -428,9 +438,7 @@ def _sign_field(patterns: Tensor, mantissa: int) -> Tensor:
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
     """Return the bf16 weight of this shape."""
     named = dict(zip(form.parts, parts, strict=True))
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     size = padded(count)
     out = _DECODERS[form.codec](parts, size)
     per_group = named["signs"].numel() // (size // GROUP)
