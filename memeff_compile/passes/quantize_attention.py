@@ -173,13 +173,9 @@ def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
         if not isinstance(source, Node) or source.target is not exact_folder.attention:
             return None
         return _asked_of_op(source) if node.args[1] == 0 else None
-    if node.op not in ("call_function", "call_method"):
-        return None
-    if node_name(node) != "scaled_dot_product_attention":
-        return None
-    if (call := call_of(node, aten.scaled_dot_product_attention.default)) is None:
-        return None
-    return _asked_of_call(info, node, call.args)
+    is_named = node_name(node) == "scaled_dot_product_attention"
+    call = call_of(node, aten.scaled_dot_product_attention.default) if is_named else None
+    return None if call is None else _asked_of_call(info, node, call.args)
 
 
 def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline | None:

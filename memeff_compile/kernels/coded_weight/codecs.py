@@ -397,6 +397,13 @@ class _Product(NamedTuple):
     shape: Sequence[int]
 
 
+def _given(
+    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, shape: Sequence[int]
+) -> _Product:
+    bias = None if bias is None else bias.expand(shape[0]).contiguous()
+    return _Product(x, parts, bias, shape)
+
+
 def product(
     x: Tensor,  # (M, K) bf16
     parts: Sequence[Tensor],  # parts of the weight, lossless win4
@@ -406,11 +413,10 @@ def product(
     setting: Setting | None = None,  # tile, by default what `shapes` says
 ) -> Tensor:
     """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
-    bias = None if bias is None else bias.expand(shape[0]).contiguous()
-    given = _Product(_aligned(x), parts, bias, shape)
+    given = _given(_aligned(x), parts, bias, shape)
     setting = setting or _setting(x.shape[0], shape, x.device)
     if isinstance(setting, shapes.RowTile):
-        return _one_row(given, setting)
+        return _one_row([given], [setting])[0]
     if isinstance(setting, shapes.WideTile):
         return _wide(given, setting)
     return _tiles(given, setting)
@@ -430,15 +436,22 @@ def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting
     return shapes.tile(tokens, shape[0], shape[1], processors(device))
 
 
-def _one_row(given: _Product, setting: shapes.RowTile) -> Tensor:
-    x, out = given.x, given.x.new_empty((1, given.shape[0]))
-    operand, constants = _multiplied(given, out, setting)
-    grid = (-(-given.shape[0] // setting.rows),)
-    operands = (x.view(torch.int32), operand, given.shape[1] // 8)
-    fields: dict[str, Any] = {"PATCHES": shapes.PATCHES, "PACKED": setting.packed and x.is_cuda}
-    fields["TILE"] = constants
-    _run("win4_kernels", "win4_row_kernel", x, grid, *operands, **fields, warps=setting.warps)
-    return out
+def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
+    """Multiply one token with one weight, or with two or three in one launch."""
+    x, count = several[0].x, len(several)
+    outs = [x.new_empty((1, each.shape[0])) for each in several]
+    found = [_multiplied(*each) for each in zip(several, outs, tiles, strict=True)]
+    constants: dict[str, Any] = {"PATCHES": shapes.PATCHES, "PACKED": tiles[0].packed and x.is_cuda}
+    if count == 1:
+        kernel, constants["TILE"] = "win4_row_kernel", found[0][1]
+    else:
+        kernel, constants["COUNT"] = "win4_rows_kernel", count
+        found += found[-1:] * (MAX_TOGETHER - count)  # a third that is not there is not read
+        constants |= {f"TILE_{place}": each for place, (_, each) in enumerate(found)}
+    words = (x.view(torch.int32), *(operand for operand, _ in found), x.shape[1] // 8)
+    grid = (sum(-(-out.numel() // tile.rows) for out, tile in zip(outs, tiles, strict=True)),)
+    _run("win4_kernels", kernel, x, grid, *words, **constants, warps=tiles[0].warps)
+    return outs
 
 
 def _multiplied(
@@ -465,25 +478,11 @@ def products(
 
     Each weight has the tiles that it has alone, and so gets the bits of `product`.
     """
-    count = len(parts)
+    x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
-    columns = sizes[0][1]
-    if not 2 <= count <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
-        return [product(x, *each) for each in zip(parts, biases, sizes, strict=True)]
-    x = _aligned(x)
-    outs = [x.new_empty((1, shape[0])) for shape in sizes]
-    several = []
-    for own, bias, size, out, tile in zip(parts, biases, sizes, outs, tiles, strict=True):
-        bias = None if bias is None else bias.expand(size[0]).contiguous()
-        several.append(_multiplied(_Product(x, own, bias, size), out, tile))
-    several += several[-1:] * (MAX_TOGETHER - count)  # a third that is not there is not read
-    programs = sum(-(-o.numel() // tile.rows) for o, tile in zip(outs, tiles, strict=True))
-    operands = (x.view(torch.int32), *(operand for operand, _ in several), columns // 8)
-    fields: dict[str, Any] = {f"TILE_{place}": each for place, (_, each) in enumerate(several)}
-    fields |= {"COUNT": count, "PATCHES": shapes.PATCHES, "PACKED": tiles[0].packed and x.is_cuda}
-    warps = tiles[0].warps
-    _run("win4_kernels", "win4_rows_kernel", x, (programs,), *operands, **fields, warps=warps)
-    return outs
+    if not 2 <= len(weights) <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
+        return [product(x, *each) for each in weights]
+    return _one_row([_given(x, *each) for each in weights], tiles)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -509,11 +508,8 @@ def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
     }
     operands: tuple[Any, ...]
     if isinstance(setting, shapes.MatrixTile):
-        kernel, operands, width = (
-            ("matrix_kernels", "win4_matrix_kernel"),
-            (x, *parts),
-            columns // GROUP,
-        )
+        kernel, width = ("matrix_kernels", "win4_matrix_kernel"), columns // GROUP
+        operands = (x, *parts)
         is_even = not (rows % setting.rows or tokens % setting.tokens) and width % splits == 0
         constants |= {"IS_EVEN": is_even, "AHEAD": setting.is_ahead, "WARPS": setting.warps}
         constants["PATCHES"] = setting.patches

@@ -249,8 +249,7 @@ def _product_backward(
 ) -> Tensor:
     weight = _decode(parts, codec, size)
     with without_autocast(grad.device.type):
-        rows = torch.mm(grad.reshape(-1, size[0]), weight)
-    return rows.view(*grad.shape[:-1], size[1])
+        return _linear_backward(grad, weight)
 
 
 def _fake_product_backward(
