@@ -333,15 +333,14 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     return gradient
 
 
-_DECODING: dict[str, tuple[int, int, dict[str, int]]] = {
-    "win4": (
-        *(8 * shapes.WIN4_DECODE_WORDS, shapes.WIN4_DECODE_WARPS),
-        {"WORDS": shapes.WIN4_DECODE_WORDS, "PATCHES": shapes.PATCHES},
-    ),
-    "tier": (CHUNK, shapes.TIER_DECODE_WARPS, {"PATCHES": shapes.PATCHES}),
-    "rans": (RANS_CHUNK * shapes.RANS_WARPS, shapes.RANS_WARPS, {"WARPS": shapes.RANS_WARPS}),
-}
-"""Weights of a program that decodes, its warps, and its constants."""
+def _decoding(codec: str) -> tuple[int, int, dict[str, int]]:
+    """Return the weights of a program that decodes, its warps, and its constants."""
+    if codec == "win4":
+        constants = {"WORDS": shapes.WIN4_DECODE_WORDS, "PATCHES": shapes.PATCHES}
+        return 8 * shapes.WIN4_DECODE_WORDS, shapes.WIN4_DECODE_WARPS, constants
+    if codec == "tier":
+        return CHUNK, shapes.TIER_DECODE_WARPS, {"PATCHES": shapes.PATCHES}
+    return RANS_CHUNK * shapes.RANS_WARPS, shapes.RANS_WARPS, {"WARPS": shapes.RANS_WARPS}
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
@@ -361,7 +360,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
         "STEP": by is not None,
         "HAS_DECAY": by is not None and by.decay != 0,
     }
-    size, warps, more = _DECODING[codec]
+    size, warps, more = _decoding(codec)
     grid, kernel = (-(-out.numel() // size),), f"{codec}_decode_kernel"
     _run(f"{codec}_kernels", kernel, out, grid, *operands, **fields, **more, warps=warps)
 

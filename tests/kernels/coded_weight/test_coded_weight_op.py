@@ -31,6 +31,7 @@ from memeff_compile.kernels.coded_weight import (
     encode_into,
     engine_for,
     parse,
+    shapes,
     supports_weight,
 )
 from memeff_compile.kernels.coded_weight.layout import BLOCKS, LOSSY, frequencies
@@ -489,3 +490,18 @@ def test_few_rows_get_more_threads_each() -> None:
 def test_some_tokens_share_the_columns_where_rows_are_few() -> None:
     splits = [tile(16, rows, 4096, 132).splits for rows in (50688, 28672, 14336, 4096)]
     assert splits == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [("win4", "WIN4_DECODE_WARPS"), ("tier", "TIER_DECODE_WARPS"), ("rans", "RANS_WARPS")],
+)
+def test_a_setting_that_a_sweep_puts_in_place_reaches_the_launch(
+    codec: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(codecs, "_run", lambda *_, warps, **__: taken.append(warps))
+    monkeypatch.setattr(shapes, name, 16)
+    weight = torch.ones(64, 256, dtype=torch.bfloat16)
+    codecs.decode(encode(weight, codec), parse(codec), weight.shape)
+    assert taken == [16]
