@@ -48,10 +48,11 @@ def explain(
 
     Args:
         model: a module or function.
-        *args, **kwargs: what the model is called with; tensors on "meta" do.
+        *args: what the model is called with; tensors on "meta" do.
         options: options of the backend, as in `torch.compile(options=...)`.
         device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu".
         progress: whether to say on stderr what is being done; by default where it is a terminal.
+        **kwargs: what the model is called with by keyword.
 
     Raises:
         ExplainError: the call fails on tensors without memory, or has no tensor.
@@ -208,7 +209,8 @@ class Explanation:
         name: of the model.
         sizes: batch and length of the call.
         vocabulary: classes of the largest head, 0 without one.
-        before, after: the moments that can be the peak, without and with the passes.
+        before: the moments that can be the peak, without the passes.
+        after: the same with them.
         report: what each pass did or declined, as `last_report()`.
         stacks: the lists of blocks of which some were captured; empty if all were.
         fixed: "batch", "length": why sizes are not known at another one, where they are not.
