@@ -382,13 +382,6 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
     return cast("Compiled", aot_eager(gm, inputs))
 
 
-def trace_one(function: Callable[..., Any], operands: Sequence[Any]) -> torch.fx.Graph:
-    """Trace ``function`` on fake operands before dispatch, composite ops kept whole."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    return make_fx(function, pre_dispatch=True)(*operands).graph
-
-
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
     """Run autograd beside the caller's: out of sight of its hooks, modes and compilers.
@@ -813,8 +806,7 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
 def fake_mode(made: Callable[[Any], None]) -> Any:
     """Return a mode under which tensors have sizes and no memory.
 
-    Args:
-        made: is told what each operation returns that runs outside of what Dynamo traces.
+    ``made`` is told what each operation returns that runs outside of what Dynamo traces.
     """
     from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -9,7 +9,7 @@ and is told which inputs stay where they are and which graphs make what outlives
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,17 +83,11 @@ def _guarded(step: _Step) -> Choice:
     """Tell Inductor, whose CUDA graphs the user asked for, what it cannot see."""
     made = step.made_inside()
     if made is not None:
-        return Choice(
-            Record(
-                "backend",
-                "note",
-                "cache_created_inside",
-                f"no CUDA graph: `{made.name}` is made here, written to and returned, as a cache "
-                "is that is allocated with the first prompt; the next replay would overwrite it",
-                "Allocate it before: use_kv_cache_ does, and cache.early_initialization(...).",
-            ),
-            patches={"triton.cudagraphs": False},
-        )
+        why = f"`{made.name}` is made here, written to and returned, as a cache is that is "
+        why += "allocated with the first prompt; the next replay would overwrite it"
+        hint = "Allocate it before: use_kv_cache_ does, and cache.early_initialization(...)."
+        told = _without("cache_created_inside", why, hint)
+        return replace(told, patches={"triton.cudagraphs": False})
     for place in step.written:
         compat.mark_static_input(step.info.placeholders[place])
     return Choice()

@@ -227,9 +227,7 @@ def _look_up(machine: Machine) -> Entry | None:
 
 
 def value(machine: Machine | None, name: str, default: str) -> str:
-    """Return the setting for a key of `DECISIONS`: measured where there is a measurement, else the
-    default. `machine` is None where no GPU of this process is meant.
-    """
+    """Return a setting of `DECISIONS` as measured, else the default; None is no GPU of ours."""
     entry = None if machine is None else measured(machine)
     found = None if entry is None else entry.found.get(name)
     return default if found is None else found.value

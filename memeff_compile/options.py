@@ -358,10 +358,10 @@ _NOT_CHOSEN = object()
 class _Info:
     """What the documentation and the parser know of one field."""
 
-    key: str
     values: str
     meaning: str
     check: Check
+    key: str = ""
 
 
 def _option(
@@ -370,21 +370,19 @@ def _option(
     check: Check,
     meaning: str,
     *,
-    key: str = "",
     by_preset: bool = False,
 ) -> Any:  # noqa: ANN401
-    """Declare a field; its key is its name, unless one with a dot is given."""
-    metadata = {"info": _Info(key, values, meaning, check)}
+    metadata = {"info": _Info(values, meaning, check)}
     if isinstance(default, _FrozenMapping):
         return field(default_factory=_FrozenMapping, metadata=metadata)
     return field(default=_NOT_CHOSEN if by_preset else default, metadata=metadata)
 
 
-def _choice(words: str, meaning: str, *, key: str = "", by_preset: bool = False) -> Any:  # noqa: ANN401
+def _choice(words: str, meaning: str, *, by_preset: bool = False) -> Any:  # noqa: ANN401
     values = tuple(words.split())
     shown = ", ".join(f"`{value}`" for value in values)
     check = partial(_check_choice, values=values)
-    return _option(values[0], shown, check, meaning, key=key, by_preset=by_preset)
+    return _option(values[0], shown, check, meaning, by_preset=by_preset)
 
 
 def _switch(meaning: str) -> Any:  # noqa: ANN401
@@ -427,7 +425,6 @@ class Options:
         "Upper bound of the transient piece of logits. Smaller saves memory, larger runs "
         "fewer and bigger products. `auto`: 64 MiB on a GPU, 8 MiB on the CPU, more for many rows. "
         "`minimal`: in 16 bits on a GPU, work inside the weight's gradient; always exact.",
-        key="linear_cross_entropy.workspace",
     )
     linear_cross_entropy_eps: float | None = _option(
         None,
@@ -435,19 +432,16 @@ class Options:
         _check_fraction,
         "Of `block`: leave a tile out if every |p - 1(target)| in it is under this. None: "
         "2^-12 in bf16, 2^-15 in fp16.",
-        key="linear_cross_entropy.eps",
     )
     linear_cross_entropy_tau: float | None = _option(
         None,
         "none, or a number between 0 and 1",
         _check_fraction,
         "Of `mass`: what a row may lose at most of its probability mass. None: 2^-6.",
-        key="linear_cross_entropy.tau",
     )
     linear_cross_entropy_parts: str = _choice(
         "both hidden weight",
         "Of `mass` and `block`: which gradient tiles are left out of; the other is exact.",
-        key="linear_cross_entropy.parts",
     )
     linear_cross_entropy_sort_vocabulary: bool = _option(
         False,
@@ -455,7 +449,6 @@ class Options:
         _check_flag,
         "Of `mass` and `block`: sort the vocabulary by its mean logit first, as Cut "
         "Cross-Entropy does. Copies the weight and its gradient: for studies.",
-        key="linear_cross_entropy.sort_vocabulary",
         by_preset=True,
     )
     logits: str = _choice(
@@ -492,7 +485,6 @@ class Options:
         _check_length,
         "Of the lossy forms: attention over fewer keys stays exact. `auto`: where low bits "
         "were measured to be faster, which on a CPU is nowhere.",
-        key="attention.length",
     )
     kv_reads: str = _switch("Whether attention reads static KV caches only where they are filled.")
     kv_codes: str = _switch(
@@ -544,7 +536,6 @@ class Options:
         "`1.0`, or another positive number",
         _check_factor,
         "Every tolerance of `memeff.verify` is multiplied by it.",
-        key="verify.tolerance",
     )
     verify_folder: str | None = _option(
         None,
@@ -552,7 +543,6 @@ class Options:
         _check_folder,
         "Where `memeff.verify` writes a reproducer after a mismatch. None: a new folder "
         "among the temporary files.",
-        key="verify.folder",
     )
     verify_limit: int = _option(
         64 << 20,
@@ -560,7 +550,6 @@ class Options:
         partial(_check_bytes, has_auto=False),
         "Most bytes of inputs and weights that a reproducer saves; the others are drawn "
         "anew in it. 0 saves none.",
-        key="verify.limit",
     )
     inner: str = _choice(
         "inductor aot_eager eager",
@@ -760,9 +749,11 @@ class Options:
 @cache
 def _by_field() -> dict[str, _Info]:
     infos = {each.name: each.metadata.get("info") for each in fields(Options)}
-    return {
-        name: replace(info, key=PREFIX + (info.key or name)) for name, info in infos.items() if info
+    # A knob of an option has a dot: `attention_length` is `memeff.attention.length`.
+    keys = {
+        name: re.sub(r"^(linear_cross_entropy|attention|verify)_", r"\1.", name) for name in infos
     }
+    return {name: replace(info, key=PREFIX + keys[name]) for name, info in infos.items() if info}
 
 
 def _by_key() -> dict[str, str]:

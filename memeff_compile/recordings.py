@@ -47,8 +47,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 class Roles:
     """What the arguments of a step are, by their places."""
 
-    # tensors that count by their address: weights, caches, and what is written to
-    held: tuple[int, ...]
+    held: tuple[int, ...]  # tensors that count by address: weights, caches, what is written to
     copied: tuple[int, ...] = ()  # tensors that come anew with each call
     numbers: tuple[int, ...] = ()  # sizes and other numbers
     varying: tuple[int, ...] = ()  # tensors whose sizes are not the same in every call

@@ -209,17 +209,13 @@ def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
 
 @dataclass
 class LogitsUse:
-    """What became of one graph's deferred logits while it ran, in counts.
+    """What became of one graph's deferred logits while it ran, in counts."""
 
-    Args:
-        fused: Calls of losses outside the graph that used the fused op, by their spelling.
-        computed: Products that built logits (or some of their rows), by what asked for them.
-        unbuilt: Bytes of the logits that the largest of those losses read and did not build.
-    """
-
+    # calls of losses outside the graph that used the fused op, by their spelling
     fused: dict[str, int] = field(default_factory=dict)
+    # products that built logits (or some of their rows), by what asked for them
     computed: dict[str, int] = field(default_factory=dict)
-    unbuilt: int = 0
+    unbuilt: int = 0  # bytes of the logits that the largest of those losses read and did not build
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
         """Count a call that used the op, and the bytes of its logits."""
@@ -270,19 +266,12 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 @dataclass
 class Replays:
-    """How often a graph that may be recorded as a CUDA graph was, in counts.
+    """How often a graph that may be recorded as a CUDA graph was, in counts."""
 
-    Args:
-        recordings: CUDA graphs that were recorded, one per set of addresses and sizes.
-        replays: Calls that replayed one.
-        ran: Calls that ran without one.
-        stopped: Why it is recorded no more, or "".
-    """
-
-    recordings: int = 0
-    replays: int = 0
-    ran: int = 0
-    stopped: str = ""
+    recordings: int = 0  # CUDA graphs that were recorded, one per set of addresses and sizes
+    replays: int = 0  # calls that replayed one
+    ran: int = 0  # calls that ran without one
+    stopped: str = ""  # why it is recorded no more, or ""
 
     def __str__(self) -> str:
         text = f"{self.recordings} recorded, {self.replays} calls replayed, {self.ran} ran without"

@@ -36,17 +36,14 @@ class Trip:
     gm: GraphModule  # the graph, which the passes edit in place
     example_inputs: Sequence[Any]  # the tensors and sizes it was captured with
     options: Options  # of this compilation
-    # inputs that another compiled piece of the model hands over
-    pieces: list[int] = field(init=False)
-    # the graph as it came, where it will be compared with what becomes of it
-    original: KeptGraph | None = None
+    pieces: list[int] = field(init=False)  # inputs that another compiled piece hands over
+    original: KeptGraph | None = None  # the graph as it came, where it will be compared
     outcome: Outcome = field(init=False)  # what the passes did
     # whether it is recorded as a CUDA graph
     choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
     rewritten: KeptGraph | None = None  # the graph as the passes made it, where it will be compared
     present: list[bool] | None = None  # which outputs there are, where the passes left some as None
-    # the inputs that nothing which is left of the graph comes from
-    unread: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)  # inputs that nothing left of it comes from
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
         """Read the graph, let the passes edit it, report what they did, and read it again."""

@@ -44,8 +44,7 @@ class Mask:
 
     node: Node  # the mask as the function is given it
     taken: Node | None  # where it is true, a key is taken away; None for a mask of other numbers
-    # what turned ``taken`` into ``node``, as nn.MultiheadAttention does first
-    made_by: tuple[Node, ...] = ()
+    made_by: tuple[Node, ...] = ()  # what made it of ``taken``, as nn.MultiheadAttention does first
 
 
 @dataclass(frozen=True)
@@ -302,42 +301,35 @@ class _Expansion:
             flat = self.call(aten.select.int, flat, 1, 0)
         flat = self.call(aten.contiguous.default, flat)
         names = ("out_proj_weight", "out_proj_bias")
-        out = self.call(aten.linear.default, flat, *(self._cast(self._given(n)) for n in names))
+        out = self.call(aten.linear.default, flat, *map(self._given, names))
         if not same_shape(compat.example_value(out).stride(), self.output.stride()):
             raise EditRefused(f"{self.match.output.name} would change its layout")
         return out
 
     def _given(self, name: str) -> Node | None:
         node: Node | None = self.match.given[name]
-        return None if node is None else self.info.current(node)
+        return None if node is None else self._cast(self.info.current(node))
 
-    def _cast(self, node: Node | None) -> Node | None:
-        return None if node is None else self.editor.cast(node, self.output.dtype)
+    def _cast(self, node: Node) -> Node:
+        return self.editor.cast(node, self.output.dtype)
 
     def _projected(self) -> list[Node]:
         """Return query, key and value as (batch, heads, length, head size)."""
         given = self.match.given
-        query, key, value = (given[name] for name in ("query", "key", "value"))
-        if given["use_separate_proj_weight"]:
-            weights = [self._cast(self._given(f"{x}_proj_weight")) for x in "qkv"]
-            biases = self._split(self._given("in_proj_bias"), 1, 1, 1)
-            return [
-                self._projection(*parts, 1)[0]
-                for parts in zip((query, key, value), weights, biases, strict=True)
-            ]
+        sources = query, key, value = [given[name] for name in ("query", "key", "value")]
         shares = (3,) if query is key is value else (1, 2) if key is value else (1, 1, 1)
-        weights = self._split(self._given("in_proj_weight"), *shares)
+        if given["use_separate_proj_weight"]:
+            shares, weights = (1, 1, 1), [self._given(f"{x}_proj_weight") for x in "qkv"]
+        else:
+            weights = self._split(self._given("in_proj_weight"), *shares)
         biases = self._split(self._given("in_proj_bias"), *shares)
         found: list[Node] = []
-        for source, parts, weight, bias in zip(
-            (query, key, value), shares, weights, biases, strict=False
-        ):
+        for source, weight, bias, parts in zip(sources, weights, biases, shares, strict=False):
             found += self._projection(source, weight, bias, parts)
         return found
 
     def _split(self, packed: Node | None, *shares: int) -> list[Node | None]:
         """Cut a packed weight or bias into shares of the width."""
-        packed = self._cast(packed)
         if packed is None or len(shares) == 1:
             return [packed] * len(shares)
         sizes = [share * self.width for share in shares]
@@ -405,4 +397,4 @@ class _Expansion:
             mask = self.call(aten.gt.Scalar, mask, -math.inf)
         counts = self.call(aten.any.dim, mask, -1, True)
         factor = self.call(aten.where.Scalar, counts, 1.0, math.nan)
-        return self._cast(factor) or factor
+        return self._cast(factor)

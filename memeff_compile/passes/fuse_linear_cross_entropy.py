@@ -95,8 +95,7 @@ class FuseLinearCrossEntropy(GraphPass):
                 if user in served or user in seen:
                     continue
                 if user is output and isinstance(chain, Chain):
-                    detached = any(s.kind == "detach" for s in chain.steps)
-                    site.outputs.append(outputs.LogitsOutput(node, chain, detached))
+                    site.outputs.append(outputs.LogitsOutput(node, chain))
                     continue
                 is_parted = is_several(user) and all(
                     part in throughs or isinstance(reader.chain(part), Chain) for part in user.users
@@ -143,38 +142,28 @@ class FuseLinearCrossEntropy(GraphPass):
             "D": compat.size_hint(hidden.shape[-1]),
             "V": compat.size_hint(weight.shape[1 if head.transposed else 0]),
         }
-        call: dict[str, Any] = {
+        common: dict[str, Any] = {
             "dtype": head.compute_dtype,
-            "engine": _engine_name(hidden, match),
-            "device_type": where_it_runs(hidden.device).type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
+        }
+        seen = (max(sizes["N"], 1), sizes["D"], sizes["V"])
+        b, w = sympy.symbols("B W", integer=True, positive=True)
+        if _are_totals(info, groups_of(info, match.tails)):  # gradients are made in the forward
+            total = op_folder.total_bytes(*seen, device=hidden.device, **common)
+            after = b + op_folder.TOTAL_BYTES_PER_ROW * n
+            return Gain(before, after, sizes | {"B": int(total)})
+        call = {
+            **common,
+            "engine": _engine_name(hidden, match),
+            "device_type": where_it_runs(hidden.device).type,
             "with_entropy": any(t.kind in ENTROPIES for t in match.tails),
             "training": training,
         }
-        if _are_totals(info, groups_of(info, match.tails)):
-            return Gain(before, *self._held_by_totals(info, match, n, sizes))
-        held = op_folder.piece_sizes(max(sizes["N"], 1), sizes["D"], sizes["V"], **call)
+        held = op_folder.piece_sizes(*seen, **call)
         sizes |= {"B": int(held.bytes), "W": int(held.columns)}
-        pieces = op_folder.Pieces(*sympy.symbols("B W", integer=True, positive=True))
-        after = op_folder.bytes_after(n, d, v, **call, pieces=pieces)
+        after = op_folder.bytes_after(n, d, v, **call, pieces=op_folder.Pieces(b, w))
         return Gain(before, after, sizes)
-
-    def _held_by_totals(
-        self, info: GraphInfo, match: Site, rows: sympy.Symbol, sizes: dict[str, int]
-    ) -> tuple[sympy.Expr, dict[str, int]]:
-        """Return the formula where gradients are made in the forward, and the sizes in it."""
-        held = op_folder.total_bytes(
-            max(sizes["N"], 1),
-            sizes["D"],
-            sizes["V"],
-            dtype=match.head.compute_dtype,
-            device=info.value(match.head.hidden).device,
-            workspace=info.options.linear_cross_entropy_workspace,
-            has_softcap=any(s.kind == "tanh" for s in match.tails[0].chain.steps),
-        )
-        pieces = sympy.Symbol("B", integer=True, positive=True)
-        return pieces + op_folder.TOTAL_BYTES_PER_ROW * rows, sizes | {"B": int(held)}
 
     def anchor(self, match: Site) -> Node:
         return match.tails[0].node

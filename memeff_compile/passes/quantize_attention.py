@@ -58,8 +58,7 @@ class Asked:
     """What a place asks of attention."""
 
     operands: tuple[Node, Node, Node]  # q, k and v
-    # key_mask, query_ids and key_ids, each None or a node
-    tables: tuple[Any, Any, Any] = (None, None, None)
+    tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes
     ahead: Any = None  # how far a key may stand ahead of a query; None for any
     behind: Any = None  # how far behind it; None for any
     scale: Any = None  # of the scores; None for that of the head dimension
@@ -174,13 +173,9 @@ def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
         if not isinstance(source, Node) or source.target is not exact_folder.attention:
             return None
         return _asked_of_op(source) if node.args[1] == 0 else None
-    if node.op not in ("call_function", "call_method"):
-        return None
-    if node_name(node) != "scaled_dot_product_attention":
-        return None
-    if (call := call_of(node, aten.scaled_dot_product_attention.default)) is None:
-        return None
-    return _asked_of_call(info, node, call.args)
+    is_named = node_name(node) == "scaled_dot_product_attention"
+    call = call_of(node, aten.scaled_dot_product_attention.default) if is_named else None
+    return None if call is None else _asked_of_call(info, node, call.args)
 
 
 def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline | None:
@@ -309,8 +304,8 @@ def _without_gain(
     if depth > WIDEST:
         return _not_faster(node, f"heads of {depth} were measured to be slower in 8 bits")
     if 4 * depth < 3 * (NARROW if depth <= NARROW else WIDEST):
-        why = f"heads of {depth} leave much of a tile empty, and were not measured to be faster"
-        return _not_faster(node, why)
+        what = "leave much of a tile empty, and were not measured to be faster"
+        return _not_faster(node, f"heads of {depth} {what}")
     is_grouped = compat.size_hint(query.shape[1]) >= 4 * compat.size_hint(key.shape[1])
     least = SHORTEST_GROUPED if is_grouped and depth > NARROW else SHORTEST
     reached = keys

@@ -44,8 +44,7 @@ class Plan:
 
     causal: bool  # the new call's is_causal
     limit: Any  # keys from this one on are never attended to and cut off; None keeps all
-    # keys and values before they were repeated, or None where they stay as they are
-    bases: tuple[Node, Node] | None
+    bases: tuple[Node, Node] | None  # keys and values before they were repeated; None: they stay
     sentence: str  # what is done, for the report
     said: told_to_op.Said | None = (
         None  # what memeff::attention is told, where PyTorch's call cannot say it
@@ -200,9 +199,7 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return is_causal, where to cut the keys off, and what to say of the mask; None where
-    PyTorch's call cannot say it.
-    """
+    """Return is_causal, where keys are cut off, the words; None: PyTorch's call cannot say it."""
     queries, keys = (info.value(node).shape[-2] for node in (site.query, site.key))
     if site.mask is None:
         if not site.causal or compat.statically_true(keys == queries):

@@ -66,9 +66,7 @@ class Visible:
 
 @dataclass
 class Site(cached.CachedSite):
-    """One attention over caches that this graph has written to: keys and values, where both were
-    read, and what the queries see, where that was.
-    """
+    """One attention over caches that this graph wrote to; what was read of them and of the mask."""
 
     storages: frozenset[int]
     caches: tuple[Cache, ...] = ()
@@ -393,9 +391,7 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return the writes of keys and of values when one op may do both at the later place, else
-    None; with them caches, new tokens and positions.
-    """
+    """Return both writes, and the op's operands, where one op may do both at the later place."""
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:
@@ -469,9 +465,7 @@ def _nothing_between(
 
 
 def _is_laid_out_by_head(info: GraphInfo, node: Node) -> bool:
-    """Return whether the result of ``node`` is (B, H, M, D) in memory, where the op's is (B, M, H,
-    D): a view that its users take of it might be impossible.
-    """
+    """Return whether a result lies by head, as the op's does not: its users may need a view."""
     value = info.tensor(node)
     if value is None or compat.statically_true(value.shape[2] == 1):
         return False

@@ -68,8 +68,7 @@ class Calls:
 
     nodes: list[Node]  # the calls
     entering: Entering  # what stands before them and can be part of one call
-    # the sum behind the only result, and what is added; or None
-    added: tuple[Node, Node] | None = None
+    added: tuple[Node, Node] | None = None  # the sum behind the only result, and what is added
     is_early: bool = False  # a kernel of this graph runs before, and nobody writes to the weights
     owned: list[Node] = field(default_factory=list)  # what is erased in the end
 

@@ -69,15 +69,9 @@ class CachePlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values; formulas are strings in B (sequences) and N (tokens)."""
-        return {
-            "name": self.name,
-            "weights_bytes": self.weights,
-            "memory_bytes": self.memory,
-            "batch": self.batch,
-            "length": self.length,
-            "modes": [{**vars(mode), "formula": str(mode.formula)} for mode in self.modes],
-            "notes": list(self.notes),
-        }
+        modes = [{**vars(mode), "formula": str(mode.formula)} for mode in self.modes]
+        found = {**vars(self), "modes": modes, "notes": list(self.notes)}
+        return {f"{k}_bytes" if k in ("weights", "memory") else k: v for k, v in found.items()}
 
 
 def _fits(count: int | None) -> str:
@@ -125,32 +119,27 @@ def explain_cache(
     if batch < 1 or length < 1:
         raise ExplainError(f"batch is {batch} and length {length}; both have to be at least 1.")
     total = read_memory(memory)
-    settings = {"scheme": scheme, "group": group, "recent": recent, "keep_first": keep_first}
-    shape = _shape_of(model, {**settings, "merge": merge})
+    kept = {"scheme": scheme, "group": group, "recent": recent, "keep_first": keep_first}
+    shape = _shape_of(model, {**kept, "merge": merge})
     weights = sum(parameter.nbytes for parameter in model.parameters())
     room = total - weights - STEP_ROOM
     coded, notes = _served(shape)
-    modes = tuple(_mode(bits, shape, settings, room, batch, length) for bits in (16, *coded))
+    modes = tuple(_mode(bits, shape, kept, room, batch, length) for bits in (16, *coded))
     return CachePlan(type(model).__name__, weights, total, batch, length, modes, notes)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Layers that see all tokens, windows of the others, heads, channels, bytes of a number.
+    """What a model keeps of a token."""
 
-    `states` counts layers that keep no keys and values but a state of one size, `pairs` those that
-    share directions two and two, which are not among `layers`; `retained` is the share of tokens
-    that a pair has room for as they came.
-    """
-
-    layers: int
-    pairs: int
-    retained: float
-    windows: tuple[int, ...]
-    states: int
+    layers: int  # that see all tokens
+    pairs: int  # of layers that share directions two and two, which are not among `layers`
+    retained: float  # the share of tokens that a pair has room for as they came
+    windows: tuple[int, ...]  # of the other layers
+    states: int  # layers that keep no keys and values but a state of one size
     heads: int
-    depth: int
-    itemsize: int
+    depth: int  # channels
+    itemsize: int  # bytes of a number
 
     @property
     def row(self) -> int:
@@ -258,8 +247,9 @@ def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def _mode(
     bits: int, shape: _Shape, settings: dict[str, Any], room: int, batch: int, length: int
 ) -> CacheMode:
-    kept = [settings[name] for name in ("scheme", "group", "recent", "keep_first")]
-    held = op_folder.Layout(shape.depth, op_folder.PLAIN if bits == 16 else bits, *kept)
+    held = op_folder.Layout(
+        shape.depth, op_folder.PLAIN if bits == 16 else bits, *settings.values()
+    )
 
     def size(sequences: int, tokens: int) -> int:
         """Return the bytes of the cache of all layers."""
@@ -275,20 +265,31 @@ def _mode(
         return found
 
     b, n = sympy.symbols("B N", integer=True, positive=True)
-    each, fixed = _per_layer(shape, held)
+    # bytes of a token in codes, and those beside codes, of one sequence and layer
+    each, fixed = _in_codes(shape, held, held.group if held.scheme == "kivi" else 0), 0
+    if bits != 16:
+        how: dict[str, Any] = {"window": held.window, "kept": held.kept}
+        fixed = op_folder.fixed_bytes(1, shape.heads, shape.depth, itemsize=shape.itemsize, **how)
+        fixed -= each * held.recent
     pair_each, pair = _per_pair(shape, held, n)
     beside = shape.layers * fixed + shape.pairs * pair + shape.row * sum(shape.windows)
+    is_flat, longest_window = not shape.layers and not shape.pairs, max(shape.windows, default=1)
+
+    def fits(tokens: int) -> bool:
+        return size(batch, tokens) <= room
+
     return CacheMode(
         bits=bits,
         formula=b * (shape.layers * each * n + beside),
         bytes_per_token=float(shape.layers * each + shape.pairs * pair_each),
         total=size(batch, length),
-        longest=_longest(shape, lambda tokens: size(batch, tokens) <= room),
+        # None where the cache stops growing and any length fits
+        longest=None if is_flat and fits(longest_window) else most(fits),
         largest_batch=most(lambda sequences: size(sequences, length) <= room),
     )
 
 
-def _bytes_per_token(shape: _Shape, layout: op_folder.Layout, group: int) -> sympy.Expr:
+def _in_codes(shape: _Shape, layout: op_folder.Layout, group: int) -> sympy.Expr:
     if layout.bits == op_folder.PLAIN:
         return sympy.Integer(shape.row)
     shares = shape.depth // layout.channel_group
@@ -300,27 +301,10 @@ def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes of one more token of two layers that share directions, and of all."""
-    codes = _bytes_per_token(shape, layout, layout.group)
+    codes = _in_codes(shape, layout, layout.group)
     merged = codes + 4 * shape.heads * shape.itemsize  # and the lengths of both
     retained = sympy.Rational(shape.retained).limit_denominator(10**9)
     kept = layout.kept + sympy.ceiling(retained * tokens)
     whole = merged * (tokens - layout.recent) + 2 * shape.row * (layout.window + kept)
     whole += 4 * shape.heads * (kept + 4)
     return merged + retained * (2 * shape.row + 4 * shape.heads), whole
-
-
-def _per_layer(shape: _Shape, layout: op_folder.Layout) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes of a token in codes, and those beside codes, of one sequence and layer."""
-    each = _bytes_per_token(shape, layout, layout.group if layout.scheme == "kivi" else 0)
-    if layout.bits == op_folder.PLAIN:
-        return each, sympy.Integer(0)
-    how: dict[str, Any] = {"window": layout.window, "kept": layout.kept, "itemsize": shape.itemsize}
-    beside = op_folder.fixed_bytes(1, shape.heads, shape.depth, **how)
-    return each, beside - each * layout.recent
-
-
-def _longest(shape: _Shape, fits: Any) -> int | None:  # noqa: ANN401 - of a number
-    """Return the longest context that fits, None where the cache stops growing and any does."""
-    if not shape.layers and not shape.pairs and fits(max(shape.windows, default=1)):
-        return None
-    return most(fits)

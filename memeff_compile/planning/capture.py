@@ -64,8 +64,9 @@ class Capture:
     inputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the call
     outside: int = 0  # bytes of the tensors that the model made outside of the graphs
 
-    def lengths_in(self, other: Capture, told: Told) -> Told:
-        """Return `told` with what is a number of tokens longer than a sequence, here as there."""
+    def lengths_in(self, other: Capture) -> Told:
+        """Return the sizes of `other` with what is some tokens longer than a sequence, here too."""
+        told = other.at
         if told.length is None or self.at.length is None:
             return told
         pairs = {
@@ -78,8 +79,9 @@ class Capture:
         more = {a - own for a, b in pairs if a - own == b - told.length and a > own // 2}
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
-    def grows_as(self, other: Capture, told: Told) -> str:
-        """Return "" where the sizes here are those of `other` as `told` reads them, or why not."""
+    def grows_as(self, other: Capture) -> str:
+        """Return "" where the sizes here are those of `other` as it reads them, or why not."""
+        told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
             return "it runs other operations at other sizes"
@@ -113,24 +115,16 @@ def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
 
 
 def capture(
-    model: nn.Module | Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    sizes: Sizes,
-    told: Told,
+    call: tuple[Sequence[Any], Mapping[str, Any]],
+    sizes: Sizes,  # batch and length of the call
     options: Options,
     device: str,
+    model: nn.Module | Callable[..., Any],
+    told: Told,  # the batch and the length to capture it with
     *,
-    reports_alone: bool = False,
+    reports_alone: bool = False,  # whether the graphs themselves are not needed
 ) -> Capture:
     """Capture a call of ``model``, with the passes and without them.
-
-    Args:
-        model, args, kwargs: the call.
-        sizes: batch and length of the call.
-        told: the batch and the length to capture it with.
-        options, device: as for `explain`.
-        reports_alone: whether the graphs themselves are not needed.
 
     Raises:
         ExplainError: the call fails, or Dynamo captured no graph.
@@ -152,15 +146,19 @@ def capture(
     named_parameters: dict[int, str] = {}
     if isinstance(copied, nn.Module):
         named_parameters = {id(p): name for name, p in copied.named_parameters()}
-    given, named = _fake_inputs((tuple(args), dict(kwargs)), sizes, told, mode)
+    given, named = _fake_inputs(call, sizes, told, mode)
     leaves = compat.pytree.tree_leaves((given, named))
     found.inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     found.outside = 0
 
+    def graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
+        forward, *backward = compat.inductor_graphs(gm, example_inputs)
+        return Graphs(forward, backward[0] if backward else None)
+
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found.nodes.append([_call_and_sizes(n) for m in _levels(gm) for n in m.graph.nodes])
         number = len(found.nodes) - 1
-        said = [compat.source_name(node) for node in _placeholders(gm)]
+        said = [compat.source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
         found.classes |= _classes(gm)
         if device != "cpu":
             _attend_as_a_gpu_does(gm)
@@ -170,12 +168,9 @@ def capture(
             enforce_strict(options, outcome.report)
         found.reports.append(outcome.report)
         if not reports_alone:
-            original = copy.deepcopy(unchanged)
-            found.before.append(_pair(compat.inductor_graphs(original, example_inputs)))
-            is_same = not outcome.changed
-            found.after.append(
-                found.before[-1] if is_same else _pair(compat.inductor_graphs(gm, example_inputs))
-            )
+            plain = graphs_of(copy.deepcopy(unchanged), example_inputs)
+            found.before.append(plain)
+            found.after.append(graphs_of(gm, example_inputs) if outcome.changed else plain)
 
         def run_graph(*inputs: object) -> object:
             nonlocal is_running
@@ -198,7 +193,13 @@ def capture(
         except Exception as error:
             modules = copied.modules() if isinstance(copied, nn.Module) else ()
             compat.forget_failures([copied, *(type(module).forward for module in modules)])
-            raise ExplainError(_why_it_failed(model, error)) from error
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise ExplainError(
+                f"Calling {_name(model)} on tensors without memory failed: {said}\n"
+                "Pass the inputs that its forward needs, as in explain(model, input_ids=ids, "
+                "labels=ids). If they are right, the model reads values of tensors while it runs, "
+                "which explain cannot follow."
+            ) from error
     if not found.nodes:
         raise ExplainError(
             f"{_name(model)} ran without a graph being captured, so there is nothing to plan. "
@@ -227,22 +228,8 @@ def _levels(gm: GraphModule) -> list[GraphModule]:
     return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
-def _pair(graphs: Sequence[GraphModule]) -> Graphs:
-    return Graphs(graphs[0], graphs[1] if len(graphs) > 1 else None)
-
-
 def _name(model: object) -> str:
     return str(getattr(model, "__name__", type(model).__name__))
-
-
-def _why_it_failed(model: object, error: Exception) -> str:
-    said = f"{type(error).__name__}: {first_line(error)}"
-    return (
-        f"Calling {_name(model)} on tensors without memory failed: {said}\n"
-        "Pass the inputs that its forward needs, as in explain(model, input_ids=ids, labels=ids). "
-        "If they are right, the model reads values of tensors while it runs, which explain "
-        "cannot follow."
-    )
 
 
 def _fake_copy(model: Any, mode: Any) -> Any:  # noqa: ANN401 - a module or any callable
@@ -318,10 +305,6 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
     return f"{node.op} {called}", [size if type(size) is int else 0 for size in sizes]
 
 
-def _placeholders(gm: GraphModule) -> list[Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
-
-
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
@@ -342,13 +325,10 @@ def _parameters(
 def _classes(gm: GraphModule) -> set[int]:
     """Return the sizes of the class dimension of what enters a loss."""
     found: set[int] = set()
-    for module in _levels(gm):
-        for node in module.graph.nodes:
-            name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-            if name not in LOSSES or not node.args or not isinstance(node.args[0], Node):
-                continue
+    for node in (node for module in _levels(gm) for node in module.graph.nodes):
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if name in LOSSES and node.args and isinstance(node.args[0], Node):
             value = compat.example_value(node.args[0])
             if isinstance(value, torch.Tensor) and value.dim() > 1:
-                sizes = [size for size in (value.shape[1], value.shape[-1]) if type(size) is int]
-                found |= set(sizes[-1:])
+                found |= set([s for s in (value.shape[1], value.shape[-1]) if type(s) is int][-1:])
     return found

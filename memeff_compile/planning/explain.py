@@ -9,9 +9,10 @@ the buffers of the graphs that Inductor would compile are replayed with and with
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -66,101 +67,90 @@ def explain(
     chosen = options if isinstance(options, Options) else Options.parse(None, options)
     model = getattr(model, "_orig_mod", model)
     sizes = sizes_of(args, kwargs)
+    take: _Take = partial(capture, (args, kwargs), sizes, chosen, device)
     with Progress(5, progress) as said:
-        found = _captures(model, _Call(args, kwargs, sizes, chosen, device), said)
-        scale = Scale(found.told, points_around(sizes.batch, sizes.length, found.told))
-        facts = facts_of(model, found.stacks, device)
-        transient = op_transient(scale, device)
-        before, after = (
-            footprint(found.graphs, found.stacks, scale, facts, after=is_after, transient=transient)
-            for is_after in said.each(("memory without", "memory with memeff"), (False, True))
-        )
+        own, found, stacks, fixed = _captures(model, chosen, sizes, take, said)
+        scale = Scale(found.at, points_around(sizes.batch, sizes.length, found.at))
+        facts, transient = facts_of(model, stacks, device), op_transient(scale, device)
+        sides = []
+        for is_after, what in ((False, "memory without"), (True, "memory with memeff")):
+            said(what)
+            sides.append(footprint(found, stacks, scale, facts, transient, after=is_after))
     return Explanation(
         name=getattr(model, "__name__", type(model).__name__),
         sizes=sizes,
-        vocabulary=max(vocabularies(found.graphs), default=0),
-        before=before,
-        after=after,
-        report=_of_all_blocks(found.own, found.stacks),
-        stacks=tuple(stack for stack in found.stacks if stack.is_short),
-        fixed=found.fixed,
-        outside=found.outside,
+        vocabulary=max(vocabularies(found), default=0),
+        before=sides[0],
+        after=sides[1],
+        report=_of_all_blocks(own, stacks),
+        stacks=tuple(stack for stack in stacks if stack.is_short),
+        fixed=fixed,
+        outside=own.outside,
     )
 
 
-class _Call(NamedTuple):
-    """What is explained, beside the model."""
+_Take = Callable[..., Capture]
+"""Captures a model at sizes."""
 
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    sizes: Sizes
-    options: Options
-    device: str
+_Captured = tuple[Capture, Capture, list[Stack], dict[str, str]]
+"""A model at the sizes of the call, for the report, and at sizes told apart, with its stacks, and
+why the batch or the length stays as it is."""
 
 
-class _Captured(NamedTuple):
-    """A model captured at the sizes of the call, for the report, and at sizes told apart."""
-
-    own: Capture
-    graphs: Capture
-    told: Told
-    stacks: list[Stack]
-    fixed: Mapping[str, str]
-
-    @property
-    def outside(self) -> int:
-        """Bytes of the tensors that the model made outside of graphs, at its own sizes."""
-        return self.own.outside
-
-
-def _captures(model: Any, call: _Call, said: Progress) -> _Captured:  # noqa: ANN401
+def _captures(
+    model: Any,  # noqa: ANN401 - a module or any callable
+    options: Options,
+    sizes: Sizes,
+    take: _Take,
+    said: Progress,
+) -> _Captured:
     """Capture a model with few of its blocks, or whole where it does not run with fewer."""
     stacks = stacks_of(model)
-    asked = [path for paths in call.options.skip.values() for path in paths]
-    asked += [] if isinstance(call.options.attention, str) else list(call.options.attention)
+    asked = [path for paths in options.skip.values() for path in paths]
+    asked += [] if isinstance(options.attention, str) else list(options.attention)
     is_of_blocks = any(char.isdecimal() for path in asked for char in path)  # each has its number
     if any(stack.is_short for stack in stacks) and not is_of_blocks:
         try:
-            return _captured(shortened(model, stacks), stacks, call, said)
+            return _captured(shortened(model, stacks), stacks, sizes, take, said)
         except ExplainError:
             pass  # the whole model either runs, or fails with the error that the user should see
-    return _captured(model, [stack.whole() for stack in stacks], call, said)
+    return _captured(model, [stack.whole() for stack in stacks], sizes, take, said)
 
 
-def _captured(model: Any, stacks: list[Stack], call: _Call, said: Progress) -> _Captured:  # noqa: ANN401
+def _captured(
+    model: Any,  # noqa: ANN401 - a module or any callable
+    stacks: list[Stack],
+    sizes: Sizes,
+    take: _Take,
+    said: Progress,
+) -> _Captured:
     """Capture a model at its own sizes and at ones that say how others grow with them.
 
     Where sizes do not grow with the length in proportion (a length in whole chunks), it is left as
     it is, and so is the batch, so that what is planned is right at the sizes that it is for.
     """
-    own = _own_sizes(call.sizes)
-    given = (model, call.args, call.kwargs, call.sizes)
     said("what the passes do")
-    mine = capture(*given, own, call.options, call.device, reports_alone=True)
-    apart = Told.apart(call.sizes, _constants(model))
+    # Dynamo makes graphs of their own for a batch of 1
+    mine = take(model, Told(max(sizes.batch, 2), sizes.length), reports_alone=True)
+    apart = Told.apart(sizes, _constants(model))
     fixed: dict[str, str] = {}
-    for attempt in dict.fromkeys((apart, Told(apart.batch), Told())):
+    for told in dict.fromkeys((apart, Told(apart.batch))):
         said("the graphs of a step")
-        at = Told(*astuple(call.sizes)) if attempt == Told() else attempt
         try:
-            found = capture(*given, at, call.options, call.device)
+            found = take(model, told)
         except ExplainError as error:
-            if attempt == Told():
-                raise
-            problem = first_line(error)
-            why = f"it does not run at {attempt.batch} x {attempt.length or own.length}: {problem}"
+            at = f"{told.batch} x {told.length or sizes.length}"
+            why = f"it does not run at {at}: {first_line(error)}"
         else:
-            told = attempt if attempt == Told() else mine.lengths_in(found, attempt)
-            why = "" if attempt == Told() else mine.grows_as(found, told)
+            found.at = mine.lengths_in(found)
+            why = mine.grows_as(found)
             if not why:
-                return _Captured(mine, found, told, stacks, fixed)
-        fixed["length" if attempt.length else "batch"] = why
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _own_sizes(sizes: Sizes) -> Told:
-    """Return the sizes of the call; Dynamo makes graphs of their own for a batch of 1."""
-    return Told(max(sizes.batch, 2), sizes.length)
+                return mine, found, stacks, fixed
+        fixed["length" if told.length else "batch"] = why
+    said("the graphs of a step")
+    found = take(model, Told(*astuple(sizes)))
+    found.at = Told()
+    return mine, found, stacks, fixed
 
 
 def _constants(model: object) -> set[int]:
@@ -203,29 +193,18 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found out.
+    """What `explain` found out."""
 
-    Args:
-        name: of the model.
-        sizes: batch and length of the call.
-        vocabulary: classes of the largest head, 0 without one.
-        before: the moments that can be the peak, without the passes.
-        after: the same with them.
-        report: what each pass did or declined, as `last_report()`.
-        stacks: the lists of blocks of which some were captured; empty if all were.
-        fixed: "batch", "length": why sizes are not known at another one, where they are not.
-        outside: bytes that operations outside of graphs make, which no plan counts.
-    """
-
-    name: str
-    sizes: Sizes
-    vocabulary: int
-    before: Footprint
-    after: Footprint
-    report: Report
-    stacks: tuple[Stack, ...] = ()
+    name: str  # of the model
+    sizes: Sizes  # batch and length of the call
+    vocabulary: int  # classes of the largest head, 0 without one
+    before: Footprint  # the moments that can be the peak, without the passes
+    after: Footprint  # likewise, with them
+    report: Report  # what each pass did or declined, as `last_report()`
+    stacks: tuple[Stack, ...] = ()  # the lists of blocks of which only some were captured
+    # "batch", "length": why sizes are not known at another one, where they are not
     fixed: Mapping[str, str] = field(default_factory=dict)
-    outside: int = 0
+    outside: int = 0  # bytes that operations outside of graphs make, which no plan counts
 
     def plan(
         self,
@@ -250,13 +229,11 @@ class Explanation:
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP
         """
-        try:
-            setting = Setting(**{"optimizer": "none", **given})
-        except TypeError:
+        unknown = [name for name in given if name not in vars(Setting())]
+        if unknown:
             known = ", ".join(("batch", "length", "memory", *vars(Setting())))
-            raise ExplainError(
-                f"plan() got {', '.join(sorted(given))}; it takes {known}."
-            ) from None
+            raise ExplainError(f"plan() got {', '.join(sorted(unknown))}; it takes {known}.")
+        setting = Setting(**{"optimizer": "none", **given})
         sizes = Sizes(batch or self.sizes.batch, length or self.sizes.length)
         for name, why in self.fixed.items():
             own, asked = getattr(self.sizes, name), getattr(sizes, name)
@@ -271,10 +248,15 @@ class Explanation:
                 "head with a loss was found in this model. Pass labels, or use accounting='peak'."
             )
         room = None if memory is None else read_memory(memory)
-        columns = [
-            self._side(found, setting, sizes, room, after=is_after)
-            for found, is_after in ((self.before, False), (self.after, True))
-        ]
+        columns = []
+        for found, is_after in ((self.before, False), (self.after, True)):
+            moments = settings.moments(found, setting, after=is_after, vocab=self.vocabulary)
+            moment, peak = settings.peak(moments, sizes.batch, sizes.length)
+            groups = settings.grouped(moment, sizes.batch, sizes.length)
+            fits = None
+            if room is not None and "batch" not in self.fixed:
+                fits = settings.largest_batch(moments, sizes.length, room)
+            columns.append(Side(peak, groups, moment, fits))
         if self.outside > LEFT_OUT * min(column.peak for column in columns):
             raise ExplainError(
                 f"{self.name} makes {format_bytes(self.outside)} of tensors outside of captured "
@@ -283,17 +265,6 @@ class Explanation:
                 "fullgraph=True) refuses a model that does."
             )
         return Plan(self.name, sizes, setting, room, *columns)
-
-    def _side(
-        self, found: Footprint, setting: Setting, sizes: Sizes, room: int | None, *, after: bool
-    ) -> Side:
-        moments = settings.moments(found, setting, after=after, vocab=self.vocabulary)
-        moment, peak = settings.peak(moments, sizes.batch, sizes.length)
-        groups = settings.grouped(moment, sizes.batch, sizes.length)
-        most = None
-        if room is not None and "batch" not in self.fixed:
-            most = settings.largest_batch(moments, sizes.length, room)
-        return Side(peak, groups, moment, most)
 
     def __str__(self) -> str:
         try:

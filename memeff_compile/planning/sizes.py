@@ -69,18 +69,18 @@ class Told:
         for told, symbol in ((self.batch, BATCH), (self.length, LENGTH)):
             while told is not None and rest % told == 0:
                 rest, found = rest // told, found * symbol
-        if self.length is not None and not found.has(LENGTH):
-            for near in self.near:
-                times, left = divmod(rest, self.length + near)
-                if not left and times and (times <= 2 or found != 1):
-                    return found * times * (LENGTH + near)
-            for times, near in ((2, -1), (2, 1)):
-                if rest == times * self.length + near:
-                    return found * (times * LENGTH + near)
-        if found == 1 and self.batch is not None and self.length is not None:
+        if self.length is None or found.has(LENGTH):
+            return found * rest
+        for near in self.near:
+            times, left = divmod(rest, self.length + near)
+            if not left and times and (times <= 2 or found != 1):
+                return found * times * (LENGTH + near)
+        for near in (-1, 1):
+            if rest == 2 * self.length + near:
+                return found * (2 * LENGTH + near)
+        if found == 1 and self.batch is not None:
             for near in NEAR:
-                times, left = divmod(size - near, self.batch * self.length)
-                if not left and times == 1:
+                if size - near == self.batch * self.length:
                     return BATCH * LENGTH + near
         return found * rest
 

@@ -18,6 +18,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -137,9 +138,8 @@ class Timeline:
 
     def outputs(self) -> list[Node | None]:
         """Return the graph's outputs, None for one that is no node."""
-        values = self.nodes[-1].args[0]
-        if not isinstance(values, (tuple, list)):
-            values = (values,)
+        given: Any = self.nodes[-1].args[0]
+        values = given if isinstance(given, (tuple, list)) else (given,)
         return [value if isinstance(value, Node) else None for value in values]
 
     # --- what is stored ---------------------------------------------------------------------------
@@ -358,12 +358,11 @@ class _Fusion:
 
     def _elements(self, node: Node) -> sympy.Expr:
         """Return what a kernel of this node walks over."""
-        line = self._line
-        if line.kind[node] != "reduction":
-            return line.scale.elements(tensors_in(node.meta["val"])[0])
-        sources = [t for s in node.all_input_nodes for t in tensors_in(s.meta.get("val"))]
-        sizes = [line.scale.of(line.scale.elements(t)) for t in sources]
-        return max(sizes, key=lambda size: size.values[0]).formula if sizes else sympy.Integer(0)
+        scale, reads = self._line.scale, node.all_input_nodes
+        if self._line.kind[node] != "reduction":
+            return scale.elements(tensors_in(node.meta["val"])[0])
+        sizes = [scale.elements(t) for s in reads for t in tensors_in(s.meta.get("val"))]
+        return max(sizes, key=lambda size: scale.of(size).values[0], default=sympy.Integer(0))
 
     def _join(self, first: Node, second: Node) -> None:
         if first is second or self._elements(first) != self._elements(second):

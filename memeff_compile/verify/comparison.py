@@ -17,20 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memeff_compile import compat
-from memeff_compile.logits.attach import attach
-from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.logits.tensor import DeferredLogits
-from memeff_compile.options import Options
-from memeff_compile.verify.op_by_op import WIDER, KeptGraph, levels_of, run_op_by_op, wide_outputs
-from memeff_compile.verify.tolerance import (
-    EXACT,
-    Gap,
-    Tolerance,
-    gradient_gaps,
-    slack_of,
-    value_gap,
-)
+from .. import compat
+from ..logits.attach import attach
+from ..logits.recipe import DeferredOutput
+from ..logits.tensor import DeferredLogits
+from ..options import Options
+from .op_by_op import WIDER, KeptGraph, levels_of, run_op_by_op, wide_outputs
+from .tolerance import EXACT, Gap, Tolerance, gradient_gaps, slack_of, value_gap
 
 log = logging.getLogger(__name__)
 

@@ -16,21 +16,15 @@ from typing import Any, cast
 
 import torch
 
-from memeff_compile import compat, report
-from memeff_compile.errors import VerifyError
-from memeff_compile.logits.attach import accept
-from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.options import PASS_NAMES, SWITCHES, Options
-from memeff_compile.report import GraphReport, LogitsUse, Record
-from memeff_compile.verify.comparison import (
-    Comparison,
-    NotRunError,
-    PostponedError,
-    Verdict,
-    run_plainly,
-)
-from memeff_compile.verify.op_by_op import KeptGraph
-from memeff_compile.verify.reproducer import write
+from .. import compat, report
+from ..errors import VerifyError
+from ..logits.attach import accept
+from ..logits.recipe import DeferredOutput
+from ..options import PASS_NAMES, SWITCHES, Options
+from ..report import GraphReport, LogitsUse, Record
+from .comparison import Comparison, NotRunError, PostponedError, Verdict, run_plainly
+from .op_by_op import KeptGraph
+from .reproducer import write
 
 log = logging.getLogger(__name__)
 

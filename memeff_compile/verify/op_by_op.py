@@ -19,11 +19,11 @@ from torch.fx.graph import CodeGen
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
-from memeff_compile import compat
-from memeff_compile.compat import HigherOrderOperator, pytree
-from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.options import Options
-from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
+from .. import compat
+from ..compat import HigherOrderOperator, pytree
+from ..logits.recipe import DeferredOutput
+from ..options import Options
+from ..passes.graph.graph_info import GraphInfo, ambient_region
 
 WIDER: Mapping[torch.dtype, torch.dtype] = {
     torch.float16: torch.float64,

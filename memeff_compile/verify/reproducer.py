@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.options import Options
-from memeff_compile.report import format_bytes
-from memeff_compile.verify.op_by_op import KeptGraph
-from memeff_compile.verify.tolerance import Gap, slack_of
+from ..logits.recipe import DeferredOutput
+from ..options import Options
+from ..report import format_bytes
+from .op_by_op import KeptGraph
+from .tolerance import Gap, slack_of
 
 
 class Compared(Protocol):

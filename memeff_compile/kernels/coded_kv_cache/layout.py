@@ -111,11 +111,6 @@ class Layout:
         """Channels of a value that share a scale."""
         return channel_group(self.depth, self.scheme)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the codes of one group of tokens, of keys or of values; numbers if plain."""
-        return self.group * self.depth * (8 if self.bits == PLAIN else self.bits) // 8
-
     def groups(self, tokens: int) -> int:
         """Return the groups that a cache for so many tokens has room for, at least one.
 
@@ -125,22 +120,24 @@ class Layout:
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of a cache for so many tokens, by name."""
-        groups = self.groups(tokens)
-        front = (batch, heads)
-        codes = (*front, groups, self.block_bytes)
-        if self.bits == PLAIN:
-            k_scales: tuple[int, ...] = (*front, groups, 0, 2)
-            v_scales: tuple[int, ...] = k_scales
-        elif self.scheme == "kivi":
-            k_scales = (*front, groups, self.depth, 2)
-            parts = self.depth // self.channel_group
-            v_scales = (*front, groups, parts, self.group, 2)
-        else:
-            k_scales = v_scales = (*front, groups, 1, self.group, 1)
+        front, groups = (batch, heads), self.groups(tokens)
+        # bytes of a group of tokens; numbers if they are plain
+        codes = (*front, groups, self.group * self.depth * min(self.bits, 8) // 8)
+        ends = scale_shapes(self.depth, self.bits, self.group, self.scheme)
+        k_scales, v_scales = ((*front, groups, *end) for end in ends)
         window = (*front, self.window, self.depth)
         kept = (*front, self.kept, self.depth)
         rows = (window, window, kept, kept, (*front, self.kept))
         return dict(zip(Pool._fields, (codes, codes, k_scales, v_scales, *rows, (3,)), strict=True))
+
+
+def scale_shapes(depth: int, bits: int, group: int, scheme: str) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the scales of a group of keys, and of a group of values."""
+    if bits == PLAIN:
+        return (0, 2), (0, 2)
+    if scheme == "per_head":
+        return (1, group, 1), (1, group, 1)
+    return (depth, 2), (depth // channel_group(depth, scheme), group, 2)
 
 
 def channel_group(depth: int, scheme: str) -> int:

@@ -18,7 +18,7 @@ from .. import library
 from ..checks import FLOATING, require, short
 from ..device import kernels_serve, where_it_runs
 from . import reference
-from .layout import BITS, PLAIN, Pool, channel_group, group_of
+from .layout import BITS, PLAIN, Pool, group_of, scale_shapes
 
 MAX_DEPTH = 256
 
@@ -91,16 +91,10 @@ def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
 
 def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | None:
     groups, block = named["k_codes"].shape[2:]
-    group = group_of(block, depth, bits)
-    if bits == PLAIN:
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("k_scales", "v_scales"), (groups, 0, 2))
-    elif reference.is_per_head(named["k_scales"]):
-        shapes = dict.fromkeys(("k_scales", "v_scales"), (groups, 1, group, 1))
-    else:
-        parts = depth // channel_group(depth, "kivi")
-        shapes = {"k_scales": (groups, depth, 2), "v_scales": (groups, parts, group, 2)}
-    for name, shape in shapes.items():
-        found = tuple(named[name].shape[2:])
+    scheme = "per_head" if reference.is_per_head(named["k_scales"]) else "kivi"
+    shapes = scale_shapes(depth, bits, group_of(block, depth, bits), scheme)
+    for name, end in zip(("k_scales", "v_scales"), shapes, strict=True):
+        found, shape = tuple(named[name].shape[2:]), (groups, *end)
         if found != shape:
             return f"{name} ends in {found}; {shape} is needed for codes of {bits} bits."
     return None

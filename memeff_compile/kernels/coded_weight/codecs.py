@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._triton.compat import has_gluon
@@ -33,10 +35,7 @@ from .layout import (
     sampled,
     tier_header,
 )
-from .reference import as_patterns, rans_table
-
-_STREAM_TAIL = 3
-"""Words behind a stream that a reader may touch."""
+from .reference import STREAM_TAIL, as_patterns, move, rans_table
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,20 @@ class Room:
 
 
 EXACT_FIT = Room()
+
+
+def _run(
+    module: str,  # of the kernel; it is loaded when it is needed
+    kernel: str,  # its name there
+    on: Tensor,  # whose GPU runs it
+    grid: tuple[int, ...],
+    *operands: Any,
+    warps: int,
+    **constants: Any,
+) -> None:
+    kernels = import_module(f".{module}", __package__)
+    with on_device(on):
+        start(getattr(kernels, kernel), grid, *operands, **constants, num_warps=warps)
 
 
 @dataclass(frozen=True)
@@ -76,20 +89,11 @@ class Outcome:
 
         The value is contiguous bf16, the refuge as long at least, int16 in pinned memory.
         """
-        from . import pair_kernels
-
         rooms = (*self._rooms, 0, 0)[:3]
-        with on_device(value):
-            pair_kernels.pair_shelter_kernel[(processors(value.device),)](
-                value.view(-1).view(torch.int16),
-                self._needed,
-                refuge,
-                *rooms,
-                value.numel(),
-                COUNT=len(self._rooms),
-                BLOCK=1024,
-                num_warps=4,
-            )
+        words, grid = value.view(-1).view(torch.int16), (processors(value.device),)
+        operands = (words, self._needed, refuge, *rooms, value.numel())
+        sizes = {"COUNT": len(self._rooms), "BLOCK": 1024}
+        _run("pair_kernels", "pair_shelter_kernel", value, grid, *operands, **sizes, warps=4)
 
     def fetch(self) -> None:
         """Have the lengths brought to the host, without waiting for them."""
@@ -129,14 +133,10 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs in every so manieth run, int32."""
-    from . import pair_kernels
-
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
-    block = 1024
-    with on_device(patterns):
-        pair_kernels.pair_histogram_kernel[(-(-patterns.numel() // (RUN * every)),)](
-            patterns, counts, every, BLOCKS=RUN // block, BLOCK=block, num_warps=4
-        )
+    grid, sizes = (-(-patterns.numel() // (RUN * every)),), {"BLOCKS": RUN // 1024, "BLOCK": 1024}
+    operands = (patterns, counts, every)
+    _run("pair_kernels", "pair_histogram_kernel", patterns, grid, *operands, **sizes, warps=4)
     return counts
 
 
@@ -164,81 +164,51 @@ def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcom
     """
     patterns = as_patterns(weight)
     if form.codec == "rans":
-        made = _encode_rans(patterns, histogram(patterns).tolist(), EXACT_FIT)
-        return _move_rans(parts, made)
+        return move(_encode_rans(patterns, histogram(patterns).tolist(), EXACT_FIT), parts)
     again = _encode_win4_again if form.codec == "win4" else _encode_tier_again
     return again(patterns, parts)
 
 
-def _starts(counts: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return running sums that start with 0."""
-    if out is None:
-        out = counts.new_zeros(counts.shape[0] + 1)
-    torch.cumsum(counts, 0, dtype=torch.int32, out=out[1:])
-    return out
+def _write_patches(
+    patterns: Tensor, header: Tensor, lists: Sequence[Tensor], *marks: Tensor
+) -> None:
+    """Fill a list of patches, (starts, places, values), whose starts are there already.
 
-
-def _list(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(length, dtype=dtype, device=like.device)
-
-
-def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches: (starts, places, values); starts are there already."""
-    from . import pair_kernels
-
-    starts, places, values = lists
-    with on_device(patterns):
-        pair_kernels.pair_patches_kernel[(starts.numel() - 1,)](
-            patterns, header, starts, places, values, places.numel(), BLOCK=1024, num_warps=4
-        )
+    With win4 come marks, which say where the patches are.
+    """
+    starts, places, _ = lists
+    if not places.numel():
+        return
+    grid, operands = (starts.numel() - 1,), (patterns, header, *marks, *lists, places.numel())
+    if marks:
+        warps = shapes.PATCHES_WARPS
+        _run("win4_kernels", "win4_patches_kernel", patterns, grid, *operands, warps=warps)
+    else:
+        _run("pair_kernels", "pair_patches_kernel", patterns, grid, *operands, BLOCK=1024, warps=4)
 
 
 def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
-    return [starts, *(_list(starts, room.length(total), torch.int16) for _ in range(2))]
+    length = room.length(total)
+    return [starts, *(starts.new_zeros(length, dtype=torch.int16) for _ in range(2))]
 
 
 def _write_win4(
     patterns: Tensor, header: Tensor, codes: Tensor, signs: Tensor, starts: Tensor
 ) -> Tensor:
     """Write codes, signs and starts; return which groups of each chunk have patches."""
-    from . import win4_kernels
-
-    chunks = patterns.numel() // CHUNK
+    chunks, words = patterns.numel() // CHUNK, patterns.view(torch.int32)
     counts, marks = _empty(patterns, chunks), _empty(patterns, chunks)
-    with on_device(patterns):
-        words, warps = patterns.view(torch.int32), shapes.WIN4_ENCODE_WARPS
-        win4_kernels.win4_encode_kernel[(chunks,)](
-            words, header, codes, signs, counts, marks, num_warps=warps
-        )
-        win4_kernels.win4_starts_kernel[(1,)](
-            counts, starts, chunks, BLOCK=shapes.STARTS_BLOCK, num_warps=8
-        )
+    operands, warps = (words, header, codes, signs, counts, marks), shapes.WIN4_ENCODE_WARPS
+    _run("win4_kernels", "win4_encode_kernel", patterns, (chunks,), *operands, warps=warps)
+    sums, block = (counts, starts, chunks), shapes.STARTS_BLOCK
+    _run("win4_kernels", "win4_starts_kernel", patterns, (1,), *sums, BLOCK=block, warps=8)
     return marks
-
-
-def _write_win4_patches(
-    patterns: Tensor, header: Tensor, marks: Tensor, lists: Sequence[Tensor]
-) -> None:
-    """Fill a list of patches: (starts, places, values); starts are there already."""
-    from . import win4_kernels
-
-    starts, places, values = lists
-    if not places.numel():
-        return
-    with on_device(patterns):
-        room, warps = places.numel(), shapes.PATCHES_WARPS
-        win4_kernels.win4_patches_kernel[(marks.numel(),)](
-            patterns, header, marks, starts, places, values, room, num_warps=warps
-        )
 
 
 def _best_window(counts: Tensor) -> Tensor:
     """Return the header for weights with these exponents, without waiting for the GPU."""
-    from . import win4_kernels
-
     header = _empty(counts, 1)
-    with on_device(counts):
-        win4_kernels.win4_window_kernel[(1,)](counts, header, num_warps=4)
+    _run("win4_kernels", "win4_window_kernel", counts, (1,), counts, header, warps=4)
     return header
 
 
@@ -248,50 +218,41 @@ def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
     starts = _empty(patterns, size // CHUNK + 1)
     marks = _write_win4(patterns, header, codes, signs, starts)
     lists = _patch_lists(starts, int(starts[-1]), room)
-    _write_win4_patches(patterns, header, marks, lists)
+    _write_patches(patterns, header, lists, marks)
     return [header, codes, *lists, signs]
 
 
 def _encode_win4_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
     header, codes, *lists, signs = parts
     marks = _write_win4(patterns, header, codes, signs, lists[0])
-    _write_win4_patches(patterns, header, marks, lists)
+    _write_patches(patterns, header, lists, marks)
     return Outcome(lists[0][-1:], [lists[1].numel()])
 
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     """Return where each chunk starts in the streams and the list of patches."""
-    from . import tier_kernels
-
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
-    with on_device(patterns):
-        tier_kernels.tier_count_kernel[(chunks,)](patterns, header, counts, BLOCK=1024, num_warps=4)
+    operands = (patterns, header, counts)
+    _run("tier_kernels", "tier_count_kernel", patterns, (chunks,), *operands, BLOCK=1024, warps=4)
     # PyTorch adds up along the last dimension in parallel, along the first one number by number.
-    by_list = counts.t().contiguous()
-    starts = by_list.new_zeros((3, chunks + 1))
-    torch.cumsum(by_list, 1, dtype=torch.int32, out=starts[:, 1:])
-    return starts.t()
+    return F.pad(counts.t().contiguous().cumsum(1, dtype=torch.int32), (1, 0)).t()
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     """Write codes and signs; the streams are zeros, and where they start stands already."""
-    from . import tier_kernels
-
     header, first, second, third, stream_starts, *_, signs = parts
-    streams = (first, second, third, stream_starts)
-    with on_device(patterns):
-        tier_kernels.tier_encode_kernel[(patterns.numel() // CHUNK,)](
-            *(patterns.view(torch.int32), header, *streams, signs, second.numel(), third.numel()),
-            num_warps=shapes.TIER_ENCODE_WARPS,
-        )
+    rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
+    operands = (words, header, first, second, third, stream_starts, signs, *rooms)
+    grid, warps = (patterns.numel() // CHUNK,), shapes.TIER_ENCODE_WARPS
+    _run("tier_kernels", "tier_encode_kernel", patterns, grid, *operands, warps=warps)
 
 
 def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
     size = patterns.numel()
     starts = _count_tier(patterns, header)
     *in_streams, patched = starts[-1].tolist()
-    streams = (_list(starts, room.length(n) + _STREAM_TAIL, torch.int32) for n in in_streams)
+    streams = (starts.new_zeros(room.length(count) + STREAM_TAIL) for count in in_streams)
     parts = [
         header,
         _empty(patterns, size // 16),
@@ -301,8 +262,7 @@ def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
         _empty(patterns, size // 4),
     ]
     _write_tier(patterns, parts)
-    if patched:
-        _write_tier_patches(patterns, header, parts[5:8])
+    _write_patches(patterns, header, parts[5:8])
     return parts
 
 
@@ -314,53 +274,33 @@ def _encode_tier_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
     second.zero_()
     third.zero_()
     _write_tier(patterns, parts)
-    if lists[1].numel():
-        _write_tier_patches(patterns, header, lists)
-    rooms = [second.numel() - _STREAM_TAIL, third.numel() - _STREAM_TAIL, lists[1].numel()]
+    _write_patches(patterns, header, lists)
+    rooms = [second.numel() - STREAM_TAIL, third.numel() - STREAM_TAIL, lists[1].numel()]
     return Outcome(starts[-1], rooms)
 
 
 def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list[Tensor]:
-    from . import pair_kernels, rans_kernels
-
     size = patterns.numel()
-    chunks = size // RANS_CHUNK
+    chunks, warps = size // RANS_CHUNK, shapes.RANS_WARPS
     slots = frequencies(histogram)
     before = [sum(slots[:exponent]) for exponent in range(256)]
     table = torch.tensor([slots, before], dtype=torch.int32, device=patterns.device)
-    counts = _empty(patterns, chunks)
-    states = _empty(patterns, chunks * LANES)
-    warps = shapes.RANS_WARPS
-    grid = (-(-chunks // warps),)
+    counts, states = _empty(patterns, chunks), _empty(patterns, chunks * LANES)
 
     def launch(words: Tensor, starts: Tensor, *, count: bool) -> None:
-        with on_device(patterns):
-            rans_kernels.rans_encode_kernel[grid](
-                *(patterns, table, words, starts, states, counts, chunks),
-                COUNT=count,
-                WARPS=warps,
-                num_warps=warps,
-            )
+        operands = (patterns, table, words, starts, states, counts, chunks)
+        grid, how = (-(-chunks // warps),), {"COUNT": count, "WARPS": warps}
+        _run("rans_kernels", "rans_encode_kernel", patterns, grid, *operands, **how, warps=warps)
 
     launch(patterns, counts, count=True)
-    starts = _starts(counts)
-    words = torch.zeros(room.length(int(starts[-1])), dtype=torch.int16, device=patterns.device)
+    starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    words = patterns.new_zeros(room.length(int(starts[-1])))
     launch(words, starts, count=False)
-    signs = _empty(patterns, size // 4)
-    with on_device(patterns):
-        pair_kernels.pair_signs_kernel[(size // CHUNK,)](
-            patterns.view(torch.int32), signs, BLOCK=512, num_warps=4
-        )
+    signs, operand = _empty(patterns, size // 4), patterns.view(torch.int32)
+    grid = (size // CHUNK,)
+    _run("pair_kernels", "pair_signs_kernel", patterns, grid, operand, signs, BLOCK=512, warps=4)
     header = torch.tensor(rans_table(histogram), dtype=torch.int32, device=patterns.device)
     return [header, words, starts, states, signs]
-
-
-def _move_rans(parts: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
-    if made[1].numel() > parts[1].numel():
-        return False
-    for kept, new in zip(parts, made, strict=True):
-        kept[: new.numel()].copy_(new)
-    return True
 
 
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
@@ -393,38 +333,37 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     return gradient
 
 
+_DECODING: dict[str, tuple[int, int, dict[str, int]]] = {
+    "win4": (
+        *(8 * shapes.WIN4_DECODE_WORDS, shapes.WIN4_DECODE_WARPS),
+        {"WORDS": shapes.WIN4_DECODE_WORDS, "PATCHES": shapes.PATCHES},
+    ),
+    "tier": (CHUNK, shapes.TIER_DECODE_WARPS, {"PATCHES": shapes.PATCHES}),
+    "rans": (RANS_CHUNK * shapes.RANS_WARPS, shapes.RANS_WARPS, {"WARPS": shapes.RANS_WARPS}),
+}
+"""Weights of a program that decodes, its warps, and its constants."""
+
+
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
     """Write the patterns of a weight, zeros behind the last, to an int16 buffer of whole chunks.
 
     With a step, the buffer holds a gradient, and gets the weight moved along it.
     """
-    from . import rans_kernels, tier_kernels, win4_kernels
-
-    exponents = len(form.parts) - (1 if form.is_lossless else 2)
-    coded, signs = parts[:exponents], parts[exponents]
-    norms = signs if form.is_lossless else parts[-1]
-    words = out.view(torch.int32)
+    codec, words = form.codec, out.view(torch.int32)
+    given = (*parts, parts[-1]) if form.is_lossless else parts  # norms, which are not read then
+    moves = (0.0, 0.0) if by is None else (-float(by.rate), float(by.decay))
+    operands: tuple[Any, ...] = (*given, out, words, *moves)
+    if codec == "rans":
+        operands = (*given, words, *moves, out.numel() // RANS_CHUNK)
     fields: dict[str, Any] = {
         "FIELD": form.mantissa + 1,
         "BLOCK": form.block,
         "STEP": by is not None,
         "HAS_DECAY": by is not None and by.decay != 0,
     }
-    moves = (0.0, 0.0) if by is None else (-float(by.rate), float(by.decay))
-    operands: tuple[Any, ...] = (*coded, signs, norms, out, words, *moves)
-    if form.codec == "win4":
-        kernel, size = win4_kernels.win4_decode_kernel, 8 * shapes.WIN4_DECODE_WORDS
-        fields |= {"PATCHES": shapes.PATCHES, "WORDS": shapes.WIN4_DECODE_WORDS}
-        warps = shapes.WIN4_DECODE_WARPS
-    elif form.codec == "tier":
-        kernel, size, warps = tier_kernels.tier_decode_kernel, CHUNK, shapes.TIER_DECODE_WARPS
-        fields["PATCHES"] = shapes.PATCHES
-    else:
-        kernel, warps = rans_kernels.rans_decode_kernel, shapes.RANS_WARPS
-        size, fields["WARPS"] = RANS_CHUNK * warps, warps
-        operands = (*coded, signs, norms, words, *moves, out.numel() // RANS_CHUNK)
-    with on_device(out):
-        start(kernel, (-(-out.numel() // size),), *operands, **fields, num_warps=warps)
+    size, warps, more = _DECODING[codec]
+    grid, kernel = (-(-out.numel() // size),), f"{codec}_decode_kernel"
+    _run(f"{codec}_kernels", kernel, out, grid, *operands, **fields, **more, warps=warps)
 
 
 def fuses(
@@ -458,6 +397,13 @@ class _Product(NamedTuple):
     shape: Sequence[int]
 
 
+def _given(
+    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, shape: Sequence[int]
+) -> _Product:
+    bias = None if bias is None else bias.expand(shape[0]).contiguous()
+    return _Product(x, parts, bias, shape)
+
+
 def product(
     x: Tensor,  # (M, K) bf16
     parts: Sequence[Tensor],  # parts of the weight, lossless win4
@@ -467,11 +413,10 @@ def product(
     setting: Setting | None = None,  # tile, by default what `shapes` says
 ) -> Tensor:
     """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
-    bias = None if bias is None else bias.expand(shape[0]).contiguous()
-    given = _Product(_aligned(x), parts, bias, shape)
+    given = _given(_aligned(x), parts, bias, shape)
     setting = setting or _setting(x.shape[0], shape, x.device)
     if isinstance(setting, shapes.RowTile):
-        return _one_row(given, setting)
+        return _one_row([given], [setting])[0]
     if isinstance(setting, shapes.WideTile):
         return _wide(given, setting)
     return _tiles(given, setting)
@@ -491,24 +436,22 @@ def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting
     return shapes.tile(tokens, shape[0], shape[1], processors(device))
 
 
-def _one_row(given: _Product, setting: shapes.RowTile) -> Tensor:
-    from . import win4_kernels
-
-    x, out = given.x, given.x.new_empty((1, given.shape[0]))
-    operand, constants = _multiplied(given, out, setting)
-    with on_device(x):
-        start(
-            win4_kernels.win4_row_kernel,
-            (-(-given.shape[0] // setting.rows),),
-            x.view(torch.int32),
-            operand,
-            given.shape[1] // 8,
-            TILE=constants,
-            PATCHES=shapes.PATCHES,
-            PACKED=setting.packed and x.is_cuda,
-            num_warps=setting.warps,
-        )
-    return out
+def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
+    """Multiply one token with one weight, or with two or three in one launch."""
+    x, count = several[0].x, len(several)
+    outs = [x.new_empty((1, each.shape[0])) for each in several]
+    found = [_multiplied(*each) for each in zip(several, outs, tiles, strict=True)]
+    constants: dict[str, Any] = {"PATCHES": shapes.PATCHES, "PACKED": tiles[0].packed and x.is_cuda}
+    if count == 1:
+        kernel, constants["TILE"] = "win4_row_kernel", found[0][1]
+    else:
+        kernel, constants["COUNT"] = "win4_rows_kernel", count
+        found += found[-1:] * (MAX_TOGETHER - count)  # a third that is not there is not read
+        constants |= {f"TILE_{place}": each for place, (_, each) in enumerate(found)}
+    words = (x.view(torch.int32), *(operand for operand, _ in found), x.shape[1] // 8)
+    grid = (sum(-(-out.numel() // tile.rows) for out, tile in zip(outs, tiles, strict=True)),)
+    _run("win4_kernels", kernel, x, grid, *words, **constants, warps=tiles[0].warps)
+    return outs
 
 
 def _multiplied(
@@ -535,35 +478,11 @@ def products(
 
     Each weight has the tiles that it has alone, and so gets the bits of `product`.
     """
-    count = len(parts)
+    x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
-    columns = sizes[0][1]
-    if not 2 <= count <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
-        return [product(x, *each) for each in zip(parts, biases, sizes, strict=True)]
-    from . import win4_kernels
-
-    x = _aligned(x)
-    outs = [x.new_empty((1, shape[0])) for shape in sizes]
-    several = []
-    for own, bias, size, out, tile in zip(parts, biases, sizes, outs, tiles, strict=True):
-        bias = None if bias is None else bias.expand(size[0]).contiguous()
-        several.append(_multiplied(_Product(x, own, bias, size), out, tile))
-    several += several[-1:] * (MAX_TOGETHER - count)  # a third that is not there is not read
-    programs = sum(-(-o.numel() // tile.rows) for o, tile in zip(outs, tiles, strict=True))
-    with on_device(x):
-        start(
-            win4_kernels.win4_rows_kernel,
-            (programs,),
-            x.view(torch.int32),
-            *(operand for operand, _ in several),
-            columns // 8,
-            **{f"TILE_{place}": constants for place, (_, constants) in enumerate(several)},
-            COUNT=count,
-            PATCHES=shapes.PATCHES,
-            PACKED=tiles[0].packed and x.is_cuda,
-            num_warps=tiles[0].warps,
-        )
-    return outs
+    if not 2 <= len(weights) <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
+        return [product(x, *each) for each in weights]
+    return _one_row([_given(x, *each) for each in weights], tiles)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -575,8 +494,6 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
     """Multiply several tokens tile by tile, by shares of the columns that are added at the end."""
-    from . import win4_kernels
-
     x, parts, bias, (rows, columns) = given
     tokens, splits = x.shape[0], setting.splits
     out = x.new_empty((tokens, rows))
@@ -588,48 +505,36 @@ def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
         "TOKENS": setting.tokens,
         "CHUNKS": shapes.chunks_touched(setting.rows, columns),
         "SPLITS": splits,
-        "num_warps": setting.warps,
     }
-    kernel: Any = win4_kernels.win4_tile_kernel
-    operands: tuple[Any, ...] = (x.view(torch.int32), tuple(parts))
-    width = columns // 8
+    operands: tuple[Any, ...]
     if isinstance(setting, shapes.MatrixTile):
-        from . import matrix_kernels
-
-        kernel, operands, width = matrix_kernels.win4_matrix_kernel, (x, *parts), columns // GROUP
+        kernel, width = ("matrix_kernels", "win4_matrix_kernel"), columns // GROUP
+        operands = (x, *parts)
         is_even = not (rows % setting.rows or tokens % setting.tokens) and width % splits == 0
         constants |= {"IS_EVEN": is_even, "AHEAD": setting.is_ahead, "WARPS": setting.warps}
         constants["PATCHES"] = setting.patches
     else:
+        kernel, width = ("win4_kernels", "win4_tile_kernel"), columns // 8
+        operands = (x.view(torch.int32), tuple(parts))
         constants |= {"WORDS": setting.words, "STAGES": setting.stages, "UPCAST": not x.is_cuda}
         constants["PATCHES"] = shapes.PATCHES
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
-    with on_device(x):
-        start(
-            kernel,
-            grid,
-            *operands,
-            *(x if bias is None else bias, out, tokens, rows, width),
-            **constants,
-        )
+    operands = (*operands, x if bias is None else bias, out, tokens, rows, width)
+    _run(*kernel, x, grid, *operands, **constants, warps=setting.warps)
     return out if splits == 1 else _summed(out, x)
 
 
 def _summed(parts: Tensor, like: Tensor) -> Tensor:
     """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N)."""
-    from . import win4_kernels
-
-    total = like.new_empty(parts.shape[1:])
-    with on_device(like):
-        win4_kernels.win4_sum_kernel[(-(-total.numel() // shapes.SUM_BLOCK),)](
-            parts, total, total.numel(), SPLITS=parts.shape[0], BLOCK=shapes.SUM_BLOCK, num_warps=4
-        )
+    total, block = like.new_empty(parts.shape[1:]), shapes.SUM_BLOCK
+    grid, sizes = (-(-total.numel() // block),), {"SPLITS": parts.shape[0], "BLOCK": block}
+    operands = (parts, total, total.numel())
+    _run("win4_kernels", "win4_sum_kernel", like, grid, *operands, **sizes, warps=4)
     return total
 
 
 def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     from .._triton.gluon import tiles_of
-    from . import matrix_kernels
 
     x, parts, bias, (rows, columns) = given
     tokens = x.shape[0]
@@ -640,25 +545,21 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
         tiles_of(words[: rows * width].view(rows, width), setting.rows, 16, bits=32, swizzle=64)
         for words, width in ((codes, columns // 8), (signs, columns // 4))
     ]
-    grid = (-(-rows // setting.rows), -(-tokens // setting.tokens))
-    with on_device(x):
-        start(
-            matrix_kernels.win4_wide_kernel,
-            grid,
-            tiles_of(ordered, setting.tokens, 64),
-            *by_row,
-            *(turned, header, *lists, x if bias is None else bias, out),
-            *(tokens, rows, columns // GROUP, turned.shape[1]),
-            HAS_BIAS=bias is not None,
-            ROWS=setting.rows,
-            TOKENS=setting.tokens,
-            SEARCH=shapes.chunks_touched(setting.rows, columns).bit_length() - 1,
-            NOTED=setting.noted,
-            X_STAGES=setting.x_stages,
-            STAGES=setting.stages,
-            WARPS=setting.warps,
-            num_warps=setting.warps,
-        )
+    _run(
+        *("matrix_kernels", "win4_wide_kernel", x),
+        (-(-rows // setting.rows), -(-tokens // setting.tokens)),
+        *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists),
+        *(x if bias is None else bias, out, tokens, rows, columns // GROUP, turned.shape[1]),
+        HAS_BIAS=bias is not None,
+        ROWS=setting.rows,
+        TOKENS=setting.tokens,
+        SEARCH=shapes.chunks_touched(setting.rows, columns).bit_length() - 1,
+        NOTED=setting.noted,
+        X_STAGES=setting.x_stages,
+        STAGES=setting.stages,
+        WARPS=setting.warps,
+        warps=setting.warps,
+    )
     return out
 
 
@@ -667,20 +568,10 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
 
     The transpose is padded to whole sixteens of tokens; what stands there is not defined.
     """
-    from . import win4_kernels
-
     tokens, columns = x.shape
-    stride = -(-tokens // 16) * 16
+    groups, stride, width = columns // GROUP, -(-tokens // 16) * 16, shapes.ORDERED_TOKENS
     ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
-    with on_device(x):
-        win4_kernels.win4_order_kernel[(columns // GROUP, -(-tokens // shapes.ORDERED_TOKENS))](
-            x.view(torch.int32),
-            ordered.view(torch.int32),
-            turned.view(torch.int16),
-            tokens,
-            columns // GROUP,
-            stride,
-            TOKENS=shapes.ORDERED_TOKENS,
-            num_warps=8,
-        )
+    words = (x.view(torch.int32), ordered.view(torch.int32), turned.view(torch.int16))
+    operands, grid = (*words, tokens, groups, stride), (groups, -(-tokens // width))
+    _run("win4_kernels", "win4_order_kernel", x, grid, *operands, TOKENS=width, warps=8)
     return ordered, turned

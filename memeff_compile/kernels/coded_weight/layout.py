@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ...errors import UnsupportedInputError
@@ -91,28 +91,26 @@ class Format:
         return self.codec if self.is_lossless else f"{self.codec}:k{self.mantissa}:b{self.block}"
 
 
-@lru_cache(maxsize=256)
+_FORMATS = {
+    str(form): form
+    for codec in CODECS
+    for form in (Format(codec), *(Format(codec, kept, block) for kept in LOSSY for block in BLOCKS))
+}
+
+
 def parse(name: str) -> Format:
     """Read a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
 
     Raises:
         UnsupportedInputError: It is not the name of a codec.
     """
-    codec, *rest = name.split(":")
-    found: Format | None = None
-    if codec in CODECS and not rest:
-        found = Format(codec)
-    elif codec in CODECS and len(rest) == 2 and rest[0][:1] == "k" and rest[1][:1] == "b":
-        kept, block = rest[0][1:], rest[1][1:]
-        if kept.isdigit() and block.isdigit() and int(kept) in LOSSY and int(block) in BLOCKS:
-            found = Format(codec, int(kept), int(block))
-    if found is None:
+    if name not in _FORMATS:
         raise UnsupportedInputError(
             f"codec is {name!r}; {', '.join(CODECS)} are lossless, and a lossy mode is one of them "
             f"with the mantissa bits kept ({', '.join(map(str, LOSSY))}) and the size of a block "
             f"({', '.join(map(str, BLOCKS))}), such as 'win4:k3:b512'."
         )
-    return found
+    return _FORMATS[name]
 
 
 def padded(count: int) -> int:

@@ -65,6 +65,12 @@ def _uses_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda and engine_for(tensor.device) == "triton"
 
 
+def _require(weight: Tensor, codec: str) -> None:
+    sentence = supports_weight(weight, codec)
+    if sentence is not None:
+        raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
+
+
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Return the parts of a bf16 tensor of any shape, in the order of `parse(codec).parts`.
 
@@ -74,9 +80,7 @@ def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> 
         UnsupportedInputError: The tensor or the codec cannot be served.
     """
     form = parse(codec)
-    sentence = supports_weight(weight, codec)
-    if sentence is not None:
-        raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
+    _require(weight, codec)
     if form.is_lossless and _uses_kernels(weight):
         return codecs.encode(weight, form, room)
     parts = reference.encode(weight, form)
@@ -105,17 +109,11 @@ def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.O
     then nobody may read the parts or give up the weight.
     """
     form = parse(codec)
-    sentence = None if form.is_lossless else supports_weight(weight, codec)
-    if sentence is not None:
-        raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
-    if form.is_lossless and _uses_kernels(weight):
+    if not form.is_lossless:
+        _require(weight, codec)
+    elif _uses_kernels(weight):
         return codecs.encode_soon(parts, weight, form)
-    made = reference.encode(weight, form)
-    if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
-        return False
-    for new, kept in zip(made, parts, strict=True):
-        kept.view(-1)[: new.numel()].copy_(new.view(-1))
-    return True
+    return reference.move(reference.encode(weight, form), parts)
 
 
 def steps(gradient: Tensor, codec: str) -> bool:
@@ -123,22 +121,12 @@ def steps(gradient: Tensor, codec: str) -> bool:
     return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 
-def step(parts: Sequence[Tensor], codec: str, gradient: Tensor, by: codecs.Step) -> Tensor:
-    """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
-
-    The parts hold no weight afterwards: the new one has to be encoded into them.
-    """
-    return codecs.step(parts, parse(codec), gradient, by)
-
-
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
     """Return memory of the host for values that do not fit, or None where it is not needed."""
-    if engine_for(device) != "triton":
-        return None
-    return codecs.make_refuge(count, device)
+    return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
 
-def _sizes(codec: str, parts: Sequence[Tensor], size: Sequence[int]) -> Format:
+def _form(codec: str, parts: Sequence[Tensor]) -> Format:
     form = parse(codec)
     if len(parts) != len(form.parts):
         raise UnsupportedInputError(
@@ -149,14 +137,14 @@ def _sizes(codec: str, parts: Sequence[Tensor], size: Sequence[int]) -> Format:
 
 
 def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
-    form = _sizes(codec, parts, size)
+    form = _form(codec, parts)
     if _uses_kernels(parts[0]):
         return codecs.decode(parts, form, size)
     return reference.decode(parts, form, size)
 
 
 def _fake_decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
-    _sizes(codec, parts, size)
+    _form(codec, parts)
     return parts[0].new_empty(tuple(size), dtype=torch.bfloat16)
 
 
@@ -194,7 +182,7 @@ class _Product(NamedTuple):
 
 def _product(given: _Product) -> Tensor:
     x, parts, bias, codec, size, trains = given
-    form = _sizes(codec, parts, size)
+    form = _form(codec, parts)
     _require_fit(x, parts, bias, size)
     tokens = math.prod(x.shape[:-1])
     is_near = _uses_kernels(x) and x.shape[-1] == size[1]
@@ -208,7 +196,7 @@ def _product(given: _Product) -> Tensor:
 
 def _fake_product(given: _Product) -> Tensor:
     x, parts, bias, codec, size, _ = given
-    _sizes(codec, parts, size)
+    _form(codec, parts)
     _require_fit(x, parts, bias, size)
     return x.new_empty((*x.shape[:-1], size[0]))
 
@@ -242,11 +230,8 @@ def _products(given: _Products) -> list[Tensor]:
     """Multiply with several weights: one launch for one token, else one after the other."""
     several, x, form = given.apart(), given.x, parse(given.codec)
     columns = x.shape[-1]
-    is_fused = math.prod(x.shape[:-1]) == 1 and _uses_kernels(x)
-    is_fused = is_fused and all(
-        each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several
-    )
-    if not is_fused:
+    fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)
+    if not (math.prod(x.shape[:-1]) == 1 and _uses_kernels(x) and all(fits)):
         return [_product(each) for each in several]
     for each in several:
         _require_fit(x, each.parts, each.bias, each.size)
@@ -264,8 +249,7 @@ def _product_backward(
 ) -> Tensor:
     weight = _decode(parts, codec, size)
     with without_autocast(grad.device.type):
-        rows = torch.mm(grad.reshape(-1, size[0]), weight)
-    return rows.view(*grad.shape[:-1], size[1])
+        return _linear_backward(grad, weight)
 
 
 def _fake_product_backward(
@@ -276,42 +260,24 @@ def _fake_product_backward(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Serve a dense weight; a coded one is taken apart before it gets here."""
+    """Serve a dense weight, real or fake; a coded one is taken apart before it gets here."""
     del trains
     return F.linear(x, weight, bias)
 
 
-def _fake_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False
-) -> Tensor:
-    del trains
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Serve dense weights; coded ones are taken apart before they get here."""
+    """Serve dense weights, as `_linear` does."""
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-
-
-def _fake_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> list[Tensor]:
-    return [_fake_linear(x, *each) for each in zip(weights, biases, strict=True)]
 
 
 def _linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     return (grad.reshape(-1, weight.shape[0]) @ weight).view(*grad.shape[:-1], weight.shape[1])
 
 
-def _fake_linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    x, weight, bias, *_ = inputs
+    x, weight, *_ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
-    ctx.bias_shape = None if bias is None else bias.shape
 
 
 def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -399,7 +365,7 @@ coded_weight_products = library.op(
 coded_weight_linears = library.op(
     "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
     _linears,
-    _fake_linears,
+    _linears,
 )
 coded_weight_product_backward = library.op(
     "coded_weight_product_backward(Tensor grad, Tensor[] parts, str codec, SymInt[] size) "
@@ -410,12 +376,12 @@ coded_weight_product_backward = library.op(
 coded_weight_linear = library.op(
     "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None, bool trains=False) -> Tensor",
     _linear,
-    _fake_linear,
+    _linear,
     backward=_link,
     setup_context=_setup_context,
 )
 coded_weight_linear_backward = library.op(
     "coded_weight_linear_backward(Tensor grad, Tensor weight) -> Tensor",
     _linear_backward,
-    _fake_linear_backward,
+    _linear_backward,
 )

@@ -119,11 +119,9 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Write patches over what the program has stored: `WEIGHTS` from `first` on.
+    """Write patches over what the program has stored, `WEIGHTS` from `first` on.
 
-    Args:
-        patches: where the list begins and ends for the program, places and values.
-        loaded: the first of them, as `first_patches` returns them.
+    The first ones are loaded already, as `first_patches` returns them.
     """
     begin, end, places_ptr, values_ptr = patches
     place, value = loaded

@@ -6,6 +6,7 @@ a coded weight is called, and the order of weights inside a group, stands in `la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -33,7 +34,7 @@ from .layout import (
 PIECE = 128 * CHUNK
 """Weights worked on at a time: a million."""
 
-_STREAM_TAIL = 3
+STREAM_TAIL = 3
 """Words behind a stream that a reader may touch."""
 
 
@@ -57,10 +58,6 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 
 def _exponents(patterns: Tensor) -> Tensor:
     return (patterns >> 7) & 0xFF
-
-
-def _sign_bytes(patterns: Tensor) -> Tensor:
-    return ((patterns >> 8) & 0x80) | (patterns & 0x7F)
 
 
 def _grouped(flat: Tensor) -> Tensor:
@@ -131,46 +128,35 @@ def _patched(starts: Tensor, places: Tensor) -> Tensor:
     return chunks * CHUNK + places[: chunks.numel()]
 
 
-def _apply_patches(out: Tensor, starts: Tensor, places: Tensor, values: Tensor) -> None:
-    where = _patched(starts, places)
-    out[where] = values[: where.numel()]
-
-
 _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
 
-def encode_win4(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-    """Code exponents in 4 bits; return the parts without signs, and what becomes of the patterns.
+def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Code exponents in 4 bits; return the parts without signs.
 
-    Code 0 is a zero of either sign; what lies outside the window is a patch, and 0 in the patterns
-    that come back.
+    Code 0 is a zero of either sign; what lies outside the window is a patch.
     """
     header = win4_header(counts)
-    base = header[0]
-    left = torch.empty_like(patterns)
     codes, patches = [], []
     for piece in _pieces(patterns.numel()):
         values = patterns[piece]
-        code = _exponents(values) - base
+        code = _exponents(values) - header[0]
         is_zero = (values & 0x7FFF) == 0
         is_coded = (code > 0) & (code < 16) & ~is_zero
         patches.append(find_patches(values, ~is_coded & ~is_zero))
-        left[piece] = torch.where(is_coded | is_zero, values, 0)
         fields = _grouped(torch.where(is_coded, code, 0)).permute(0, 2, 1, 3).reshape(-1, LANES, 8)
         codes.append(_words(fields, _WIN4_SHIFTS).view(-1))
     head = torch.tensor(header, dtype=torch.int32, device=patterns.device)
-    return [head, torch.cat(codes), *join_patches(patches)], left
+    return [head, torch.cat(codes), *join_patches(patches)]
 
 
-def decode_win4(parts: Sequence[Tensor], size: int) -> Tensor:
-    """Return the exponents, flat int16 of `size`; patches are the caller's."""
+def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
+    """Yield the exponents of each piece, flat int16; patches are the caller's."""
     header, codes = parts[:2]
-    out = torch.empty(size, dtype=torch.int16, device=codes.device)
     for piece in _pieces(size):
         fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
         code = fields.view(-1, LANES, 4, 2).permute(0, 2, 1, 3).reshape(-1)
-        out[piece] = torch.where(code > 0, code + header[0], 0).to(torch.int16)
-    return out
+        yield torch.where(code > 0, code + header[0], 0).to(torch.int16)
 
 
 _TIER_WORDS = CHUNK // 16
@@ -203,11 +189,6 @@ def tier_order(flat: Tensor) -> Tensor:
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
 
-def _tier_flat(words: Tensor) -> Tensor:
-    lanes = words.reshape(-1, LANES, 8, 2).permute(0, 2, 1, 3)
-    return lanes.reshape(-1)
-
-
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Pack the codes of each chunk that are in a stream; return words, and words per chunk."""
     per_word = 32 // bits
@@ -224,16 +205,14 @@ def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tenso
     return words[used], lengths
 
 
-def encode_tier(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Code exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return as `encode_win4` does."""
     header = tier_header(counts)
-    left = torch.empty_like(patterns)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
     for piece in _pieces(patterns.numel()):
         values = patterns[piece]
         first, second, third, is_patch = tier_codes(_exponents(values), header)
         patches.append(find_patches(values, is_patch))
-        left[piece] = torch.where(is_patch, 0, values)
         first, second, third = (tier_order(code) for code in (first, second, third))
         firsts.append(_words(first, _TIER_SHIFTS).view(-1))
         is_second = first == 3
@@ -244,9 +223,9 @@ def encode_tier(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], 
             lengths[place].append(length)
     starts = [F.pad(torch.cat(each).cumsum(0), (1, 0)).to(torch.int32) for each in lengths]
     head = torch.tensor(header, dtype=torch.int32, device=patterns.device)
-    second, third = (F.pad(torch.cat(each), (0, _STREAM_TAIL)) for each in streams)
-    parts = [head, torch.cat(firsts), second, third, torch.stack(starts, 1).contiguous()]
-    return [*parts, *join_patches(patches)], left
+    second, third = (F.pad(torch.cat(each), (0, STREAM_TAIL)) for each in streams)
+    begins = torch.stack(starts, 1).contiguous()
+    return [head, torch.cat(firsts), second, third, begins, *join_patches(patches)]
 
 
 def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Tensor:
@@ -258,11 +237,10 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
     return codes.view(is_in.shape)
 
 
-def decode_tier(parts: Sequence[Tensor], size: int) -> Tensor:
-    """Return the exponents, flat int16 of `size`; patches are the caller's."""
+def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
+    """Yield the exponents of each piece, flat int16; patches are the caller's."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
-    out = torch.empty(size, dtype=torch.int16, device=first_words.device)
     for piece in _pieces(size):
         words = first_words[piece.start // 16 : piece.stop // 16].view(-1, _TIER_WORDS)
         chunk = starts[piece.start // CHUNK : piece.stop // CHUNK]
@@ -276,8 +254,8 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Tensor:
         high = wide + third + torch.where(third + wide >= middle, 6, 0)
         high = torch.where(third == 15, 0, high)
         exponent = torch.where(is_third, high, torch.where(is_second, mid, low))
-        out[piece] = _tier_flat(exponent).to(torch.int16)
-    return out
+        lanes = exponent.reshape(-1, LANES, 8, 2).permute(0, 2, 1, 3)
+        yield lanes.reshape(-1).to(torch.int16)
 
 
 def rans_table(counts: Sequence[int]) -> list[int]:
@@ -296,11 +274,7 @@ def rans_order(flat: Tensor) -> Tensor:
     return lanes.reshape(-1, RANS_STEPS, LANES)
 
 
-def _rans_flat(steps: Tensor) -> Tensor:
-    return steps.view(-1, 4, 2, LANES).permute(0, 1, 3, 2).reshape(-1)
-
-
-def encode_rans(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Code exponents with a range coder (rANS): 32 lanes per chunk, 32-bit states, 16-bit words."""
     device = patterns.device
     slots = torch.tensor(frequencies(counts), dtype=torch.int64, device=device)
@@ -326,21 +300,19 @@ def encode_rans(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], 
     table = torch.tensor(rans_table(counts), dtype=torch.int32, device=device)
     state = torch.cat(states)
     state = torch.where(state >= 1 << 31, state - (1 << 32), state).to(torch.int32)
-    return [table, torch.cat(streams), starts, state.view(-1)], patterns
+    return [table, torch.cat(streams), starts, state.view(-1)]
 
 
-def decode_rans(parts: Sequence[Tensor], size: int) -> Tensor:
-    """Return the exponents, flat int16 of `size`."""
+def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
+    """Yield the exponents of each piece, flat int16."""
     table, words, starts, states = parts[:4]
-    out = torch.empty(size, dtype=torch.int16, device=table.device)
     words = F.pad(words, (0, 1)).long() & 0xFFFF
     table = table.long() & 0xFFFFFFFF
     for piece in _pieces(size):
         chunks = slice(piece.start // RANS_CHUNK, piece.stop // RANS_CHUNK)
         state = states.view(-1, LANES)[chunks].long() & 0xFFFFFFFF
         place = starts[chunks].long()[:, None]
-        found = torch.empty((*state.shape[:1], RANS_STEPS, LANES), dtype=torch.int16)
-        found = found.to(table.device)
+        found = words.new_empty((state.shape[0], RANS_STEPS, LANES), dtype=torch.int16)
         for step in range(RANS_STEPS):
             slot = table[state & ((1 << RANS_BITS) - 1)]
             found[:, step] = (slot & 255).to(torch.int16)
@@ -350,17 +322,14 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Tensor:
             word = words[torch.where(needs, place + rank - 1, words.numel() - 1)]
             state = torch.where(needs, (state << 16) | word, state)
             place = place + rank[:, -1:]
-        out[piece] = _rans_flat(found)
-    return out
+        yield found.view(-1, 4, 2, LANES).permute(0, 1, 3, 2).reshape(-1)
 
 
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """Divide each block by the fraction of its largest weight and keep the top mantissa bits.
 
-    The patterns are flat int16 of finite bf16 weights, the form a lossy one.
-
-    Returns:
-        Patterns with zeros below the bits kept, and the fractions' 7 bits, one byte per block.
+    From patterns of finite bf16 weights come some with zeros below the bits kept, and the
+    fractions' 7 bits, one byte per block.
     """
     left = torch.empty_like(patterns)
     norms = []
@@ -396,52 +365,56 @@ _DECODERS = {"win4": decode_win4, "tier": decode_tier, "rans": decode_rans}
 
 
 def encode(weight: Tensor, form: Format) -> list[Tensor]:
-    """Return the parts of a bf16 weight, in the order of `form.parts`.
-
-    A weight that does not compress is encoded all the same; `op.encode` refuses it.
-    """
+    """Return the parts of a bf16 weight, in the order of `form.parts`."""
     whole = patterns = as_patterns(weight)
     norms = []
     if not form.is_lossless:
         patterns, blocks = normalise(whole, form)
         norms = [blocks]
     every = sampled(patterns.numel()) if form.codec == "win4" else 1
-    parts, left = _ENCODERS[form.codec](patterns, histogram(patterns, every).tolist())
-    if norms and "patch_values" in form.parts:  # a patch is the weight itself
+    parts = _ENCODERS[form.codec](patterns, histogram(patterns, every).tolist())
+    if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)
-        values.copy_(whole[_patched(starts, places)])
-    bits = form.mantissa + 1
-    signs = torch.cat(
-        [
-            pack_signs(_sign_field(left[piece], form.mantissa), bits)
-            for piece in _pieces(left.numel())
-        ]
-    )
+        where = _patched(starts, places)
+        values.copy_(whole[where])
+        patterns = patterns.index_fill(0, where, 0)
+    fields = (_sign_field(patterns[piece], form.mantissa) for piece in _pieces(patterns.numel()))
+    signs = torch.cat([pack_signs(field, form.mantissa + 1) for field in fields])
     return [*parts, signs, *norms]
 
 
+def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
+    """Copy new parts of a weight into existing ones, where there is room; say whether."""
+    if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
+        return False
+    for new, kept in zip(made, parts, strict=True):
+        kept.view(-1)[: new.numel()].copy_(new.view(-1))
+    return True
+
+
 def _sign_field(patterns: Tensor, mantissa: int) -> Tensor:
-    byte = _sign_bytes(patterns)
+    byte = ((patterns >> 8) & 0x80) | (patterns & 0x7F)
     return ((byte >> 7) << mantissa) | ((byte & 0x7F) >> (7 - mantissa))
 
 
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
     """Return the bf16 weight of this shape."""
     named = dict(zip(form.parts, parts, strict=True))
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     size = padded(count)
-    out = _DECODERS[form.codec](parts, size)
+    out = torch.empty(size, dtype=torch.int16, device=parts[0].device)
     per_group = named["signs"].numel() // (size // GROUP)
-    for piece in _pieces(size):
+    exponents = _DECODERS[form.codec](parts, size)
+    for piece, exponent in zip(_pieces(size), exponents, strict=True):
         groups = slice(piece.start // GROUP * per_group, piece.stop // GROUP * per_group)
         field = unpack_signs(named["signs"][groups], form.mantissa + 1)
         sign = (field >> form.mantissa) * -0x8000
         mantissa = (field & ((1 << form.mantissa) - 1)) << (7 - form.mantissa)
-        out[piece] = sign | (out[piece] << 7) | mantissa
+        out[piece] = sign | (exponent << 7) | mantissa
     if not form.is_lossless:
         out = widen(out, named["norms"], form)
     if "patch_starts" in named:
-        _apply_patches(out, *(named[name] for name in PATCH_PARTS))
+        starts, places, values = (named[name] for name in PATCH_PARTS)
+        where = _patched(starts, places)
+        out[where] = values[: where.numel()]
     return out[:count].view(torch.bfloat16).view(*shape)

@@ -79,6 +79,3 @@ def _move(group: Sequence[CodedWeight], room: Room) -> None:
             place[: part.numel()].copy_(part)
             weight.show(name, place)
             start += _bytes(part, room)
-
-
-__all__ = ["ALIGNED", "SLAB", "side_by_side"]

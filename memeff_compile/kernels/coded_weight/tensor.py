@@ -56,15 +56,14 @@ class Unsettled:
 
         The value is kept until it is in the refuge, whatever fails before.
         """
-        self._outcome = outcome
+        self._outcome, value = outcome, self._kept
         if isinstance(outcome, bool):
             self.settle()
-            return
-        value = self._kept
-        if refuge is not None and value is not None:
+        elif refuge is None or value is None:
+            outcome.fetch()
+        else:
             outcome.shelter(value, refuge)
-        outcome.fetch()
-        if refuge is not None and value is not None:
+            outcome.fetch()
             self._kept = refuge[: value.numel()]
 
     @property
@@ -92,23 +91,14 @@ _numbers: dict[tuple[Any, ...], int] = {}
 
 
 class CodedWeight(Tensor):
-    """A bf16 weight in coded form.
+    """A bf16 weight in coded form."""
 
-    Attributes:
-        codec: name of the codec, as `encode` takes it.
-        room: spare room that lists get when they have to be made anew.
-        place: the device of the parts.
-        shares_with: for what `.data` and `.detach()` give, the weight whose parts these are.
-        unsettled: a new value that may still turn out not to have fitted.
-        times_anew: how often it was encoded into new parts.
-    """
-
-    codec: str
-    room: codecs.Room
-    place: torch.device
-    shares_with: CodedWeight | None = None
-    unsettled: Unsettled | None = None
-    times_anew: int = 0
+    codec: str  # its name, as `encode` takes it
+    room: codecs.Room  # spare room that lists get when they have to be made anew
+    place: torch.device  # of the parts
+    shares_with: CodedWeight | None = None  # the weight whose parts `.data` and `.detach()` show
+    unsettled: Unsettled | None = None  # a new value that may still turn out not to have fitted
+    times_anew: int = 0  # how often it was encoded into new parts
 
     @staticmethod
     def __new__(
@@ -120,11 +110,13 @@ class CodedWeight(Tensor):
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
         del codec, room
-        made = compat.make_without_memory if type(parts[0]) is Tensor else _made_by_a_compiler
-        found = made(
-            cls, shape, dtype=torch.bfloat16, device=parts[0].device, requires_grad=requires_grad
-        )
-        return cast("CodedWeight", found)
+        # Parts are fake where a compiler makes the weight; its modes are asked for the device.
+        make: Callable[..., Tensor] = compat.wrapper_subclass
+        if type(parts[0]) is Tensor:
+            make = compat.make_without_memory
+        place = parts[0].device
+        made = make(cls, shape, dtype=torch.bfloat16, device=place, requires_grad=requires_grad)
+        return cast("CodedWeight", made)
 
     def __init__(
         self,
@@ -141,9 +133,7 @@ class CodedWeight(Tensor):
             return  # torch.Tensor(weight), which has made an alias of it
         for name, part in zip(parse(codec).parts, parts, strict=True):
             setattr(self, name, part)
-        self.codec = codec
-        self.room = room
-        self.place = parts[0].device
+        self.codec, self.room, self.place = codec, room, parts[0].device
         _watch_optimizers()
 
     @property
@@ -181,8 +171,7 @@ class CodedWeight(Tensor):
 
     def _typed_storage(self) -> torch.TypedStorage:
         """Return the storage of decoded values, which reductions for other processes send."""
-        found: torch.TypedStorage = self.decode().clone()._typed_storage()
-        return found
+        return cast("torch.TypedStorage", self.decode().clone()._typed_storage())
 
     def settle(self) -> None:
         """Wait for what `store_soon` left open, if anything."""
@@ -207,8 +196,7 @@ class CodedWeight(Tensor):
     def decode(self) -> Tensor:
         """Return the weight as a plain tensor."""
         with torch.no_grad():
-            size = list(self.shape)
-            return cast("Tensor", op.coded_weight_decode(self.parts, self.codec, size))
+            return cast("Tensor", op.coded_weight_decode(self.parts, self.codec, self.shape))
 
     def like(self, parts: Sequence[Tensor]) -> CodedWeight:
         """Return another coded weight of this shape."""
@@ -216,11 +204,7 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def store(self, value: Tensor) -> None:
-        """Encode a new value of the whole weight in place.
-
-        Args:
-            value: bf16, same shape; anything that can be cast to it is.
-        """
+        """Encode a new value of the whole weight in place, cast to bf16 if need be."""
         if tuple(value.shape) != tuple(self.shape):
             raise CodedWeightError(
                 f"a value of shape {tuple(value.shape)} was stored in a coded weight of "
@@ -230,17 +214,16 @@ class CodedWeight(Tensor):
         self.store_soon(dense.to(device=self.device, dtype=self.dtype)).settle()
 
     @torch.no_grad()
-    def store_soon(self, value: Tensor, refuge: Tensor | None = None) -> Unsettled:
+    def store_soon(
+        self,
+        value: Tensor,  # bf16, same shape and device
+        # memory of the host, as `make_refuge` gives, that nothing else is put into until the value
+        # is settled; without it, nobody may write to the value until then
+        refuge: Tensor | None = None,
+    ) -> Unsettled:
         """Encode a new value in place, without waiting for the GPU to say whether it fitted.
 
-        Args:
-            value: bf16, same shape and device; without a refuge, nobody may write to it until it
-                is settled.
-            refuge: memory of the host, as `make_refuge` gives, that nothing else is put into until
-                it is settled.
-
-        Returns:
-            What has to be settled; reading the weight does so too.
+        What is returned has to be settled; reading the weight does so too.
 
         Raises:
             CodedWeightError: Memory ran out while codes were written. The value is kept as it is,
@@ -273,7 +256,7 @@ class CodedWeight(Tensor):
         The gradient, which `steps` has to allow, is returned as the new value; until that is stored
         the weight holds none.
         """
-        return op.step(self.parts, self.codec, gradient, by)
+        return codecs.step(self.parts, parse(self.codec), gradient, by)
 
     @torch.no_grad()
     def encode_anew(self, dense: Tensor) -> None:
@@ -290,27 +273,16 @@ class CodedWeight(Tensor):
             vars(owner).pop("_number", None)
 
     def fsdp_pre_all_gather(
-        self,
-        mesh: object,
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
-        module: torch.nn.Module,
-        mp_policy: Any,  # FSDP2's MixedPrecisionPolicy
+        self, mesh: object, size: object, stride: object, module: object, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Give FSDP2 what it gathers: this rank's values."""
-        del mesh, outer_size, outer_stride, module
+        """Give FSDP2 what it gathers: this rank's values, as its MixedPrecisionPolicy has them."""
+        del mesh, size, stride, module
         return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
 
     def fsdp_post_all_gather(
-        self,
-        gathered: tuple[Tensor],
-        metadata: None,
-        dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
+        self, gathered: tuple[Tensor], *_: object, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
         """Give FSDP2 the gathered weight: what arrived, which is dense."""
-        del metadata, dtype
         return None if out is not None else (gathered[0], ())
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
@@ -320,15 +292,11 @@ class CodedWeight(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, Tensor],
-        codec: str,
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
         """Put a weight together again."""
         del outer_stride
-        parts = [inner[name] for name in parse(codec).parts]
-        return CodedWeight(parts, codec, outer_size)
+        return CodedWeight([inner[name] for name in parse(codec).parts], codec, outer_size)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the parts, and what others have set on the weight."""
@@ -384,7 +352,7 @@ class CodedWeight(Tensor):
         with compat.without_torch_function():
             serve = _ABOVE.get(func)
             if serve is not None and isinstance(args[0], CodedWeight):
-                return serve(func, *args, **(kwargs or {}))
+                return serve(*args, **(kwargs or {}))
             if func is _LINEAR and not torch.compiler.is_compiling():
                 found = _linear(*args, **(kwargs or {}))
                 if found is not None:
@@ -416,11 +384,6 @@ class CodedWeight(Tensor):
         plain = [each.decode() if isinstance(each, CodedWeight) else each for each in leaves]
         args, kwargs = compat.pytree.tree_unflatten(plain, spec)
         return func(*args, **kwargs)
-
-
-def _made_by_a_compiler(kind: type[CodedWeight], *args: Any, **settings: Any) -> Tensor:
-    """Make a weight of fake parts, of which a compiler's modes are asked for the device."""
-    return compat.wrapper_subclass(kind, *args, **settings)
 
 
 def _rebuild(
@@ -470,26 +433,34 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
 
 
-def _on_values(func: Callable[..., Any], weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:
+def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
     """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
-    return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
+
+    def read(weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:
+        return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
+
+    return read
 
 
-def _share_memory(func: object, weight: CodedWeight) -> CodedWeight:
+def _no_write(writer: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise _write_error(writer)
+
+    return refuse
+
+
+def _share_memory(weight: CodedWeight) -> CodedWeight:
     """Put every part into memory that other processes can see."""
-    del func
     for part in weight.parts:
         part.share_memory_()
     return weight
 
 
-def _is_shared(func: object, weight: CodedWeight) -> bool:
-    del func
+def _is_shared(weight: CodedWeight) -> bool:
     return all(part.is_shared() for part in weight.parts)
 
 
-def _no_address(func: object, weight: CodedWeight, *args: object) -> NoReturn:
-    del func, args
+def _no_address(weight: CodedWeight, *_: object) -> NoReturn:
     raise CodedWeightError(
         f"the address of a compressed weight of {tuple(weight.shape)} was asked for, and its dense "
         "values are nowhere in memory. weight.decode() returns them as a plain tensor; or call "
@@ -497,14 +468,9 @@ def _no_address(func: object, weight: CodedWeight, *args: object) -> NoReturn:
     )
 
 
-def _no_write(func: Any, *args: object, **kwargs: object) -> None:
-    del args, kwargs
-    raise CodedWeightError(_write_message(f"Tensor.{func.__name__}"))
-
-
-def _takes_data(func: object, weight: CodedWeight, new: Tensor) -> bool:
+def _takes_data(weight: CodedWeight, new: Tensor) -> bool:
     """Say to `Module.half` and its like whether `weight.data = new` is possible."""
-    del func, new
+    del new
     if compat.can_be_swapped(weight):
         return True
     if weight.grad is None and not compat.tensor_hooks(weight):
@@ -516,38 +482,36 @@ def _takes_data(func: object, weight: CodedWeight, new: Tensor) -> bool:
     )
 
 
-def _no_write_to_storage(storage: object, *args: object, **kwargs: object) -> NoReturn:
-    del storage, args, kwargs
-    raise CodedWeightError(_write_message("a write to its storage"))
-
-
 _WRITERS = ("__setitem__", "fill_", "copy_", "resize_")
 _READ_ONLY: dict[type, type] = {
-    kind: type(f"ReadOnly{kind.__name__}", (kind,), dict.fromkeys(_WRITERS, _no_write_to_storage))
+    kind: type(
+        f"ReadOnly{kind.__name__}",
+        (kind,),
+        dict.fromkeys(_WRITERS, _no_write("a write to its storage")),
+    )
     for kind in (torch.UntypedStorage, torch.TypedStorage)
 }
 
 
-def _untyped_storage(func: Callable[..., Any], weight: CodedWeight) -> torch.UntypedStorage:
+def _untyped_storage(weight: CodedWeight) -> torch.UntypedStorage:
     """Return the storage that stands for a weight's: it has identity and size, and no bytes."""
-    found: torch.UntypedStorage = func(weight)
+    found = Tensor.untyped_storage(weight)
     if found.device.type == "meta" and type(found) in _READ_ONLY:
         found.__class__ = _READ_ONLY[type(found)]
     return found
 
 
-def _storage(func: Callable[..., Any], weight: CodedWeight) -> torch.TypedStorage:
+def _storage(weight: CodedWeight) -> torch.TypedStorage:
     """Return decoded values, which may be read: a write would reach nothing."""
-    found: torch.TypedStorage = func(weight)
+    found: torch.TypedStorage = Tensor.storage(weight)  # type: ignore[no-untyped-call]
     for each in (found, found._untyped_storage):
         each.__class__ = _READ_ONLY[type(each)]
     return found
 
 
 @torch.no_grad()
-def _set_data(func: object, weight: CodedWeight, new: Tensor) -> None:
+def _set_data(weight: CodedWeight, new: Tensor) -> None:
     """Take new data: whole values of the weight are encoded, any other make it a dense tensor."""
-    del func
     like = (new.dtype, tuple(new.shape), new.device)
     if like == (weight.dtype, tuple(weight.shape), weight.device):
         weight.store(new)
@@ -575,14 +539,13 @@ def _set_data(func: object, weight: CodedWeight, new: Tensor) -> None:
         weight.grad = gradient.to(weight.device, weight.dtype)
 
 
+_READERS = (Tensor.new, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 _ABOVE: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (Tensor.new, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _on_values
-    ),
-    **dict.fromkeys(
-        (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_),
-        _no_write,
-    ),
+    **{func: _on_values(func) for func in _READERS},
+    **{
+        func: _no_write(f"Tensor.{func.__name__}")
+        for func in (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_)
+    },
     Tensor.untyped_storage: _untyped_storage,
     Tensor.storage: _storage,
     Tensor.share_memory_: _share_memory,
@@ -595,9 +558,9 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
 """Functions that torch calls no op for, and what serves them."""
 
 
-def _share(weight: CodedWeight, *args: object, **kwargs: object) -> CodedWeight:
-    del args, kwargs
-    found = weight.like(weight.parts)
+def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeight:
+    parts, shape = weight.parts, weight.shape if size is None else size
+    found = CodedWeight(parts, weight.codec, shape, room=weight.room)
     found.shares_with = weight
     return found
 
@@ -608,13 +571,10 @@ def _view(weight: CodedWeight, size: Sequence[int]) -> object:
         return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
         return NotImplemented
-    found = CodedWeight(weight.parts, weight.codec, (weight.numel(),), room=weight.room)
-    found.shares_with = weight
-    return found
+    return _share(weight, (weight.numel(),))
 
 
-def _clone(weight: CodedWeight, **kwargs: object) -> CodedWeight:
-    del kwargs
+def _clone(weight: CodedWeight, **_: object) -> CodedWeight:
     return weight.like([part.clone() for part in weight.parts])
 
 
@@ -626,12 +586,12 @@ def _to_copy(weight: CodedWeight, **kwargs: Any) -> object:
 
 
 def _is_set_to(weight: CodedWeight, other: Tensor) -> bool:
-    both = isinstance(other, CodedWeight) and weight.shape == other.shape
-    return both and weight.parts[0] is cast("CodedWeight", other).parts[0]
+    if not isinstance(other, CodedWeight) or weight.shape != other.shape:
+        return False
+    return weight.parts[0] is other.parts[0]
 
 
-def _copy_(weight: CodedWeight, value: Tensor, *args: object) -> CodedWeight:
-    del args
+def _copy_(weight: CodedWeight, value: Tensor, *_: object) -> CodedWeight:
     weight.store(value)
     return weight
 
@@ -651,25 +611,18 @@ def _lerp(selves: Any, others: Any, weights: Any) -> object:
 
 
 def _product(
-    x: Tensor,
-    weight: CodedWeight,
-    bias: Tensor | None = None,
-    trains: bool = False,
-) -> Tensor:
-    size = list(weight.shape)
-    parts, codec = weight.parts, weight.codec
-    return cast("Tensor", op.coded_weight_product(x, parts, bias, codec, size, trains))
+    x: Tensor, weight: CodedWeight, bias: Tensor | None = None, trains: bool = False
+) -> object:
+    return op.coded_weight_product(x, weight.parts, bias, weight.codec, weight.shape, trains)
 
 
-def _product_backward(grad: Tensor, weight: CodedWeight) -> Tensor:
-    size = list(weight.shape)
-    return cast("Tensor", op.coded_weight_product_backward(grad, weight.parts, weight.codec, size))
+def _product_backward(grad: Tensor, weight: CodedWeight) -> object:
+    return op.coded_weight_product_backward(grad, weight.parts, weight.codec, weight.shape)
 
 
 def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> object:
     coded = [weight for weight in weights if isinstance(weight, CodedWeight)]
-    codecs = {weight.codec for weight in coded}
-    if len(coded) != len(weights) or len(codecs) != 1:
+    if len(coded) != len(weights) or len({weight.codec for weight in coded}) != 1:
         return NotImplemented
     parts = [part for weight in coded for part in weight.parts]
     sizes = [size for weight in coded for size in weight.shape]
@@ -705,19 +658,15 @@ def _is_on_weight(func: object, args: Sequence[object]) -> bool:
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise where an op would write to a coded weight."""
     schema = compat.schema(func)
-    # Collectives do not say what they write to: the first of what they are given.
-    is_collective = schema.name.startswith("c10d::") and schema.name.endswith("_")
-    written = compat.pytree.tree_iter(args[:1] if is_collective else ())
-    if any(isinstance(each, CodedWeight) for each in written):
-        raise CodedWeightError(_write_message(schema.name))
-    if not schema.is_mutable:
-        return
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = kwargs.get(argument.name, args[place] if place < len(args) else None)
-        if any(isinstance(each, CodedWeight) for each in compat.pytree.tree_iter(given)):
-            raise CodedWeightError(_write_message(schema.name))
+    written = [
+        kwargs.get(argument.name, args[place] if place < len(args) else None)
+        for place, argument in enumerate(schema.arguments if schema.is_mutable else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if schema.name.startswith("c10d::") and schema.name.endswith("_"):
+        written += args[:1]  # collectives do not say what they write to: what they are given first
+    if any(isinstance(each, CodedWeight) for each in compat.pytree.tree_iter(written)):
+        raise _write_error(schema.name)
 
 
 def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -728,7 +677,7 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             if isinstance(each, CodedWeight) and (
                 each.grad is not None or (computes_gradients and each.requires_grad)
             ):
-                raise CodedWeightError(_write_message(f"{type(optimizer).__name__}.step"))
+                raise _write_error(f"{type(optimizer).__name__}.step")
 
 
 @functools.cache
@@ -737,8 +686,8 @@ def _watch_optimizers() -> RemovableHandle:
     return register_optimizer_step_pre_hook(refuse_step)
 
 
-def _write_message(writer: str) -> str:
-    return (
+def _write_error(writer: str) -> CodedWeightError:
+    return CodedWeightError(
         f"{writer} would write in place to a compressed weight, which has no dense memory to write "
         "to. To train it, use memeff_compile.optim_in_backward(model, factory), which updates and "
         "encodes each weight during the backward, and give no compressed weight to an optimizer; "

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from .._triton.conditions import Conditions
-from .settings import (
-    BLOCK,
-    QUERY_ROWS,
-    VALUES,
-    Settings,
-    groups_of,
-    sampled_queries,
-)
+from .settings import BLOCK, QUERY_ROWS, VALUES, Settings, groups_of, sampled_queries
 
 LEAST = 1e-16  # of queries and keys that are all zeros: two scales multiply
 LEAST_VALUE = 1e-30

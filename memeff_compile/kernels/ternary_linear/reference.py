@@ -154,13 +154,6 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def tokens_of_codes(codes: Tensor, scale: Tensor, *, is_step: bool, dtype: torch.dtype) -> Tensor:
-    """Return the (M, K) activations that the model's own arithmetic multiplies."""
-    scale = scale[:, None]
-    values = codes.float() * scale if is_step else codes.float() / scale
-    return values.to(dtype)
-
-
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -215,6 +208,6 @@ def product(
 def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return (M, K) from codes in planes."""
-    rows = from_planes(codes, columns)
-    return tokens_of_codes(rows, scale, is_step=is_step, dtype=dtype)
+    """Return the (M, K) activations that the model's own arithmetic multiplies."""
+    values, scale = from_planes(codes, columns).float(), scale[:, None]
+    return (values * scale if is_step else values / scale).to(dtype)

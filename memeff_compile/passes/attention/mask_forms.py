@@ -31,17 +31,14 @@ class Form:
     causal: Size | None = None  # o where ``key <= query + o`` is asked for, None where it is not
     window: Size | None = None  # w where ``key > query - w`` is asked for, None where it is not
     keys: Size | None = None  # n where ``key < n`` is asked for, None where it is not
-    # what is asked of the key alone, and of the row of the batch (padding)
-    tables: tuple[Formula, ...] = ()
+    tables: tuple[Formula, ...] = ()  # asked of the key, and of the row of the batch (padding)
     # equalities of a sum of the query's and a sum of the key's (packed sequences, chunks)
     ids: tuple[Ids, ...] = ()
-    # what is asked of the query alone, and of the row of the batch
-    queries: tuple[Formula, ...] = ()
+    queries: tuple[Formula, ...] = ()  # asked of the query, and of the row of the batch
     length: bool = False  # whether a tensor says how many keys there are (a static cache)
     positions: bool = False  # whether sums read from tensors are compared that no index says
     rest: tuple[Formula, ...] = ()  # everything else that is asked for
-    # whether some query attends to nothing, or may: nobody has proved the contrary
-    empty: bool = False
+    empty: bool = False  # whether some query attends to nothing, or may: no proof of the contrary
 
     @property
     def is_plain(self) -> bool:

@@ -35,8 +35,7 @@ class Site:
     key: Node
     value: Node
     mask: Node | None = None
-    # whether the mask is true where a key is taken away, as in ``masked_fill``
-    takes_away: bool = False
+    takes_away: bool = False  # whether it is true where a key is taken away, as in ``masked_fill``
     # what takes the place of masked scores; None where the mask is added or a call's own
     fill: float | None = None
     masked_in: torch.dtype | None = None  # the dtype in which a chain adds its mask or fills it in
@@ -44,8 +43,7 @@ class Site:
     causal: bool = False
     scale: Any = None
     grouped: bool = False
-    # what stands between the operands and the result; empty for a single call
-    between: list[Node] = field(default_factory=list)
+    between: list[Node] = field(default_factory=list)  # operands and result; empty for a call
     # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
     # scale, the softcap and the dropout of a config are symbols
     numbers: list[Node] = field(default_factory=list)

@@ -601,9 +601,11 @@ def trace(node: Node) -> Reading | None:
         assert callable(node.target)
         return node.target(*args, **kwargs)
 
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     try:
         with torch.no_grad():
-            graph = compat.trace_one(run, values)
+            graph = make_fx(run, pre_dispatch=True)(*values).graph  # composite ops kept whole
     except Exception:
         # Whatever a lone node cannot do (data-dependent sizes, missing context) means: unread.
         return None
@@ -620,18 +622,15 @@ def _reading_of_trace(graph: torch.fx.Graph, operands: Sequence[Node]) -> Readin
             continue
         if not isinstance(traced.target, OpOverload):
             return None
-        if last is not None:
-            stands_for[last] = PREVIOUS
-        if any(n not in stands_for for n in traced.all_input_nodes):
+        known = stands_for if last is None else {**stands_for, last: PREVIOUS}
+        if any(n not in known for n in traced.all_input_nodes):
             return None
         arguments = compat.schema(traced.target).arguments
         positional = [a.name for a in arguments if not a.kwarg_only]
         given = dict(zip(positional, traced.args, strict=False)) | dict(traced.kwargs)
         ordered = {each.name: given.get(each.name, each.default_value) for each in arguments}
-        replaced: Any = torch.fx.node.map_arg(ordered, stands_for.__getitem__)
+        replaced: Any = torch.fx.node.map_arg(ordered, known.__getitem__)
         calls.append(Call(traced.target, replaced))
-        if last is not None:
-            del stands_for[last]
         last = traced
     output = next(n for n in graph.nodes if n.op == "output").args[0]
     if last is None and output in stands_for:

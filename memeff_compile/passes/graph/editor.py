@@ -257,12 +257,10 @@ def describe_difference(old: Any, new: Any) -> str:
     """Return in words how two example values differ for a user, or an empty string."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
-    if old.dtype != new.dtype:
-        return f"dtype from {old.dtype} to {new.dtype}"
-    if not same_shape(old.shape, new.shape):
+    if old.dtype == new.dtype and not same_shape(old.shape, new.shape):
         return f"shape from {tuple(old.shape)} to {tuple(new.shape)}"
-    if old.device != new.device:
-        return f"device from {old.device} to {new.device}"
-    if old.requires_grad != new.requires_grad:
-        return f"requires_grad from {old.requires_grad} to {new.requires_grad}"
+    for name in ("dtype", "device", "requires_grad"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            return f"{name} from {before} to {after}"
     return ""

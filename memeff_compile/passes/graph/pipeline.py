@@ -319,9 +319,7 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise a StrictError when a pass that ``memeff.strict`` names left a place of this graph, or
-    found none where it trains.
-    """
+    """Raise where a pass that ``memeff.strict`` names left a place, or found none in training."""
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]
         fired = any(r.action in CHANGES for r in mine)

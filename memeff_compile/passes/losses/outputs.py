@@ -41,7 +41,6 @@ class LogitsOutput:
 
     node: Node
     chain: Chain
-    detached: bool
 
 
 @dataclass
@@ -64,7 +63,7 @@ def returned_logits(info: GraphInfo) -> list[Returned]:
         if isinstance(chain, Decline) or value is None or not value.requires_grad:
             continue
         if reader.is_wide(chain.head):
-            found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain, chain.detached))
+            found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain))
     return [Returned(head, outputs) for head, outputs in found.items()]
 
 
@@ -207,7 +206,7 @@ def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
     way = [chain.head.node, *(step.node for step in chain.steps)]
     first = next(i for i, node in enumerate(way) if info.may_share_memory(node, output.node))
     chain = Chain(chain.head, chain.steps[:first], way[first])
-    return LogitsOutput(way[first], chain, chain.detached)
+    return LogitsOutput(way[first], chain)
 
 
 @dataclass(frozen=True)
@@ -359,8 +358,8 @@ def _planned(
         bias=None if head.bias is None else positions[head.bias],
         vectors=tuple(vectors),
         recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
-        detached=output.detached,
-        is_view=made._is_view() and not output.detached,
+        detached=output.chain.detached,
+        is_view=made._is_view() and not output.chain.detached,
         loss=None if options.linear_cross_entropy == "off" else LossSettings(workspace),
         views=views,
     )

@@ -40,8 +40,7 @@ class Quantized:
     is_weight: bool  # the scale is one for the whole tensor and the codes are -1, 0, 1
     is_straight: bool  # the gradient passes through as if nothing had happened
     chain: tuple[Node, ...]  # nodes between the source and the value, the value included
-    # nodes of numbers that were read: the answer holds as long as they stay
-    numbers: tuple[Node, ...] = ()
+    numbers: tuple[Node, ...] = ()  # nodes of numbers read: the answer holds as long as they stay
 
 
 @dataclass

@@ -91,7 +91,7 @@ def test_tokens_are_those_of_the_published_chain(
     chain = tokens_int4 if kind == "int4" else tokens_int8
     wanted = chain(x) if is_native else chain(x.float()).to(dtype)
     codes, scale, sums = ternary_linear_quantize(x, *quantizer.arguments())
-    found = reference.tokens_of_codes(unplaned(codes, 37), scale, is_step=False, dtype=dtype)
+    found = reference.dequantized_tokens(codes, scale, 37, is_step=False, dtype=dtype)
     finite = wanted.isfinite().all(-1)
     assert torch.equal(found[finite], wanted[finite])
     assert not scale[~finite].isfinite().any()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memeff_compile.kernels.coded_weight import CodedWeight, Step, encode, op
+from memeff_compile.kernels.coded_weight import CodedWeight, Step, codecs, encode, op
+from memeff_compile.kernels.coded_weight.layout import Format
 from memeff_compile.model.weights.optim_in_backward import optim_in_backward
 
 pytestmark = pytest.mark.interpreter
@@ -21,13 +22,13 @@ SHAPE = (128, 128)
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """Serve the CPU with the kernels, and note each step that they take."""
     monkeypatch.setattr(op, "_uses_kernels", lambda tensor: True)
-    plain, taken = op.step, []
+    plain, taken = codecs.step, []
 
-    def step(parts: Any, codec: str, gradient: Tensor, by: Step) -> Tensor:
+    def step(parts: Any, form: Format, gradient: Tensor, by: Step) -> Tensor:
         taken.append(by)
-        return plain(parts, codec, gradient, by)
+        return plain(parts, form, gradient, by)
 
-    monkeypatch.setattr(op, "step", step)
+    monkeypatch.setattr(codecs, "step", step)
     return taken
 
 
