@@ -115,31 +115,37 @@ def axis(place: int) -> Linear:
 
 
 @dataclass(frozen=True)
+class _OfSum:
+    sum: Linear
+
+
+@dataclass(frozen=True)
+class _OfRead:
+    read: Read
+
+
+@dataclass(frozen=True)
+class _OfParts:
+    parts: frozenset[Formula]
+
+
+@dataclass(frozen=True)
 class Fixed:
     """True or false everywhere."""
 
     value: bool
 
 
-@dataclass(frozen=True)
-class AtLeastZero:
+class AtLeastZero(_OfSum):
     """``sum >= 0``."""
 
-    sum: Linear
 
-
-@dataclass(frozen=True)
-class IsZero:
+class IsZero(_OfSum):
     """``sum == 0``."""
 
-    sum: Linear
 
-
-@dataclass(frozen=True)
-class Flag:
+class Flag(_OfRead):
     """A truth value read from a tensor."""
-
-    read: Read
 
 
 @dataclass(frozen=True)
@@ -149,18 +155,12 @@ class Not:
     part: Formula
 
 
-@dataclass(frozen=True)
-class All:
+class All(_OfParts):
     """Conjunction."""
 
-    parts: frozenset[Formula]
 
-
-@dataclass(frozen=True)
-class Some:
+class Some(_OfParts):
     """Disjunction."""
-
-    parts: frozenset[Formula]
 
 
 Formula: TypeAlias = "Fixed | AtLeastZero | IsZero | Flag | Not | All | Some"
@@ -249,18 +249,12 @@ class Cases:
     cases: tuple[tuple[Formula, float], ...]
 
 
-@dataclass(frozen=True)
-class Unknown:
+class Unknown(_OfRead):
     """A number that is read from a tensor."""
 
-    read: Read
 
-
-@dataclass(frozen=True)
-class Magnitude:
+class Magnitude(_OfSum):
     """The absolute value of a sum."""
-
-    sum: Linear
 
 
 Scalar: TypeAlias = "Linear | Formula | Cases | Unknown | Magnitude"

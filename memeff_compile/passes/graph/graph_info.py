@@ -133,17 +133,13 @@ class GraphInfo:
 
     def says(self, size: int | torch.SymInt) -> bool:
         """Return whether a size is a number, or made from sizes of the inputs."""
-        if isinstance(size, int):
-            return True
-        pending = [compat.size_formula(size)]
-        while pending:
-            formula = pending.pop()
-            if formula.is_Integer or formula in self.sources_of_sizes:
-                continue
-            if not formula.is_Add and not formula.is_Mul:
-                return False
-            pending += formula.args
-        return True
+        return isinstance(size, int) or self._says(compat.size_formula(size))
+
+    def _says(self, formula: Any) -> bool:
+        is_known = formula.is_Integer or formula in self.sources_of_sizes
+        return is_known or (
+            (formula.is_Add or formula.is_Mul) and all(map(self._says, formula.args))
+        )
 
     @property
     def is_called_once(self) -> bool:
