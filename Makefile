@@ -9,10 +9,11 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_FRAMEWORKS := $(VENV)/.installed-frameworks
+INSTALLED_SITE := $(VENV)/.installed-site
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest check gpu sanitize golden bench fuzz soak figures docs clean
+.PHONY: help demo test test-all test-newest check gpu sanitize golden bench fuzz soak figures docs site clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -30,6 +31,10 @@ $(INSTALLED_DEV): $(INSTALLED)
 
 $(INSTALLED_FRAMEWORKS): $(INSTALLED)
 	@$(PIP_INSTALL) -c constraints.txt -e '.[frameworks]'
+	@touch $@
+
+$(INSTALLED_SITE): $(INSTALLED)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[site]'
 	@touch $@
 
 demo: $(INSTALLED)  ## train a small Llama with and without the backend, and compare
@@ -98,6 +103,10 @@ figures: $(INSTALLED)  ## redraw every figure from the raw results
 docs: $(INSTALLED)  ## rewrite the generated pages
 	$(PY) -m memeff_compile options > docs/options.md.new
 	mv docs/options.md.new docs/options.md
+
+# Not --quiet: a warning that is not logged does not count in strict mode.
+site: $(INSTALLED_SITE)  ## build/site: these pages and the API reference; a broken link or anchor fails
+	$(VENV)/bin/mkdocs build
 
 clean:  ## remove everything that the commands above made
 	rm -rf .venv .venv-newest build dist demo_output *.egg-info \

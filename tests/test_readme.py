@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+import memeff_compile
 from tests.support.fresh_python import FreshPython
 from tests.support.zoo import FAMILIES, FURTHER
 
@@ -136,6 +137,20 @@ def test_links_inside_the_repository_resolve(page: Path) -> None:
         if not target.exists() or not is_anchored:
             broken.append(link)
     assert not broken
+
+
+def test_the_site_lists_every_page_once() -> None:
+    """mkdocs.yml against docs/; README.md is the site's front page, docs/index.md its contents."""
+    listed = re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, "contents.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+
+
+@pytest.mark.parametrize("name", sorted({*memeff_compile.__all__} - {"__version__"}))
+def test_a_public_name_says_what_it_is(name: str) -> None:
+    """What the site's API page shows of it."""
+    value = getattr(memeff_compile, name)
+    assert vars(value).get("__doc__", value.__doc__), "a class inherits none: it needs its own"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -101,8 +101,12 @@ def explain_cache(
         memory: of the device: bytes, or a size such as "141GB".
         batch: sequences, for the longest context.
         length: tokens per sequence, for the largest batch.
-        scheme, group, recent, keep_first, merge: as for `KVCache`. With `merge` 16 bits are merged
-            too: two layers share their directions without codes.
+        scheme: as for `KVCache`.
+        group: as for `KVCache`.
+        recent: as for `KVCache`.
+        keep_first: as for `KVCache`.
+        merge: as for `KVCache`; 16 bits are merged too: two layers share their directions without
+            codes.
 
     Raises:
         ExplainError: the memory is no size, or the model's config does not tell its layers, the

@@ -49,10 +49,11 @@ def explain(
 
     Args:
         model: a module or function.
-        *args, **kwargs: what the model is called with; tensors on "meta" do.
+        *args: what the model is called with; tensors on "meta" do.
         options: options of the backend, as in `torch.compile(options=...)`.
         device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu".
         progress: whether to say on stderr what is being done; by default where it is a terminal.
+        **kwargs: what the model is called with by keyword.
 
     Raises:
         ExplainError: the call fails on tensors without memory, or has no tensor.

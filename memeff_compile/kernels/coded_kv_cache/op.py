@@ -91,7 +91,7 @@ def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
 
 def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | None:
     groups, block = named["k_codes"].shape[2:]
-    scheme = "per_head" if reference.is_per_head(named["k_scales"]) else "kivi"
+    scheme = reference.scheme_of(named["k_scales"])
     shapes = scale_shapes(depth, bits, group_of(block, depth, bits), scheme)
     for name, end in zip(("k_scales", "v_scales"), shapes, strict=True):
         found, shape = tuple(named[name].shape[2:]), (groups, *end)

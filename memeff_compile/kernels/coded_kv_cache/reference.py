@@ -119,6 +119,11 @@ def is_per_head(k_or_v_scales: Tensor) -> bool:
     return k_or_v_scales.shape[-1] == 1
 
 
+def scheme_of(k_or_v_scales: Tensor) -> str:
+    """Return the scheme that scales are of."""
+    return "per_head" if is_per_head(k_or_v_scales) else "kivi"
+
+
 def require_room(length: int, new: int, limit: int) -> None:
     """Raise unless a cache has room for so many new tokens."""
     if length + new > limit:
@@ -152,7 +157,7 @@ def append(
     end = length + new
     require_room(length, new, limit)
     due = groups_due(end - coded, window, group)
-    scheme = "per_head" if is_per_head(k_scales) else "kivi"
+    scheme = scheme_of(k_scales)
     slots = torch.arange(coded, length, device=k.device) % window
     old_and_new = [
         torch.cat([held[:, :, slots], fresh], 2) for held, fresh in ((k_window, k), (v_window, v))
