@@ -110,6 +110,5 @@ def test_skip_and_report_know_the_head_by_its_name() -> None:
     model.compile(backend="memeff", options={**OPTIONS, "memeff.skip": head})
     step(model)
     assert codes() == {"skipped"}
-    assert {record.module for record in memeff_compile.last_report().records} == {
-        "base_model.model"
-    }
+    records = memeff_compile.last_report().records  # older stacks have attention mended besides
+    assert {record.module for record in records if record.code == "skipped"} == {"base_model.model"}

@@ -19,7 +19,6 @@ from tests.support.offline import (
     TABLES_NAMED,
     cells_named,
     compile_for,
-    eight_bytes_since_3_8,
     gpus,
     rows_named,
     within_limits,
@@ -199,7 +198,7 @@ def test_bounds_compile_within_the_limits(ours_are_queries: bool, from_lse: bool
     }
     kernel = _kernel("_attention_bounds_kernel")
     compiled = _compile(kernel, 90, "bf16", constants, BOUNDS_WARPS)
-    within_limits(compiled, 90, eight_bytes_since_3_8())
+    within_limits(compiled, 90)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -233,7 +232,7 @@ def test_codes_and_lists_compile_within_the_limits(kind: str, unit: str) -> None
     warps = CLASSIFY["num_warps"]
     constants = {**given, "CHUNK": CLASSIFY["CHUNK"]}
     compiled = _compile(codes, 90, "bf16", constants, warps, unit, parts)
-    within_limits(compiled, 90, eight_bytes_since_3_8())
+    within_limits(compiled, 90)
     parts = {
         "codes": cells_named("codes"),
         "sizes": ("heads", "tiles", "others", "queries", "keys"),

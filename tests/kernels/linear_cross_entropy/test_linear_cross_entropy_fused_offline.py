@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.offline import (
     compile_for,
-    eight_bytes_since_3_8,
     gpus,
     twice,
     within_limits,
@@ -127,8 +126,8 @@ def _shapes(capability: int) -> Any:
     return shapes_for_programs(132)
 
 
-def _check(kernel: Any, capability: int, *, multiplies: bool, stack: int = 0) -> None:
-    within_limits(kernel, capability, stack)
+def _check(kernel: Any, capability: int, *, multiplies: bool) -> None:
+    within_limits(kernel, capability)
     if multiplies:
         assert TENSOR_CORES[capability] in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
@@ -216,9 +215,7 @@ def test_product_compiles_within_the_limits(
     name: str, flags: dict[str, Any], capability: int, epilogue: str
 ) -> None:
     kernel = _product(name, flags, capability, epilogue)
-    is_fullest = (name, flags) == PRODUCTS[1] and epilogue == "everything"
-    stack = eight_bytes_since_3_8() if is_fullest else 0
-    _check(kernel, capability, multiplies=True, stack=stack)
+    _check(kernel, capability, multiplies=True)
 
 
 @pytest.mark.usefixtures("sizes_of_one")
