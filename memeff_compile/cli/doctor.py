@@ -22,7 +22,7 @@ __all__ = ["Finding", "diagnose", "findings_text", "inductor_problem", "is_usabl
 
 MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 10), (2, 11), (3, 6)
 
-TESTED_TORCH = ((2, 11), (2, 13))
+TESTED_TORCH = ((2, 11), (2, 13), (2, 14))
 """The releases whose suites were run: docs/measured/tested-stacks.md."""
 
 
@@ -126,7 +126,8 @@ def _tested(torch: Finding) -> Finding:
     """Say of a torch that is new enough whether the suite was run on it."""
     if torch.blocks or _release(torch.text) in TESTED_TORCH:
         return torch
-    tested = " and ".join(".".join(map(str, release)) for release in TESTED_TORCH)
+    *others, last = (".".join(map(str, release)) for release in TESTED_TORCH)
+    tested = f"{', '.join(others)} and {last}"
     return replace(torch, text=f"{torch.text}, untested: expected to work; tested are {tested}")
 
 

@@ -76,7 +76,13 @@ def test_missing_or_old_torch_blocks_and_names_the_command(
 
 
 @pytest.mark.parametrize(
-    ("version", "is_tested"), [("2.13.0+cpu", True), ("2.12.1", False), ("2.15.0.dev2026", False)]
+    ("version", "is_tested"),
+    [
+        ("2.13.0+cpu", True),
+        ("2.14.1", True),
+        ("2.12.1", False),
+        ("2.15.0.dev2026", False),
+    ],
 )
 def test_an_untested_torch_is_named_and_does_not_block(
     monkeypatch: pytest.MonkeyPatch, version: str, is_tested: bool
@@ -84,7 +90,9 @@ def test_an_untested_torch_is_named_and_does_not_block(
     pretend_installed(monkeypatch, torch=version)
     (torch_line,) = [f for f in doctor._versions() if f.label == "torch"]
     assert not torch_line.blocks
-    assert ("untested: expected to work; tested are 2.11 and 2.13" in torch_line.text) != is_tested
+    assert (
+        "untested: expected to work; tested are 2.11, 2.13 and 2.14" in torch_line.text
+    ) != is_tested
 
 
 def test_the_tested_releases_are_those_of_the_page() -> None:
