@@ -803,31 +803,67 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
     return param, group
 
 
-def fake_mode(made: Callable[[Any], None]) -> Any:
+def fake_mode(outside: Callable[..., Any]) -> Any:
     """Return a mode under which tensors have sizes and no memory.
 
-    ``made`` is told what each operation returns that runs outside of what Dynamo traces.
+    An operation that runs outside of what Dynamo traces is handed to ``outside(op, args, kwargs,
+    run)``, which returns what the operation returns; ``run()`` runs it on sizes.
     """
     from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    shapes = ShapeEnv()
+
     class Told(FakeTensorMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            if TracingContext.try_get() is None and not _is_view(func):
-                made(result)
-            return result
+            kwargs = kwargs or {}
+            run = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
+            if TracingContext.try_get() is not None:
+                return run()
+            with shapes.ignore_fresh_unbacked_symbols():  # they are in no graph
+                return outside(func, args, kwargs, run)
 
-    return Told(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    return Told(shape_env=shapes, allow_non_fake_inputs=True)
 
 
-def _is_view(op: Any) -> bool:
+def on_real_tensors() -> Any:
+    """Return a context in which no mode sees what runs."""
+    from torch.utils._mode_utils import no_dispatch
+
+    return no_dispatch()
+
+
+def is_view(op: Any) -> bool:
     """Return whether what an op returns is, or is a view of, what it was given."""
     found = schema(op)
     return found is None or any(returned.alias_info for returned in found.returns)
+
+
+def written_to(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of an op that it writes to."""
+    known = getattr(schema(op), "arguments", ())
+    given = {**dict(zip((a.name for a in known), args, strict=False)), **kwargs}
+    changed = [a.name for a in known if a.alias_info is not None and a.alias_info.is_write]
+    return [given[name] for name in changed if name in given]
+
+
+def reads_values(op: Any) -> bool:
+    """Return whether what an op returns has sizes, or is a number, that depends on values."""
+    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    return any(tag in op.tags for tag in tags)
+
+
+def is_item(op: Any) -> bool:
+    """Return whether an op is what `item()` calls."""
+    return op is torch.ops.aten._local_scalar_dense.default
+
+
+def is_drawn(op: Any) -> bool:
+    """Return whether chance decides what an op returns, or what was in its memory."""
+    return torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.name()
 
 
 def fresh_capture() -> Any:
@@ -890,6 +926,13 @@ def without_compile(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that ``torch.compile(module)`` was given, or the module itself."""
     inner = module.__dict__.get("_modules", {}).get("_orig_mod")
     return module if inner is None else inner
+
+
+def tracing_again() -> Callable[[], Any]:
+    """Return a function, that of a context: what is compiled in it is as if it were here."""
+    from torch._guards import TracingContext, tracing
+
+    return functools.partial(tracing, TracingContext.try_get())
 
 
 def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:

@@ -848,7 +848,24 @@ def test_a_compiled_module_gives_back_what_it_was_made_of() -> None:
 # --- capturing without running --------------------------------------------------------------------
 
 
-@probes("fake_mode", "fresh_capture", "size_formula", "inductor_graphs")
+@probes("is_view", "written_to", "reads_values", "is_item", "is_drawn", "on_real_tensors")
+def test_what_an_op_says_of_itself() -> None:
+    aten, x = torch.ops.aten, torch.zeros(2)
+    ops = (aten.view.default, aten.add_.Tensor, aten.nonzero.default, aten.equal.default)
+    ops += (aten._local_scalar_dense.default, aten.rand.default, aten.empty.memory_format)
+    assert [compat.is_view(op) for op in ops] == [True, True, *[False] * 5]
+    assert [compat.reads_values(op) for op in ops] == [False, False, True, True, True, False, False]
+    assert [compat.is_item(op) for op in ops] == [*[False] * 4, True, False, False]
+    assert [compat.is_drawn(op) for op in ops] == [*[False] * 5, True, True]
+    assert compat.written_to(aten.add_.Tensor, (x, 1), {})[0] is x
+    assert not compat.written_to(aten.add.Tensor, (x, 1), {})
+    with compat.fake_mode(lambda op, args, kwargs, run: run()):
+        assert compat.is_fake(torch.ones(2))
+        with compat.on_real_tensors():
+            assert torch.ones(2).tolist() == [1.0, 1.0]
+
+
+@probes("fake_mode", "fresh_capture", "size_formula", "inductor_graphs", "tracing_again")
 def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
     graphs: list[GraphModule] = []
     outside: list[Any] = []
@@ -858,15 +875,22 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
         rows, columns = compat.example_value(x).shape
         assert compat.size_formula(rows).is_Symbol
         assert compat.size_formula(columns) == columns
-        graphs.extend(compat.inductor_graphs(gm, example_inputs))
+        with compat.tracing_again()():
+            graphs.extend(compat.inductor_graphs(gm, example_inputs))
         return gm.forward
 
     def function(x: Tensor, layer: nn.Module) -> Tensor:
         return torch.relu(layer(x)).sum()
 
+    def ran(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        result = run()
+        if not compat.is_view(op):
+            outside.append(result)
+        return result
+
     with torch._dynamo.config.patch(recompile_limit=1):  # none of the three counts against it
         for width in (4, 3, 2):
-            with compat.fake_mode(outside.append), compat.fresh_capture():
+            with compat.fake_mode(ran), compat.fresh_capture():
                 layer, x = nn.Linear(width, 1 << 40), torch.empty(5, width)
                 torch._dynamo.maybe_mark_dynamic(x, 0)
                 outside.clear()
@@ -875,7 +899,7 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
                 assert [5, 1 << 40] in [list(value.shape) for value in ran]
                 outside.clear()
                 assert x.view(-1).shape == (5 * width,)
-                assert not [v for v in outside if isinstance(v, Tensor)], "a view makes no tensor"
+                assert not outside, "a view makes no tensor"
     assert len(graphs) == 6
     forward, backward = graphs[-2:]
     assert any("mm" in str(n.target) for n in forward.graph.nodes)

@@ -26,6 +26,7 @@ from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
 from .depth import copied_with
 from .sizes import BATCH, LENGTH, Sizes, Told, tensors_in
+from .values import Values
 
 LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 
@@ -51,9 +52,8 @@ class Capture:
     """A model without and with the passes."""
 
     at: Told  # the batch and the length
-    # one entry per graph that Dynamo captured; none where only reports were asked for
-    before: list[Graphs] = field(default_factory=list)
-    after: list[Graphs] = field(default_factory=list)  # likewise
+    # without and with the passes, what makes the graphs of each graph that Dynamo captured
+    lowered: list[Callable[[], tuple[Graphs, Graphs]]] = field(default_factory=list)
     # the calls of the graphs, in order; blocks may share one
     calls: list[GraphCall] = field(default_factory=list)
     reports: list[GraphReport] = field(default_factory=list)  # what the passes did to each graph
@@ -62,6 +62,7 @@ class Capture:
     # per graph, what each node calls and the sizes of its value
     nodes: list[list[tuple[str, list[int]]]] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the call
+    values: Values = field(default_factory=Values)  # those that are known
     outside: int = 0  # bytes of the tensors that the model made outside of the graphs
 
     def lengths_in(self, other: Capture) -> Told:
@@ -84,7 +85,7 @@ class Capture:
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
-            return "it runs other operations at other sizes"
+            return "it runs other operations at other sizes, such as some for each image"
         given = {BATCH: self.at.batch, LENGTH: self.at.length}
         sizes = {size for graph in other.nodes for _, shape in graph for size in shape}
         read = {size: int(told.formula(size).subs(given)) for size in sizes}
@@ -97,12 +98,12 @@ class Capture:
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Read batch and length off the first integer tensor of a call, or the first tensor.
+    """Read batch and length off input_ids, else the first integer tensor of a call, or any tensor.
 
     Raises:
         ExplainError: the call has no tensor.
     """
-    leaves = compat.pytree.tree_leaves((args, kwargs))
+    leaves = compat.pytree.tree_leaves((kwargs.get("input_ids"), args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     if not tensors:
         raise ExplainError(
@@ -121,8 +122,6 @@ def capture(
     device: str,
     model: nn.Module | Callable[..., Any],
     told: Told,  # the batch and the length to capture it with
-    *,
-    reports_alone: bool = False,  # whether the graphs themselves are not needed
 ) -> Capture:
     """Capture a call of ``model``, with the passes and without them.
 
@@ -131,29 +130,27 @@ def capture(
     """
     is_running = False
 
-    def made(value: object) -> None:
-        if not is_running:
+    def outside(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:  # noqa: ANN401
+        result = found.values.run(op, args, kwargs, run, mode)
+        if not is_running and not compat.is_view(op):
             found.outside += sum(
                 tensor.nbytes
-                for tensor in compat.pytree.tree_leaves(value)
+                for tensor in compat.pytree.tree_leaves(result)
                 if isinstance(tensor, torch.Tensor)
                 and all(type(size) is int for size in tensor.shape)
             )
+        return result
 
-    mode = compat.fake_mode(made)
+    mode = compat.fake_mode(outside)
     found = Capture(told)
     copied = _fake_copy(model, mode)
     named_parameters: dict[int, str] = {}
     if isinstance(copied, nn.Module):
         named_parameters = {id(p): name for name, p in copied.named_parameters()}
-    given, named = _fake_inputs(call, sizes, told, mode)
+    given, named = _fake_inputs(call, sizes, told, mode, found.values)
     leaves = compat.pytree.tree_leaves((given, named))
     found.inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     found.outside = 0
-
-    def graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
-        forward, *backward = compat.inductor_graphs(gm, example_inputs)
-        return Graphs(forward, backward[0] if backward else None)
 
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found.nodes.append([_call_and_sizes(n) for m in _levels(gm) for n in m.graph.nodes])
@@ -167,10 +164,15 @@ def capture(
             outcome = run(gm, in_order(PASSES, options.passes), options)
             enforce_strict(options, outcome.report)
         found.reports.append(outcome.report)
-        if not reports_alone:
-            plain = graphs_of(copy.deepcopy(unchanged), example_inputs)
-            found.before.append(plain)
-            found.after.append(graphs_of(gm, example_inputs) if outcome.changed else plain)
+
+        again = compat.tracing_again()
+
+        def lowered() -> tuple[Graphs, Graphs]:
+            with again(), compat.fresh_capture():
+                plain = _graphs_of(copy.deepcopy(unchanged), example_inputs)
+                return plain, _graphs_of(gm, example_inputs) if outcome.changed else plain
+
+        found.lowered.append(lowered)
 
         def run_graph(*inputs: object) -> object:
             nonlocal is_running
@@ -197,8 +199,9 @@ def capture(
             raise ExplainError(
                 f"Calling {_name(model)} on tensors without memory failed: {said}\n"
                 "Pass the inputs that its forward needs, as in explain(model, input_ids=ids, "
-                "labels=ids). If they are right, the model reads values of tensors while it runs, "
-                "which explain cannot follow."
+                "labels=ids). If they are right, the model reads values of tensors while it runs: "
+                "give those that it reads, such as image_grid_thw, on the CPU with their values. "
+                "What it reads off its weights, explain cannot follow."
             ) from error
     if not found.nodes:
         raise ExplainError(
@@ -207,6 +210,11 @@ def capture(
             "operations, does that."
         )
     return found
+
+
+def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
+    forward, *backward = compat.inductor_graphs(gm, example_inputs)
+    return Graphs(forward, backward[0] if backward else None)
 
 
 def _attend_as_a_gpu_does(gm: GraphModule) -> None:
@@ -259,17 +267,34 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return empty.requires_grad_(tensor.requires_grad)
 
 
-def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any) -> Any:  # noqa: ANN401 - a tree
-    """Return the inputs as fake tensors of another batch and another length."""
+def _fake_inputs(
+    inputs: Any,  # noqa: ANN401 - a tree
+    sizes: Sizes,
+    told: Told,
+    mode: Any,  # noqa: ANN401 - a mode of torch's
+    values: Values,
+) -> Any:  # noqa: ANN401 - a tree
+    """Return the inputs as fake tensors of another batch and another length.
 
-    def fake(value: object) -> object:
-        if not isinstance(value, torch.Tensor):
-            return value
-        result = torch.empty(_shape(value, sizes, told), dtype=value.dtype, device="cpu")
-        return result.requires_grad_(value.requires_grad)
+    Those that have values keep them: of more sequences the same ones again, of shorter ones the
+    beginning.
+    """
 
-    with mode:
-        return compat.pytree.tree_map(fake, inputs)
+    def fake(given: object) -> object:
+        if not isinstance(given, torch.Tensor):
+            return given
+        shape = _shape(given, sizes, told)
+        with mode:
+            result = torch.empty(shape, dtype=given.dtype, device="cpu")
+        if type(given) is torch.Tensor and not given.is_meta:
+            value = given.detach().cpu()
+            for dim, size in enumerate(shape):
+                if size != value.shape[dim]:
+                    value = value.index_select(dim, torch.arange(size) % value.shape[dim])
+            values.know(result, value.clone())
+        return result.requires_grad_(given.requires_grad)
+
+    return compat.pytree.tree_map(fake, inputs)
 
 
 def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:

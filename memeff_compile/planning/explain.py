@@ -30,6 +30,9 @@ from .sizes import Scale, Sizes, Told, points_around
 
 __all__ = ["Explanation", "explain"]
 
+LEFT_FREE = 0.05
+"""The share of a memory that the largest batch leaves free: a plan may be that much too low."""
+
 LEFT_OUT = 0.03
 """The share of the peak that may be made outside of graphs, where nothing is counted."""
 
@@ -72,10 +75,12 @@ def explain(
         own, found, stacks, fixed = _captures(model, chosen, sizes, take, said)
         scale = Scale(found.at, points_around(sizes.batch, sizes.length, found.at))
         facts, transient = facts_of(model, stacks, device), op_transient(scale, device)
+        said("the graphs of a step")
+        graphs = zip(*(lower() for lower in found.lowered), strict=True)
         sides = []
-        for is_after, what in ((False, "memory without"), (True, "memory with memeff")):
+        for side, what in zip(graphs, ("memory without", "memory with memeff"), strict=True):
             said(what)
-            sides.append(footprint(found, stacks, scale, facts, transient, after=is_after))
+            sides.append(footprint(found, side, stacks, scale, facts, transient))
     return Explanation(
         name=getattr(model, "__name__", type(model).__name__),
         sizes=sizes,
@@ -131,11 +136,11 @@ def _captured(
     """
     said("what the passes do")
     # Dynamo makes graphs of their own for a batch of 1
-    mine = take(model, Told(max(sizes.batch, 2), sizes.length), reports_alone=True)
+    mine = take(model, Told(max(sizes.batch, 2), sizes.length))
     apart = Told.apart(sizes, _constants(model))
     fixed: dict[str, str] = {}
     for told in dict.fromkeys((apart, Told(apart.batch))):
-        said("the graphs of a step")
+        said("how sizes grow")
         try:
             found = take(model, told)
         except ExplainError as error:
@@ -147,10 +152,14 @@ def _captured(
             if not why:
                 return mine, found, stacks, fixed
         fixed["length" if told.length else "batch"] = why
-    said("the graphs of a step")
-    found = take(model, Told(*astuple(sizes)))
-    found.at = Told()
-    return mine, found, stacks, fixed
+        if mine.values.are_read:  # such as where images are: of another batch, others
+            fixed["batch"] = why
+            break
+    if sizes.batch == 1:
+        said("the sizes of this call alone")
+        mine = take(model, Told(*astuple(sizes)))
+    mine.at = Told()
+    return mine, mine, stacks, fixed
 
 
 def _constants(model: object) -> set[int]:
@@ -255,7 +264,8 @@ class Explanation:
             groups = settings.grouped(moment, sizes.batch, sizes.length)
             fits = None
             if room is not None and "batch" not in self.fixed:
-                fits = settings.largest_batch(moments, sizes.length, room)
+                free = LEFT_FREE * room if setting.accounting == "peak" else 0
+                fits = settings.largest_batch(moments, sizes.length, int(room - free))
             columns.append(Side(peak, groups, moment, fits))
         if self.outside > LEFT_OUT * min(column.peak for column in columns):
             raise ExplainError(

@@ -95,16 +95,14 @@ def vocabularies(captured: Capture) -> frozenset[int]:
 
 def footprint(
     captured: Capture,  # the model, with the blocks that its stacks keep
+    graphs: Sequence[Graphs],  # of it, with the passes or without
     stacks: Sequence[Stack],
     scale: Scale,
     facts: Facts,
     transient: Transient,
-    *,
-    after: bool,  # with the passes, or without
 ) -> Footprint:
     """Return the moments of a step at the model's full depth."""
     replay = _Replay(captured, scale, stacks, vocabularies(captured), transient)
-    graphs = captured.after if after else captured.before
     replay.run([graphs[call.graph] for call in captured.calls])
     moments = [
         Moment(name, parts)
@@ -162,7 +160,7 @@ class _Replay:
             forwards.append(line)
             known = (line, self._learned(line, call.parameters), self._owners(line.nodes))
             before = self._sum(held.values(), inputs)
-            self._walk("forward", line, (), before, partial(self._forward_part, *known))
+            self._walk("forward", line, {}, before, partial(self._forward_part, *known))
             for node in {line.base[output] for output in line.outputs() if output is not None}:
                 if node.op != "placeholder":
                     size = self.scale.bytes_of(node.meta["val"])
@@ -198,7 +196,7 @@ class _Replay:
         handed = outputs[: len(outputs) - (len(given) - len(tangents))]
         returned = {forward.base[output] for output in handed if output is not None}
         same: dict[Node, Node] = {}
-        owned: dict[Node, _Part] = {}
+        owned: dict[Node, tuple[_Part, Size]] = {}
         first: dict[Node, Node] = {}
         for node in given:
             made = by_name.get(node.name)
@@ -210,7 +208,7 @@ class _Replay:
                 continue
             first[base] = node
             if base not in returned and (number, base) in held:
-                owned[node], _ = held.pop((number, base))
+                owned[node] = held.pop((number, base))  # all of it, where a view of it is given
         line = Timeline(backward, self.scale, same)
         gradients = self._gradients(line, number)
         owners = self._owners(line.nodes)
@@ -220,10 +218,11 @@ class _Replay:
             before[self._part_of_size(node, "activations"), None] += size.formula
 
         def part_of(node: Node) -> _Part:
-            found = owned.get(node) or gradients.get(node)
+            found = owned[node][0] if node in owned else gradients.get(node)
             return found or (self._part_of_size(node, "working"), owners[node])
 
-        self._walk("backward", line, list(owned), before, part_of)
+        sizes = {node: size for node, (_, size) in owned.items()}
+        self._walk("backward", line, sizes, before, part_of)
         for key in [key for key in held if key[0] == number]:
             del held[key]
 
@@ -340,7 +339,12 @@ class _Replay:
     # --- places -----------------------------------------------------------------------------------
 
     def _walk(
-        self, phase: str, line: Timeline, owned: Sequence[Node], before: Owned, part_of: _PartOf
+        self,
+        phase: str,
+        line: Timeline,
+        owned: Mapping[Node, Size],
+        before: Owned,
+        part_of: _PartOf,
     ) -> None:
         """Note, per place, the parts of its largest moments."""
         found: dict[_Place, list[Owned]] = defaultdict(list)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -243,20 +244,21 @@ class Timeline:
     # --- the replay -------------------------------------------------------------------------------
 
     def replay(
-        self, owned: Collection[Node] = (), transient: Transient = lambda _: sympy.Integer(0)
+        self,
+        owned: Mapping[Node, Size] = MappingProxyType({}),
+        transient: Transient = lambda _: sympy.Integer(0),
     ) -> Iterator[Step]:
         """Yield the moments of a run.
 
         Args:
-            owned: placeholders that are freed after their last reader; the others belong to the
-                caller and are not counted.
+            owned: placeholders that are freed after their last reader, and their bytes; the others
+                belong to the caller and are not counted.
             transient: bytes that exist only while a node runs.
         """
         ends: dict[int, list[Node]] = defaultdict(list)
         for buffer, step in self.last_read.items():
             ends[step].append(buffer)
-        live = {node: self.scale.bytes_of(node.meta["val"]) for node in owned}
-        live = {node: size for node, size in live.items() if node in self.last_read}
+        live = {node: size for node, size in owned.items() if node in self.last_read}
         total = self.scale.zero
         for size in live.values():
             total = added(total, size.values)
@@ -265,7 +267,7 @@ class Timeline:
             free = [b for b in ends[step] if b in live]
             for node, result in made:
                 size = self.scale.bytes_of(result.meta["val"])
-                over = self._written_over(node, size, (b for b in free if b not in owned), live)
+                over = self._written_over(node, size, free, live)
                 if over is not None:
                     total = taken(total, live.pop(over).values)
                 live[result] = size

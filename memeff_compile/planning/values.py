@@ -1,0 +1,109 @@
+"""The values of tensors without memory, where they are known and may steer what a model does.
+
+A vision-language model reads the sizes of its images off a tensor, splits by lengths, and numbers
+positions by where images stand. What is computed from inputs that have values alone is computed on
+them too; what parameters enter is known by its sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..errors import ExplainError
+
+MOST_BYTES = 1 << 26
+"""A larger tensor's values are not computed."""
+
+
+class Values:
+    """Knows the values of some fake tensors; a single number that is known is no fake at all."""
+
+    def __init__(self) -> None:
+        # the memory of values that something unknown was written to, held so that it stays theirs
+        self._lost: dict[int, torch.Tensor] = {}
+        self.are_read = False  # whether what was done depended on any
+
+    def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Remember the values of a fake tensor; those that share memory stay together."""
+        vars(fake)["memeff_value"] = value
+        return fake
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of a tensor, None where they are not known."""
+        if not compat.is_fake(tensor):
+            return tensor
+        value: torch.Tensor | None = vars(tensor).get("memeff_value")
+        return None if value is None or _memory(value) in self._lost else value
+
+    def run(
+        self,
+        op: Any,  # noqa: ANN401 - an overload of an operation
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        run: Callable[[], Any],
+        mode: Any,  # noqa: ANN401 - the mode of the fake tensors
+    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+        """Run an operation on fake tensors, and on their values where all of them are known."""
+        self.are_read = self.are_read or compat.reads_values(op)
+        if compat.is_item(op) and (number := self.of(args[0])) is not None:
+            with compat.on_real_tensors():
+                return number.item()
+        given = _tensors((args, kwargs))
+        values = {id(tensor): self.of(tensor) for tensor in given}
+        is_known = None not in values.values() and not compat.is_drawn(op)
+
+        def on_values() -> Any:  # noqa: ANN401
+            known = compat.pytree.tree_map(lambda x: values.get(id(x), x), (args, kwargs))
+            with compat.on_real_tensors(), torch.no_grad():
+                return op(*known[0], **known[1])
+
+        def faked(value: object) -> object:
+            if not isinstance(value, torch.Tensor):
+                return value
+            with mode:
+                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            return self.know(fake, value)
+
+        def known(fake: object) -> object:
+            """Return a fake tensor that has its value by now, or the value that is a number."""
+            value = next(made)
+            if not compat.is_fake(fake):
+                return fake
+            assert isinstance(fake, torch.Tensor)
+            self.know(fake, value)
+            return fake if fake.dim() or written else value
+
+        if is_known and given and compat.reads_values(op):
+            return compat.pytree.tree_map(faked, on_values())
+        result = run()
+        written = _tensors(compat.written_to(op, args, kwargs))
+        results = _tensors(result)
+        if is_known and (results or written) and sum(map(_bytes, results)) <= MOST_BYTES:
+            made = iter(_tensors(on_values()))
+            return compat.pytree.tree_map_only(torch.Tensor, known, result)
+        for tensor in written:
+            if not compat.is_fake(tensor):
+                raise ExplainError(
+                    f"{op} writes what depends on weights into a number whose value is known, "
+                    "which explain cannot follow. Let the model make a new tensor there."
+                )
+            value = self.of(tensor)
+            if value is not None and value.nbytes:
+                self._lost[_memory(value)] = value
+        return result
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [x for x in compat.pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if all(type(size) is int for size in tensor.shape) else MOST_BYTES + 1
+
+
+def _memory(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
