@@ -93,6 +93,9 @@ def test_fewer_bits_are_further_from_the_exact_model(measured: tuple[Path, Any])
         kl = [text[f"{kind}, {name}"]["kl"] for name in family]
         assert kl == sorted(kl)
         assert kl[0] > 0
+    lossless = text["weights, 7 bits of 7"]
+    assert lossless["kl"] == lossless["change"] == 0
+    assert 10 < lossless["bits"] < 16
     low = text["attention, 4b"]
     assert low["left_exact"] == 0
     assert min(low["attention_errors"]) > 0.01
