@@ -5,17 +5,10 @@ Found by its entry point. Public names are loaded on first use, as TORCH_LOGS im
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
-
     from .backend import compile as compile
     from .backend import reset as reset
     from .errors import CalibrationError as CalibrationError
@@ -105,39 +98,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_QUANTIZERS = "transformers.quantizers.auto"
-
-
-class _BesideQuantizers(MetaPathFinder):
-    """Registers packed ternary models behind transformers' own quantizers, when it loads them.
-
-    `from_pretrained` finds a quantizer in a table alone, and we do not import transformers.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _QUANTIZERS:
-            return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (each.find_spec(fullname, path, target) for each in others)), None)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _register_quantizer()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _register_quantizer() -> None:
-    with suppress(ImportError):  # of a transformers that is older than what we need
-        import_module(f"{__name__}.model.ternary.pretrained")
-
-
-if _QUANTIZERS in sys.modules:
-    _register_quantizer()
-else:
-    sys.meta_path.insert(0, _BesideQuantizers())
+import_module(f"{__name__}.model.ternary.registration")  # of what from_pretrained finds

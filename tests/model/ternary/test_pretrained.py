@@ -170,6 +170,7 @@ def test_norms_and_biases_of_bitnet_layers_come_back(tmp_path: Path) -> None:
     for module in model.modules():
         if type(module).__name__ == "AutoBitLinear":
             nn.init.normal_(module.rms_norm.weight)
+            module.weight_scale.fill_(0.25)
             module.weight.data = torch.randint(-1, 2, module.weight.shape).to(torch.bfloat16)
             if module.bias is not None:
                 nn.init.normal_(module.bias)
