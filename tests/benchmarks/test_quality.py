@@ -15,6 +15,7 @@ from tests.support.scripts import script
 
 transformers = pytest.importorskip("transformers", reason="models are folders of it")
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS = 4
 SHORT = ["--length", "320", "--prompt", "256", "--sequences", "2", "--batch", "1"]
 
@@ -205,6 +206,17 @@ def test_texts_are_of_this_python_or_of_a_file(subject: Any, tmp_path: Path) -> 
     own = texts.own(subject.model, subject.tokenizer, 64, 3)
     assert own.shape == (3, 64)
     assert torch.equal(own[0, :32], texts.rows_of(subject.tokenizer, "prose", 32, 2)[0])
+
+
+@pytest.mark.parametrize("name", ["lossy_modes quality.jsonl", "layer_pairs layer-pairs.jsonl"])
+def test_the_page_shows_what_the_rows_say(name: str) -> None:
+    page = (ROOT / "docs" / "measured" / "real-models.md").read_text()
+    action, _, file = name.partition(" ")
+    for rows in (ROOT / "benchmarks" / "results").glob(f"*/{file}"):
+        shown = script(action, "table", "--out", str(rows))
+        tables = [line for line in shown.splitlines() if line.startswith("|")]
+        assert len(tables) > 5
+        assert [line for line in tables if line not in page] == []
 
 
 def test_pairs_of_layers_are_merged_as_a_cache_does(subject: Any) -> None:
