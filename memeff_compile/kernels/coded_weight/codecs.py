@@ -494,33 +494,37 @@ def _aligned(x: Tensor) -> Tensor:
 def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
     """Multiply several tokens tile by tile, by shares of the columns that are added at the end."""
     x, parts, bias, (rows, columns) = given
-    tokens, splits = x.shape[0], setting.splits
-    out = x.new_empty((tokens, rows))
-    if splits > 1:
-        out = x.new_empty((splits, tokens, rows), dtype=torch.float32)
+    tokens = x.shape[0]
     constants: dict[str, Any] = {
         "HAS_BIAS": bias is not None,
         "ROWS": setting.rows,
         "TOKENS": setting.tokens,
         "CHUNKS": shapes.chunks_touched(setting.rows, columns),
-        "SPLITS": splits,
     }
     operands: tuple[Any, ...]
     if isinstance(setting, shapes.MatrixTile):
-        kernel, width = ("matrix_kernels", "win4_matrix_kernel"), columns // GROUP
+        kernel, width, splits = ("matrix_kernels", "win4_matrix_kernel"), columns // GROUP, 1
         operands = (x, *parts)
-        is_even = not (rows % setting.rows or tokens % setting.tokens) and width % splits == 0
+        is_even = not (rows % setting.rows or tokens % setting.tokens or width % setting.warps)
         constants |= {"IS_EVEN": is_even, "AHEAD": setting.is_ahead, "WARPS": setting.warps}
         constants["PATCHES"] = setting.patches
     else:
-        kernel, width = ("win4_kernels", "win4_tile_kernel"), columns // 8
+        kernel, width, splits = ("win4_kernels", "win4_tile_kernel"), columns // 8, setting.splits
         operands = (x.view(torch.int32), tuple(parts))
         constants |= {"WORDS": setting.words, "STAGES": setting.stages, "UPCAST": not x.is_cuda}
-        constants["PATCHES"] = shapes.PATCHES
+        constants |= {"PATCHES": shapes.PATCHES, "SPLITS": splits}
+    out = _shares(x, splits, rows)
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
     operands = (*operands, x if bias is None else bias, out, tokens, rows, width)
     _run(*kernel, x, grid, *operands, **constants, warps=setting.warps)
     return out if splits == 1 else _summed(out, x)
+
+
+def _shares(x: Tensor, splits: int, rows: int) -> Tensor:
+    """Return memory for a product, or in fp32 for the shares that are added: (splits, M, N)."""
+    if splits == 1:
+        return x.new_empty((x.shape[0], rows))
+    return x.new_empty((splits, x.shape[0], rows), dtype=torch.float32)
 
 
 def _summed(parts: Tensor, like: Tensor) -> Tensor:
@@ -539,16 +543,18 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     tokens = x.shape[0]
     header, codes, *lists, signs = parts
     ordered, turned = _ordered(x)
-    out = x.new_empty((tokens, rows))
+    groups = columns // GROUP
+    splits = -(-groups // -(-groups // setting.splits))  # each has columns
+    out = _shares(x, splits, rows)
     by_row = [
         tiles_of(words[: rows * width].view(rows, width), setting.rows, 16, bits=32, swizzle=64)
         for words, width in ((codes, columns // 8), (signs, columns // 4))
     ]
     _run(
         *("matrix_kernels", "win4_wide_kernel", x),
-        (-(-rows // setting.rows), -(-tokens // setting.tokens)),
+        (-(-rows // setting.rows), -(-tokens // setting.tokens), splits),
         *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists),
-        *(x if bias is None else bias, out, tokens, rows, columns // GROUP, turned.shape[1]),
+        *(x if bias is None else bias, out, tokens, rows, groups, turned.shape[1], splits),
         HAS_BIAS=bias is not None,
         ROWS=setting.rows,
         TOKENS=setting.tokens,
@@ -559,7 +565,7 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
         WARPS=setting.warps,
         warps=setting.warps,
     )
-    return out
+    return out if splits == 1 else _summed(out, x)
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,14 +40,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """A few tokens, codes decoded in registers: rows, tokens and warps per program."""
+    """A few tokens, codes decoded in registers: rows and tokens of a program."""
 
     rows: int
     tokens: int
-    warps: int
-    splits: int = 1  # programs that share the columns of a row
+    warps: int  # each has a share of the columns
     is_ahead: bool = True  # codes are loaded one group ahead
-    patches: int = 32  # patches that are multiplied at once
+    patches: int = 32  # patches that a warp multiplies at once
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class WideTile:
     tokens: int  # of x; a power of two
     x_stages: int = 4  # pieces of 64 columns of x in shared memory
     stages: int = 3  # pieces of 128 columns of codes there
+    splits: int = 1  # programs that share the columns of a row
 
     @property
     def warps(self) -> int:
@@ -114,11 +114,11 @@ def row_tile(rows: int, processors: int) -> RowTile:
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
     """Return the tile for M tokens, a few, N rows and K columns, codes decoded in registers."""
     height = 16 if tokens <= 8 else 32
-    splits = 2
-    while rows // height * splits < WARPS_FOR_SOME * processors and splits < 8:
-        splits *= 2
-    splits = min(splits, max(1, columns // 512))
-    return MatrixTile(height, 8 if tokens <= 8 else 16, 1, splits)
+    warps = 2
+    while rows // height * warps < WARPS_FOR_SOME * processors and warps < 8:
+        warps *= 2
+    warps = min(warps, max(1, columns // 512))
+    return MatrixTile(height, 8 if tokens <= 8 else 16, 1 << (warps.bit_length() - 1))
 
 
 def wide_tile(tokens: int) -> WideTile:
