@@ -527,12 +527,16 @@ def _shares(x: Tensor, splits: int, rows: int) -> Tensor:
     return x.new_empty((splits, x.shape[0], rows), dtype=torch.float32)
 
 
-def _summed(parts: Tensor, like: Tensor) -> Tensor:
-    """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N)."""
+def _summed(parts: Tensor, like: Tensor, *, is_early: bool = False) -> Tensor:
+    """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N).
+
+    It can be launched early, while the kernel that makes the shares still runs, and waits for it.
+    """
     total, block = like.new_empty(parts.shape[1:]), shapes.SUM_BLOCK
     grid, sizes = (-(-total.numel() // block),), {"SPLITS": parts.shape[0], "BLOCK": block}
     operands = (parts, total, total.numel())
-    _run("win4_kernels", "win4_sum_kernel", like, grid, *operands, **sizes, warps=4)
+    early: dict[str, Any] = {"EARLY": is_early, **({"launch_pdl": True} if is_early else {})}
+    _run("win4_kernels", "win4_sum_kernel", like, grid, *operands, **sizes, **early, warps=4)
     return total
 
 
@@ -564,8 +568,9 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
         STAGES=setting.stages,
         WARPS=setting.warps,
         warps=setting.warps,
+        launch_pdl=True,
     )
-    return out if splits == 1 else _summed(out, x)
+    return out if splits == 1 else _summed(out, x, is_early=True)
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -578,5 +583,6 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
     ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
     words = (x.view(torch.int32), ordered.view(torch.int32), turned.view(torch.int16))
     operands, grid = (*words, tokens, groups, stride), (groups, -(-tokens // width))
-    _run("win4_kernels", "win4_order_kernel", x, grid, *operands, TOKENS=width, warps=8)
+    sizes: dict[str, Any] = {"TOKENS": width, "EARLY": x.is_cuda}
+    _run("win4_kernels", "win4_order_kernel", x, grid, *operands, **sizes, warps=8)
     return ordered, turned

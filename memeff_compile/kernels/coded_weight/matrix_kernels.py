@@ -232,6 +232,21 @@ def win4_matrix_kernel(
 
 
 @gluon.jit
+def _wait_for_the_kernel_before():
+    """Wait until all that the kernel before wrote is there: this one is launched early."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _let_the_next_kernel_start():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _half_operand(pair, other, scale, layout: gl.constexpr):
     """Return two pairs of half a group as bf16 along K: 64 columns, in the order `x_order` says."""
     pair = _scaled_pair(pair, scale)
@@ -393,6 +408,8 @@ def win4_wide_kernel(
     for stage in gl.static_range(C.STAGES):
         _fetch_codes(descs, code_bars, slots, stage, origin + stage, first_row, stage < halves)
     first = origin * 2  # of all steps
+    _let_the_next_kernel_start()
+    _wait_for_the_kernel_before()  # it writes what is read of x
     for stage in gl.static_range(C.X_STAGES):
         at = [first_token, (first + stage) * 64]
         tma.async_copy_global_to_shared(

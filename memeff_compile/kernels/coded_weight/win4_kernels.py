@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .pair_kernels import (
     even_bytes,
@@ -465,8 +466,17 @@ def win4_tile_kernel(
 
 
 @triton.jit
-def win4_sum_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def win4_sum_kernel(
+    parts_ptr,
+    out_ptr,
+    size,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,  # it is launched while the kernel before still runs
+):
     """Add the shares of the columns: (SPLITS, size) fp32 to (size,) bf16."""
+    if EARLY:
+        gdc_wait()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = place < size
     total = tl.zeros((BLOCK,), tl.float32)
@@ -484,8 +494,11 @@ def win4_order_kernel(
     groups,  # K / 256
     stride,
     TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,  # the next kernel is launched while this one still runs
 ):
     """Write one group of columns of x twice: in another order, and transposed."""
+    if EARLY:
+        gdc_launch_dependents()
     group = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < tokens_count)[:, None]

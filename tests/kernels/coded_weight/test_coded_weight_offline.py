@@ -113,12 +113,10 @@ def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
         "TOKENS": tile.tokens,
         "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
         "PATCHES": tile.patches,
-        "SPLITS": tile.splits,
         "AHEAD": tile.is_ahead,
         "WARPS": tile.warps,
     }
-    out = "*bf16" if tile.splits == 1 else "*fp32"
-    return _gluon("matrix", capability, constants, tile.warps, out_ptr=out)
+    return _gluon("matrix", capability, constants, tile.warps, out_ptr="*bf16")
 
 
 def _wide(tokens: int, **sizes: int) -> Any:
@@ -294,7 +292,7 @@ def test_products_run_while_the_next_operand_is_decoded(tokens: int) -> None:
 
 
 def test_columns_are_ordered_within_the_limits() -> None:
-    constants = {"TOKENS": shapes.ORDERED_TOKENS}
+    constants = {"TOKENS": shapes.ORDERED_TOKENS, "EARLY": True}
     kernel = _compile("win4", "order", 90, constants, 8, turned_ptr="*i16")
     _check(kernel, 90)
     assert not re.search(r"st\.global\.\S*b(16|32) ", kernel.asm["ptx"].replace("v4.b32", "")), (
@@ -303,7 +301,7 @@ def test_columns_are_ordered_within_the_limits() -> None:
 
 
 def test_the_sum_of_shares_compiles_within_the_limits() -> None:
-    constants = {"SPLITS": 4, "BLOCK": shapes.SUM_BLOCK}
+    constants = {"SPLITS": 4, "BLOCK": shapes.SUM_BLOCK, "EARLY": True}
     kernel = _compile("win4", "sum", 90, constants, 4, parts_ptr="*fp32", out_ptr="*bf16")
     _check(kernel, 90)
 
