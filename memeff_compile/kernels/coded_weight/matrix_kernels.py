@@ -455,13 +455,14 @@ def win4_wide_kernel(
         step = step + 1
         slot = step % C.X_STAGES
         mbarrier.wait(bars.index(slot), (step // C.X_STAGES) & 1)
-        acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
         following = half + 1
         place = following % C.STAGES
         mbarrier.wait(code_bars.index(place), (following // C.STAGES) & 1, pred=following < halves)
         code = codes.index(place).load(words)
         sign = signs.index(place).load(words)
         later = more.index(place).load(words)
+        # What is loaded by now is decoded between the products of this operand.
+        acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
         following_operand = _first_half(code, sign, scale, left)
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         operand = following_operand
