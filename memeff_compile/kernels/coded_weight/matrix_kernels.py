@@ -145,19 +145,13 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 
 @gluon.jit
-def win4_matrix_kernel(
+def _some_rows(
+    program,
     x_ptr,  # (M, K) bf16
-    header_ptr,
-    codes_ptr,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
-    signs_ptr,
-    bias_ptr,
-    out_ptr,  # (M, N) bf16
+    weight,  # `layout.Multiplied`
     tokens_count,
-    rows_count,
     groups,  # K / 256
+    HAS_BIAS: gl.constexpr,
     C: gl.constexpr,
     # IS_EVEN: ROWS divides N, TOKENS M, WARPS the groups
     # ROWS: 16, or a multiple
@@ -168,8 +162,9 @@ def win4_matrix_kernel(
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    first_row = gl.program_id(0) * C.ROWS
+    first_row = program * C.ROWS
     first_token = gl.program_id(1) * C.TOKENS
+    rows_count = weight.rows
     share = (groups + C.WARPS - 1) // C.WARPS
     warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
@@ -180,11 +175,11 @@ def win4_matrix_kernel(
     row = (first_row + row)[None, :, None]
     token = (first_token + token)[None, None, :]
     begin, its = warp[:, None, None] * share, its[:, None, None] * share
-    power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
+    power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
     scale = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words) + power
     row_groups = row.to(gl.int64) * groups + begin
-    codes_at = codes_ptr + row_groups * 32 + lane[None, None, :]
-    signs_at = signs_ptr + row_groups * 64 + lane[None, None, :]
+    codes_at = weight.codes + row_groups * 32 + lane[None, None, :]
+    signs_at = weight.signs + row_groups * 64 + lane[None, None, :]
     x_at = x_ptr + (token.to(gl.int64) * groups + its) * 256 + column[None, :, None]
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     is_row, is_token = row < rows_count, token < tokens_count
@@ -214,7 +209,7 @@ def win4_matrix_kernel(
         pair = _odd_bytes(more_now) | ((codes_now >> 5) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_3, acc)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
-    patches = (starts_ptr, places_ptr, values_ptr)
+    patches = (weight.starts, weight.places, weight.patterns)
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
     acc = _patched(
         acc, x_ptr, patches, its_token, tokens_count, first_row, rows_count, groups * 256, C
@@ -223,12 +218,39 @@ def win4_matrix_kernel(
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
     out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, flat))
-    if C.HAS_BIAS:
-        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
+    if HAS_BIAS:
+        bias = gl.load(weight.bias + out_row, mask=out_row < rows_count, other=0.0)
         total += bias.to(gl.float32)[:, None]
     place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_out)
+    gl.store(weight.out + place, total.to(gl.bfloat16), mask=is_out)
+
+
+@gluon.jit
+def win4_matrix_kernel(
+    x_ptr,  # (M, K) bf16
+    weight_0,
+    weight_1,
+    weight_2,
+    tokens_count,
+    groups,  # K / 256
+    C: gl.constexpr,
+    # COUNT: of the weights, 1 to 3, of one width; each is multiplied as it is alone
+    # BIASES: which have one
+):
+    """A few tokens."""
+    program = gl.program_id(0)
+    first = (weight_0.rows + C.ROWS - 1) // C.ROWS
+    second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS
+    if C.COUNT == 1:
+        _some_rows(program, x_ptr, weight_0, tokens_count, groups, C.BIASES[0], C)
+    else:
+        if program < first:
+            _some_rows(program, x_ptr, weight_0, tokens_count, groups, C.BIASES[0], C)
+        elif program < second:
+            _some_rows(program - first, x_ptr, weight_1, tokens_count, groups, C.BIASES[1], C)
+        elif C.COUNT == 3:
+            _some_rows(program - second, x_ptr, weight_2, tokens_count, groups, C.BIASES[2], C)
 
 
 @gluon.jit
@@ -292,6 +314,13 @@ def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
     tma.async_copy_global_to_shared(
         signs_desc, [row, group * 64 + 32 + lane], bar, more, pred=wanted
     )
+
+
+@gluon.jit
+def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
+    """Have a step of columns of x brought to a place in shared memory."""
+    bar, slot = bars.index(place), slots.index(place)
+    tma.async_copy_global_to_shared(x_desc, [token, step * 64], bar, slot, pred=wanted)
 
 
 @gluon.jit
@@ -411,14 +440,9 @@ def win4_wide_kernel(
     _let_the_next_kernel_start()
     _wait_for_the_kernel_before()  # it writes what is read of x
     for stage in gl.static_range(C.X_STAGES):
-        at = [first_token, (first + stage) * 64]
-        tma.async_copy_global_to_shared(
-            x_desc, at, bars.index(stage), x.index(stage), pred=stage < steps
-        )
+        _fetch_x(x_desc, bars, x, stage, first_token, first + stage, stage < steps)
     row_length = groups * 256
-    chunk, chunks, inside, patch, end = _chunks_of(
-        starts_ptr, first_row, rows_count, row_length, C
-    )
+    chunk, chunks, inside, patch, end = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
     its_patches = (end - patch + splits - 1) // splits
     patch += split * its_patches
     end = gl.minimum(end, patch + its_patches)
@@ -449,9 +473,7 @@ def win4_wide_kernel(
         wanted = (step > 0) & (before < steps)
         _expect(bars, slot, bytes_of_x, wanted)
         barrier()
-        tma.async_copy_global_to_shared(
-            x_desc, [first_token, (first + before) * 64], bars.index(slot), x.index(slot), pred=wanted
-        )
+        _fetch_x(x_desc, bars, x, slot, first_token, first + before, wanted)
         step = step + 1
         slot = step % C.X_STAGES
         mbarrier.wait(bars.index(slot), (step // C.X_STAGES) & 1)
@@ -474,9 +496,7 @@ def win4_wide_kernel(
         _expect(bars, slot, bytes_of_x, wanted)
         _expect(code_bars, place, bytes_of_codes, far < halves)
         barrier()
-        tma.async_copy_global_to_shared(
-            x_desc, [first_token, (first + before) * 64], bars.index(slot), x.index(slot), pred=wanted
-        )
+        _fetch_x(x_desc, bars, x, slot, first_token, first + before, wanted)
         _fetch_codes(descs, code_bars, slots, place, origin + far, first_row, far < halves)
     acc, second = warpgroup_mma_wait(0, deps=[acc, second])
     barrier()

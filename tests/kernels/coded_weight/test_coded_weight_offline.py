@@ -35,6 +35,7 @@ PARTS = {
     },
     "tile": {"parts": WEIGHT},
 }
+PARTS["matrix"] = PARTS["rows"]
 
 
 def _compile(
@@ -69,17 +70,21 @@ def _row(capability: int, rows: int = 14336) -> Any:
     return _compile("win4", "row", capability, constants, tile.warps, out_ptr="*bf16")
 
 
+_THREE = {
+    f"{name}_{place}_ptr": kind
+    for place in range(3)
+    for kind, names in (("*i16", ("places", "values")), ("*bf16", ("bias", "out")))
+    for name in names
+}
+
+
 def _rows(capability: int) -> Any:
     """Queries, keys and values of Llama-3-8B in one launch."""
     constants: dict[str, Any] = {"COUNT": 3, "PATCHES": shapes.PATCHES, "PACKED": True}
-    types: dict[str, str] = {}
     for place, rows in enumerate((4096, 1024, 1024)):
         tile = shapes.row_tile(rows, 132)
         constants[f"TILE_{place}"] = tile.constants(4096, has_bias=place == 0, is_even=True)
-        names = ("places", "values"), ("bias", "out")
-        for kind, group in zip(("*i16", "*bf16"), names, strict=True):
-            types |= {f"{name}_{place}_ptr": kind for name in group}
-    return _compile("win4", "rows", capability, constants, 1, **types)
+    return _compile("win4", "rows", capability, constants, 1, **_THREE)
 
 
 def _tile(capability: int, tokens: int) -> Any:
@@ -104,10 +109,11 @@ def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **
     return _compile("matrix", name, capability, constants, warps, **types)
 
 
-def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
+def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool, count: int = 1) -> Any:
     tile = shapes.matrix_tile(tokens, rows, 4096, 132)
     constants = {
-        "HAS_BIAS": True,
+        "COUNT": count,
+        "BIASES": (True, False, True)[:count],
         "IS_EVEN": is_even,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
@@ -116,7 +122,7 @@ def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
         "AHEAD": tile.is_ahead,
         "WARPS": tile.warps,
     }
-    return _gluon("matrix", capability, constants, tile.warps, out_ptr="*bf16")
+    return _gluon("matrix", capability, constants, tile.warps, **_THREE)
 
 
 def _wide(tokens: int, **sizes: int) -> Any:

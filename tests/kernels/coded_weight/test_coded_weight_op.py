@@ -467,8 +467,8 @@ def test_tiles_fit_what_they_are_for(tokens: int, rows: int, columns: int) -> No
 def test_tiles_in_registers_hold_their_tokens(tokens: int, rows: int, columns: int) -> None:
     found = matrix_tile(tokens, rows, columns, 132)
     assert tokens <= found.tokens <= 16
-    assert found.rows % (16 * found.warps) == 0
-    assert found.splits <= max(1, columns // 256)
+    assert found.rows % 16 == 0
+    assert found.warps <= max(1, columns // 256)
 
 
 def test_wide_tiles_fit_into_shared_memory() -> None:
