@@ -67,7 +67,7 @@ class WideTile:
     @property
     def noted(self) -> int:
         """Return the patches whose places a program writes down at once."""
-        return 8 * self.rows
+        return 4 * self.rows
 
 
 WIN4_DECODE_WORDS = 512
