@@ -471,7 +471,7 @@ def _multiplied(given: _Product, out: Tensor) -> Multiplied:
 
 
 MAX_TOGETHER = 3
-"""Weights that one launch multiplies with one token."""
+"""Weights that one launch multiplies with a few tokens."""
 
 
 def products(
