@@ -510,11 +510,12 @@ def _some_rows(several: Sequence[_Product], tile: shapes.MatrixTile) -> list[Ten
     found = [_multiplied(*each) for each in zip(several, outs, strict=True)]
     found += found[-1:] * (MAX_TOGETHER - len(found))  # what is not there is not read
     tiles = [-(-out.shape[1] // tile.rows) for out in outs]
-    is_even = not (tokens % tile.tokens or columns // GROUP % tile.warps)
+    is_even = columns // GROUP % tile.warps == 0
     constants: dict[str, Any] = {
         "COUNT": len(several),
         "BIASES": tuple(each.bias is not None for each in several),
         "IS_EVEN": is_even and not any(out.shape[1] % tile.rows for out in outs),
+        "HAS_ALL": is_even and tokens % tile.tokens == 0,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
         "CHUNKS": shapes.chunks_touched(tile.rows, columns),
@@ -531,12 +532,13 @@ def _tiles(given: _Product, setting: shapes.Tile) -> Tensor:
     """Multiply several tokens tile by tile, by shares of the columns that are added at the end."""
     x, parts, bias, (rows, columns) = given
     tokens, splits = x.shape[0], setting.splits
-    out = _shares(x, splits, rows)
+    out = x.new_empty((tokens, rows))
+    shares = out if splits == 1 else _shares(x, splits, rows)
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
     words = (x.view(torch.int32), tuple(parts), x if bias is None else bias)
     _run(
         *("win4_kernels", "win4_tile_kernel", x, grid),
-        *(*words, out, tokens, rows, columns // 8),
+        *(*words, shares, tokens, rows, columns // 8),
         HAS_BIAS=bias is not None,
         ROWS=setting.rows,
         TOKENS=setting.tokens,
@@ -548,60 +550,57 @@ def _tiles(given: _Product, setting: shapes.Tile) -> Tensor:
         STAGES=setting.stages,
         warps=setting.warps,
     )
-    return out if splits == 1 else _summed(out, x)
+    return out if splits == 1 else _add(shares, out)
 
 
 def _shares(x: Tensor, splits: int, rows: int) -> Tensor:
-    """Return memory for a product, or in fp32 for the shares that are added: (splits, M, N)."""
-    if splits == 1:
-        return x.new_empty((x.shape[0], rows))
+    """Return memory for shares of the columns that are added at the end: (splits, M, N) fp32."""
     return x.new_empty((splits, x.shape[0], rows), dtype=torch.float32)
 
 
-def _summed(parts: Tensor, like: Tensor, *, is_early: bool = False) -> Tensor:
-    """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N).
-
-    It can be launched early, while the kernel that makes the shares still runs, and waits for it.
-    """
-    total, block = like.new_empty(parts.shape[1:]), shapes.SUM_BLOCK
-    grid, sizes = (-(-total.numel() // block),), {"SPLITS": parts.shape[0], "BLOCK": block}
-    operands = (parts, total, total.numel())
-    early: dict[str, Any] = {"EARLY": is_early, **({"launch_pdl": True} if is_early else {})}
-    _run("win4_kernels", "win4_sum_kernel", like, grid, *operands, **sizes, **early, warps=4)
-    return total
+def _add(shares: Tensor, out: Tensor) -> Tensor:
+    """Write sums of shares of the columns, (splits, M, fewer), to the last rows of (M, N)."""
+    size, block = shares[0].numel(), shapes.SUM_BLOCK
+    grid, sizes = (-(-size // block),), {"SPLITS": shares.shape[0], "BLOCK": block}
+    operands = (shares, out, size, shares.shape[2], out.shape[1])
+    _run("win4_kernels", "win4_sum_kernel", out, grid, *operands, **sizes, warps=4)
+    return out
 
 
 def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     from .._triton.gluon import tiles_of
 
     x, parts, bias, (rows, columns) = given
-    tokens = x.shape[0]
+    tokens, groups = x.shape[0], columns // GROUP
     header, codes, *lists, signs = parts
     ordered, turned = _ordered(x)
-    groups = columns // GROUP
     splits = -(-groups // -(-groups // setting.splits))  # each has columns
-    out = _shares(x, splits, rows)
+    tiles = -(-rows // setting.rows)
+    whole = tiles if splits == 1 else min(setting.whole, tiles)
+    out = x.new_empty((tokens, rows))
+    shares = turned.view(torch.float32)  # which is not written to
+    if whole < tiles:
+        shares = _shares(x, splits, rows - whole * setting.rows)
     by_row = [
         tiles_of(words[: rows * width].view(rows, width), setting.rows, 16, bits=32, swizzle=64)
         for words, width in ((codes, columns // 8), (signs, columns // 4))
     ]
     _run(
         *("matrix_kernels", "win4_wide_kernel", x),
-        (-(-rows // setting.rows), -(-tokens // setting.tokens), splits),
+        (whole + (tiles - whole) * splits, -(-tokens // setting.tokens)),
         *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists),
-        *(x if bias is None else bias, out, tokens, rows, groups, turned.shape[1], splits),
+        *(x if bias is None else bias, out, shares),
+        *(tokens, rows, groups, turned.shape[1], whole, splits),
         HAS_BIAS=bias is not None,
         ROWS=setting.rows,
         TOKENS=setting.tokens,
-        SEARCH=shapes.chunks_touched(setting.rows, columns).bit_length() - 1,
         NOTED=setting.noted,
         X_STAGES=setting.x_stages,
         STAGES=setting.stages,
         WARPS=setting.warps,
         warps=setting.warps,
-        launch_pdl=True,
     )
-    return out if splits == 1 else _summed(out, x, is_early=True)
+    return out if whole == tiles else _add(shares, out)
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -614,6 +613,5 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
     ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
     words = (x.view(torch.int32), ordered.view(torch.int32), turned.view(torch.int16))
     operands, grid = (*words, tokens, groups, stride), (groups, -(-tokens // width))
-    sizes: dict[str, Any] = {"TOKENS": width, "EARLY": x.is_cuda}
-    _run("win4_kernels", "win4_order_kernel", x, grid, *operands, **sizes, warps=8)
+    _run("win4_kernels", "win4_order_kernel", x, grid, *operands, TOKENS=width, warps=8)
     return ordered, turned

@@ -74,47 +74,46 @@ def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 
 @gluon.jit
+def _read_patches(weight, start, end, layout: gl.constexpr, C: gl.constexpr):
+    """Load PATCHES patches for each warp from `start` on: long before they are needed."""
+    warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, layout))
+    each = start + warp[:, None] * C.PATCHES
+    each += gl.arange(0, C.PATCHES, layout=gl.SliceLayout(0, layout))[None, :]
+    place = gl.load(weight.places + each, mask=each < end, other=-1).to(gl.int32)
+    return each, place, gl.load(weight.patterns + each, mask=each < end, other=0)
+
+
+@gluon.jit
 def _patched(
     acc,
     x_ptr,
-    patches,  # starts, places, values
+    patches,  # found, as `_chunks_of` returns it, the first ones, read, and ends of the chunks
+    weight,
     token,  # for the operand of x
     tokens_count,
-    first_row,
-    rows_count,
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of the patches of some rows with x; warps take turns."""
-    starts_ptr, places_ptr, values_ptr = patches
+    """Add the products of the patches of some rows with x; each warp has some of them."""
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
-    plain: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1], [1, lanes, 32 // lanes], [C.WARPS, 1, 1], [2, 1, 0]
-    )
-    chunk, chunks, inside, patch, end = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
-    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
-    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+    found, several, ends = patches
+    _, _, inside, patch, end = found
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
-    warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, plain)))
-    lane = gl.arange(0, C.PATCHES, layout=gl.SliceLayout(0, gl.SliceLayout(2, plain)))
-    own = warp[:, None] * C.PATCHES + lane[None, :]
+    each, place, value = several
     for start in range(patch, end, C.WARPS * C.PATCHES):
-        each = start + own
-        is_patch = each < end
-        place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
-        weight = gl.load(values_ptr + each, mask=is_patch, other=0)
+        if start > patch:
+            each, place, value = _read_patches(weight, start, end, each.type.layout, C)
         passed = gl.sum((each[:, :, None] >= ends[None, None, :]).to(gl.int32), 2)
         flat = passed * CHUNK + place - inside
-        its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
-        column = gl.where(its_row < 0, 0, flat % row_length)
-        column = gl.where(its_row < C.ROWS, column, 0)
+        is_ours = (place >= 0) & (flat >= 0) & (flat < C.ROWS * row_length)
+        its_row = gl.where(is_ours, flat // row_length, -1)
+        column = gl.where(is_ours, flat % row_length, 0)
         its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
-        weight = gl.convert_layout(weight, gl.SliceLayout(1, left))
+        pattern = gl.convert_layout(value, gl.SliceLayout(1, left))
         column = gl.convert_layout(column, gl.SliceLayout(2, right))
-        a = gl.where(its_row[:, None, :] == row[None, :, None], weight[:, None, :], 0)
+        a = gl.where(its_row[:, None, :] == row[None, :, None], pattern[:, None, :], 0)
         a = a.to(gl.bfloat16, bitcast=True)
         at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
         b = gl.load(at, mask=(token < tokens_count)[None, None, :], other=0.0)
@@ -130,9 +129,9 @@ def _codes(codes_at, signs_at, group, is_row, IS_EVEN: gl.constexpr):
         signs = gl.load(signs_at + group * 64, eviction_policy="evict_first")
         more = gl.load(signs_at + (group * 64 + 32), eviction_policy="evict_first")
     else:
-        codes = gl.load(codes_at + group * 32, mask=is_row, other=0)
-        signs = gl.load(signs_at + group * 64, mask=is_row, other=0)
-        more = gl.load(signs_at + (group * 64 + 32), mask=is_row, other=0)
+        codes = gl.load(codes_at + group * 32, is_row, 0, eviction_policy="evict_first")
+        signs = gl.load(signs_at + group * 64, is_row, 0, eviction_policy="evict_first")
+        more = gl.load(signs_at + group * 64 + 32, is_row, 0, eviction_policy="evict_first")
     return codes, signs, more
 
 
@@ -153,7 +152,8 @@ def _some_rows(
     groups,  # K / 256
     HAS_BIAS: gl.constexpr,
     C: gl.constexpr,
-    # IS_EVEN: ROWS divides N, TOKENS M, WARPS the groups
+    # IS_EVEN: ROWS divides N and WARPS the groups
+    # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
     # AHEAD: codes of the next group are loaded before this one is multiplied
 ):
@@ -185,6 +185,16 @@ def _some_rows(
     is_row, is_token = row < rows_count, token < tokens_count
     if C.AHEAD:
         codes, signs, more = _codes(codes_at, signs_at, 0, is_row & (begin < groups), C.IS_EVEN)
+    row_length = groups * 256
+    found = _chunks_of(weight.starts, first_row, rows_count, row_length, C)
+    lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
+    plain: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1], [1, lanes, 32 // lanes], [C.WARPS, 1, 1], [2, 1, 0]
+    )
+    several = _read_patches(weight, found[3], found[4], gl.SliceLayout(2, plain), C)
+    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
+    ends_at = weight.starts + found[0] + 1 + number
+    patches = (found, several, gl.load(ends_at, mask=number < found[1], other=0x7FFFFFFF))
     for group in range(0, share):
         following = group
         if C.AHEAD:
@@ -196,24 +206,21 @@ def _some_rows(
             codes_now, signs_now, more_now = codes, signs, more
         here = x_at + group * 256
         is_in = is_token & (its + group < groups)
-        x_0 = _columns(here, is_in, C.IS_EVEN)
-        x_1 = _columns(here + 64, is_in, C.IS_EVEN)
+        x_0 = _columns(here, is_in, C.HAS_ALL)
+        x_1 = _columns(here + 64, is_in, C.HAS_ALL)
         pair = _even_bytes(signs_now) | ((codes_now << 7) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_0, acc)
         pair = _odd_bytes(signs_now) | ((codes_now << 3) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_1, acc)
-        x_2 = _columns(here + 128, is_in, C.IS_EVEN)
-        x_3 = _columns(here + 192, is_in, C.IS_EVEN)
+        x_2 = _columns(here + 128, is_in, C.HAS_ALL)
+        x_3 = _columns(here + 192, is_in, C.HAS_ALL)
         pair = _even_bytes(more_now) | ((codes_now >> 1) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_2, acc)
         pair = _odd_bytes(more_now) | ((codes_now >> 5) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_3, acc)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
-    patches = (weight.starts, weight.places, weight.patterns)
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-    acc = _patched(
-        acc, x_ptr, patches, its_token, tokens_count, first_row, rows_count, groups * 256, C
-    )
+    acc = _patched(acc, x_ptr, patches, weight, its_token, tokens_count, row_length, C)
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
@@ -251,21 +258,6 @@ def win4_matrix_kernel(
             _some_rows(program - first, x_ptr, weight_1, tokens_count, groups, C.BIASES[1], C)
         elif C.COUNT == 3:
             _some_rows(program - second, x_ptr, weight_2, tokens_count, groups, C.BIASES[2], C)
-
-
-@gluon.jit
-def _wait_for_the_kernel_before():
-    """Wait until all that the kernel before wrote is there: this one is launched early."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _let_the_next_kernel_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -324,33 +316,38 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 
 @gluon.jit
+def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
+    """Load NOTED patches from `begin` on, place -1 behind the last: long before they are needed."""
+    several: gl.constexpr = gl.BlockedLayout(
+        [C.NOTED // (32 * C.WARPS), 16], [32, 1], [C.WARPS, 1], [1, 0]
+    )
+    each = begin + gl.arange(0, C.NOTED, layout=gl.SliceLayout(1, several))
+    place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
+    return each, place, gl.load(values_ptr + each, mask=each < end, other=0)
+
+
+@gluon.jit
 def _note_patches(
     notes,  # (NOTED,) each in shared memory: rows, counted from the first, or -1; columns; values
-    begin,
-    patches,  # starts, places, values
+    loaded,  # as `_load_patches` returns them
+    starts_ptr,
     found,  # as `_chunks_of` returns it
     row_length,
     C: gl.constexpr,
-    # SEARCH: steps of a search among the chunks
 ):
-    """Write down rows, columns and values of patches from `begin` on."""
+    """Write down rows, columns and values of patches."""
     rows_note, columns_note, values_note = notes
-    starts_ptr, places_ptr, values_ptr = patches
-    chunk, chunks, inside, _, end = found
-    each_thread: gl.constexpr = C.NOTED // (32 * C.WARPS)
-    layout: gl.constexpr = gl.BlockedLayout([each_thread], [32], [C.WARPS], [0])
-    each = begin + gl.arange(0, C.NOTED, layout=layout)
-    is_patch = each < end
-    place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
-    value = gl.load(values_ptr + each, mask=is_patch, other=0)
-    passed = gl.full([C.NOTED], 0, gl.int32, layout)
-    for step in gl.static_range(C.SEARCH):
-        middle = passed + (1 << (C.SEARCH - 1 - step))
-        start = gl.load(starts_ptr + chunk + middle, mask=middle < chunks, other=0x7FFFFFFF)
-        passed = gl.where(each >= start, middle, passed)
+    chunk, chunks, inside, _, _ = found
+    each, place, value = loaded
+    several: gl.constexpr = each.type.layout.parent
+    passed = gl.full([C.NOTED], 0, gl.int32, each.type.layout)
+    for first in range(0, chunks, 16):
+        number = first + gl.arange(0, 16, layout=gl.SliceLayout(0, several))
+        ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+        passed += gl.sum((each[:, None] >= ends[None, :]).to(gl.int32), 1)
     flat = passed * CHUNK + place - inside
     row = flat // row_length
-    is_ours = is_patch & (flat >= 0) & (row < C.ROWS)
+    is_ours = (place >= 0) & (flat >= 0) & (row < C.ROWS)
     rows_note.store(gl.where(is_ours, row, -1))
     columns_note.store(gl.where(is_ours, flat - row * row_length, 0))
     values_note.store(value)
@@ -373,6 +370,16 @@ def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.cons
 
 
 @gluon.jit
+def _store(result, ptr, first_row, rows_count, first_token, tokens_count, pitch):
+    """Store a tile of ROWS x TOKENS to (M, pitch)."""
+    layout: gl.constexpr = result.type.layout
+    row = first_row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, layout))
+    token = first_token + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, layout))
+    is_in = (row < rows_count)[:, None] & (token < tokens_count)[None, :]
+    gl.store(ptr + token.to(gl.int64)[None, :] * pitch + row[:, None], result, mask=is_in)
+
+
+@gluon.jit
 def win4_wide_kernel(
     x_desc,  # (M, K) bf16, columns in the order of the operands
     codes_desc,
@@ -383,11 +390,13 @@ def win4_wide_kernel(
     places_ptr,
     values_ptr,
     bias_ptr,
-    out_ptr,  # (M, N) bf16, or (splits, M, N) fp32
+    out_ptr,  # (M, N) bf16
+    shares_ptr,  # (splits, M, rows behind those of `whole`) fp32
     tokens_count,
     rows_count,
     groups,  # K / 256
     xt_stride,
+    whole,  # tiles of rows with a program each; the others have `splits`
     splits,  # programs that share the columns of a row, each at least a group, and its patches
     C: gl.constexpr,
 ):
@@ -405,9 +414,13 @@ def win4_wide_kernel(
     )
     bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
     bytes_of_x: gl.constexpr = x_desc.block_type.nbytes
-    first_row = gl.program_id(0) * C.ROWS
+    program = gl.program_id(0)
+    shared = (rows_count + C.ROWS - 1) // C.ROWS - whole  # tiles of rows
+    is_whole = program < whole
+    split = gl.where(is_whole, 0, (program - whole) // gl.maximum(shared, 1))
+    first_row = (program - split * shared) * C.ROWS
     first_token = gl.program_id(1) * C.TOKENS
-    split = gl.program_id(2)
+    splits = gl.where(is_whole, 1, splits)
     share = (groups + splits - 1) // splits
     origin = split * share * 2  # the first of all halves of a group
     halves = gl.minimum(groups * 2 - origin, share * 2)
@@ -437,8 +450,6 @@ def win4_wide_kernel(
     for stage in gl.static_range(C.STAGES):
         _fetch_codes(descs, code_bars, slots, stage, origin + stage, first_row, stage < halves)
     first = origin * 2  # of all steps
-    _let_the_next_kernel_start()
-    _wait_for_the_kernel_before()  # it writes what is read of x
     for stage in gl.static_range(C.X_STAGES):
         _fetch_x(x_desc, bars, x, stage, first_token, first + stage, stage < steps)
     row_length = groups * 256
@@ -447,9 +458,7 @@ def win4_wide_kernel(
     patch += split * its_patches
     end = gl.minimum(end, patch + its_patches)
     found = (chunk, chunks, inside, patch, end)
-    patches = (starts_ptr, places_ptr, values_ptr)
-    all_notes = (rows_note, columns_note, values_note)
-    _note_patches(all_notes, patch, patches, found, row_length, C)
+    loaded = _load_patches(patch, end, places_ptr, values_ptr, C)
     power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
     scale = gl.full([C.ROWS, 16], 0, gl.int32, words) + power
     acc = gl.full([C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
@@ -511,11 +520,13 @@ def win4_wide_kernel(
     turned: gl.constexpr = gl.NVMMASharedLayout(128 if C.TOKENS >= 64 else 64, 16, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, left))
     token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, copied))
+    all_notes = (rows_note, columns_note, values_note)
     for start in range(patch, end, C.NOTED):
         if start > patch:
             barrier()
-            _note_patches(all_notes, start, patches, found, row_length, C)
-            barrier()
+            loaded = _load_patches(start, end, places_ptr, values_ptr, C)
+        _note_patches(all_notes, loaded, starts_ptr, found, row_length, C)
+        barrier()
         batches = (gl.minimum(end - start, C.NOTED) + 63) // 64
         for several in range(0, batches, C.X_STAGES):
             for stage in gl.static_range(C.X_STAGES):
@@ -534,14 +545,16 @@ def win4_wide_kernel(
                     gathered = x.index(stage)._reinterpret(gl.bfloat16, [64, C.TOKENS], turned)
                     acc = warpgroup_mma(a, gathered, acc)
             barrier()
-    out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, C.WARPS], [0, 1])
+    out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, mma))
     if C.HAS_BIAS:
-        out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, mma))
         is_added = (out_row < rows_count) & (split == 0)
         acc += gl.load(bias_ptr + out_row, mask=is_added, other=0.0).to(gl.float32)[:, None]
-    out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, out))
-    out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, out))
-    result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), out)
-    place = (split * tokens_count + out_token).to(gl.int64)[None, :] * rows_count + out_row[:, None]
-    is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(out_ptr + place, result, mask=is_out)
+    if is_whole:
+        out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, C.WARPS], [0, 1])
+        result = gl.convert_layout(acc.to(gl.bfloat16), out)
+        _store(result, out_ptr, first_row, rows_count, first_token, tokens_count, rows_count)
+    else:
+        skipped = whole * C.ROWS
+        shares_ptr += split.to(gl.int64) * tokens_count * (rows_count - skipped) - skipped
+        pitch = rows_count - skipped
+        _store(acc, shares_ptr, first_row, rows_count, first_token, tokens_count, pitch)

@@ -58,6 +58,7 @@ class WideTile:
     x_stages: int = 4  # pieces of 64 columns of x in shared memory
     stages: int = 3  # pieces of 128 columns of codes there
     splits: int = 1  # programs that share the columns of a row
+    whole: int = 0  # the first tiles of rows, which have a program each nevertheless
 
     @property
     def warps(self) -> int:

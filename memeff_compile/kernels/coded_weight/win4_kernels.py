@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .pair_kernels import (
     even_bytes,
@@ -467,22 +466,22 @@ def win4_tile_kernel(
 
 @triton.jit
 def win4_sum_kernel(
-    parts_ptr,
-    out_ptr,
-    size,
+    parts_ptr,  # (SPLITS, M, width) fp32
+    out_ptr,  # the last `width` of each row of (M, N)
+    size,  # M * width
+    width,
+    rows_count,  # N
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,  # it is launched while the kernel before still runs
 ):
-    """Add the shares of the columns: (SPLITS, size) fp32 to (size,) bf16."""
-    if EARLY:
-        gdc_wait()
+    """Add the shares of the columns and round them."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = place < size
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts_ptr + tl.cast(split, tl.int64) * size + place, mask=is_in, other=0)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_in)
+    at = (place // width + 1).to(tl.int64) * rows_count - width + place % width
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
@@ -494,11 +493,8 @@ def win4_order_kernel(
     groups,  # K / 256
     stride,
     TOKENS: tl.constexpr,
-    EARLY: tl.constexpr,  # the next kernel is launched while this one still runs
 ):
     """Write one group of columns of x twice: in another order, and transposed."""
-    if EARLY:
-        gdc_launch_dependents()
     group = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < tokens_count)[:, None]

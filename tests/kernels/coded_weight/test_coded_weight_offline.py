@@ -115,6 +115,7 @@ def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool, count: in
         "COUNT": count,
         "BIASES": (True, False, True)[:count],
         "IS_EVEN": is_even,
+        "HAS_ALL": is_even,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
         "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
@@ -133,7 +134,6 @@ def _wide(tokens: int, **sizes: int) -> Any:
         "HAS_BIAS": True,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
-        "SEARCH": shapes.chunks_touched(tile.rows, 8192).bit_length() - 1,
         "NOTED": tile.noted,
         "X_STAGES": tile.x_stages,
         "STAGES": tile.stages,
@@ -146,6 +146,7 @@ def _wide(tokens: int, **sizes: int) -> Any:
         "codes_desc": words,
         "signs_desc": words,
         "out_ptr": "*bf16",
+        "shares_ptr": "*fp32",
     }
     return _gluon("wide", 90, constants, tile.warps, **types)
 
@@ -298,7 +299,7 @@ def test_products_run_while_the_next_operand_is_decoded(tokens: int) -> None:
 
 
 def test_columns_are_ordered_within_the_limits() -> None:
-    constants = {"TOKENS": shapes.ORDERED_TOKENS, "EARLY": True}
+    constants = {"TOKENS": shapes.ORDERED_TOKENS}
     kernel = _compile("win4", "order", 90, constants, 8, turned_ptr="*i16")
     _check(kernel, 90)
     assert not re.search(r"st\.global\.\S*b(16|32) ", kernel.asm["ptx"].replace("v4.b32", "")), (
@@ -307,7 +308,7 @@ def test_columns_are_ordered_within_the_limits() -> None:
 
 
 def test_the_sum_of_shares_compiles_within_the_limits() -> None:
-    constants = {"SPLITS": 4, "BLOCK": shapes.SUM_BLOCK, "EARLY": True}
+    constants = {"SPLITS": 4, "BLOCK": shapes.SUM_BLOCK}
     kernel = _compile("win4", "sum", 90, constants, 4, parts_ptr="*fp32", out_ptr="*bf16")
     _check(kernel, 90)
 
