@@ -377,14 +377,18 @@ def fuses(
     if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
         return False
     return 0 < tokens <= shapes.MAX_FUSED_TOKENS or (
-        device is not None and _is_wide(tokens, device)
+        device is not None and _wide_tile(tokens, shape, device) is not None
     )
 
 
-def _is_wide(tokens: int, device: torch.device) -> bool:
+def _wide_tile(
+    tokens: int, shape: Sequence[int], device: torch.device
+) -> shapes.WideTile | None:
     if not shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS:
-        return False
-    return gpu(device).is_hopper and has_gluon()
+        return None
+    if device.type != "cuda" or not gpu(device).is_hopper or not has_gluon():
+        return None
+    return shapes.wide_tile(tokens, shape[0], shape[1], processors(device))
 
 
 class _Product(NamedTuple):
@@ -432,9 +436,8 @@ def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting
         return shapes.row_tile(shape[0], processors(device))
     if device.type == "cuda" and has_gluon() and tokens <= shapes.MAX_FUSED_TOKENS:
         return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
-    if device.type == "cuda" and _is_wide(tokens, device):
-        return shapes.wide_tile(tokens)
-    return shapes.tile(tokens, shape[0], shape[1], processors(device))
+    wide = _wide_tile(tokens, shape, device)
+    return wide or shapes.tile(tokens, shape[0], shape[1], processors(device))
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:

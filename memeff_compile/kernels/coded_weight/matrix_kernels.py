@@ -379,7 +379,7 @@ def _store(result, ptr, first_row, rows_count, first_token, tokens_count, pitch)
     gl.store(ptr + token.to(gl.int64)[None, :] * pitch + row[:, None], result, mask=is_in)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tokens_count", "groups", "whole", "splits"])
 def win4_wide_kernel(
     x_desc,  # (M, K) bf16, columns in the order of the operands
     codes_desc,

@@ -5,9 +5,12 @@ Launchers ask here, and so do the tests that compile the kernels for GPUs that a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import itemgetter
+from typing import NamedTuple
 
-from .layout import CHUNK
+from .layout import CHUNK, GROUP
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,69 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
     return MatrixTile(height, 8 if tokens <= 8 else 16, 1 << (warps.bit_length() - 1))
 
 
-def wide_tile(tokens: int) -> WideTile:
-    """Return the tile for more tokens, M, on Hopper."""
-    if tokens <= 128:
-        return WideTile(64, 64 if tokens <= 64 else 128)
-    return WideTile(128, 256)
+class _Cost(NamedTuple):
+    """What a wide tile costs, microseconds on an H200, fitted to `coded-weight-widths.jsonl`."""
+
+    resident: int  # programs on a multiprocessor at a time
+    start: float  # of a program
+    step: float  # 64 columns of a program that is alone
+    share: float  # and of one of several at a time
+
+
+_WIDE: dict[WideTile, _Cost] = {
+    WideTile(64, 32): _Cost(4, 3.47, 0.327, 0.213),
+    WideTile(64, 64): _Cost(3, 3.06, 0.362, 0.234),
+    WideTile(64, 128): _Cost(2, 1.58, 0.504, 0.325),
+    WideTile(128, 256): _Cost(1, 1.62, 0.966, 0.966),
+}
+_ORDERING, _SUMMING = 3.6, 2.4
+"""Microseconds of the kernels before and behind a wide product."""
+_SUMMED_BYTES, _DECODED = 2.0e6, 1.1e6
+"""In a microsecond: bytes of shares that are written and read, and weights that are decoded."""
+_READ, _MULTIPLIED = 1.9e6, 3.2e8
+"""Weights that the library reads in a microsecond, and multiplies with tokens."""
+
+
+def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], processors: int) -> float:
+    tokens, rows, columns = size
+    tiles, groups = -(-rows // found.rows), columns // GROUP
+    wide = -(-tokens // found.tokens)
+    shared = (tiles - found.whole) * wide * found.splits
+    total = _ORDERING
+    for programs, width in (
+        (found.whole * wide, 4 * groups),
+        (shared, 4 * -(-groups // found.splits)),
+    ):
+        rounds, left = divmod(-(-programs // processors), cost.resident)
+        for count, together in ((rounds, cost.resident), (min(left, 1), left)):
+            total += count * (cost.start + width * max(cost.step, together * cost.share))
+    if found.splits > 1:
+        left = rows - found.whole * found.rows
+        total += _SUMMING + 8 * found.splits * tokens * left / _SUMMED_BYTES
+    return total
+
+
+@lru_cache(maxsize=4096)
+def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
+    """Return the tile for more tokens, M, on Hopper, or None where decoding first is faster.
+
+    It is the one whose time is the least by what was measured. Shares of the columns never take
+    more memory than the decoded weight would.
+    """
+    size, weights = (tokens, rows, columns), rows * columns
+    first = weights / _DECODED + max(weights / _READ, weights * tokens / _MULTIPLIED) + 5.0
+    found: list[tuple[float, WideTile | None]] = [(first, None)]
+    for plain, cost in _WIDE.items():
+        if plain.tokens >= 2 * tokens and plain.tokens > 32:
+            continue
+        tiles, groups = -(-rows // plain.rows), columns // GROUP
+        for whole in {0, tiles // processors * processors}:
+            for splits in range(1 if whole in (0, tiles) else 2, 13):
+                each = replace(plain, splits=splits, whole=whole)
+                is_small = 4 * tokens * splits * (rows - whole * plain.rows) <= 2 * weights
+                if splits == -(-groups // -(-groups // splits)) and (splits == 1 or is_small):
+                    found.append((_wide_time(each, cost, size, processors), each))
+    return min(found, key=itemgetter(0))[1]
 
 
 def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
