@@ -376,19 +376,9 @@ def fuses(
     """Say whether a product with this many tokens decodes on the way."""
     if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
         return False
-    return 0 < tokens <= shapes.MAX_FUSED_TOKENS or (
-        device is not None and _wide_tile(tokens, shape, device) is not None
-    )
-
-
-def _wide_tile(
-    tokens: int, shape: Sequence[int], device: torch.device
-) -> shapes.WideTile | None:
-    if not shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS:
-        return None
-    if device.type != "cuda" or not gpu(device).is_hopper or not has_gluon():
-        return None
-    return shapes.wide_tile(tokens, shape[0], shape[1], processors(device))
+    if tokens <= shapes.MAX_FUSED_TOKENS:
+        return tokens > 0
+    return device is not None and setting_of(tokens, shape, device) is not None
 
 
 class _Product(NamedTuple):
@@ -417,7 +407,8 @@ def product(
 ) -> Tensor:
     """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape)
-    setting = setting or _setting(x.shape[0], shape, x.device)
+    setting = setting or setting_of(x.shape[0], shape, x.device)
+    setting = setting or shapes.tile(x.shape[0], *shape, processors(x.device))
     if isinstance(setting, shapes.RowTile):
         return _one_row([given], [setting])[0]
     if isinstance(setting, shapes.MatrixTile):
@@ -431,13 +422,15 @@ Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.W
 """Which kernel multiplies, and with which tile."""
 
 
-def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting:
+def setting_of(tokens: int, shape: Sequence[int], device: torch.device) -> Setting | None:
+    """Return how a product decodes on the way, or None where the weight is decoded first."""
+    size, has_kernels = (*shape, processors(device)), device.type == "cuda" and has_gluon()
     if tokens == 1:
-        return shapes.row_tile(shape[0], processors(device))
-    if device.type == "cuda" and has_gluon() and tokens <= shapes.MAX_FUSED_TOKENS:
-        return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
-    wide = _wide_tile(tokens, shape, device)
-    return wide or shapes.tile(tokens, shape[0], shape[1], processors(device))
+        return shapes.row_tile(shape[0], size[2])
+    if tokens <= shapes.MAX_FUSED_TOKENS:
+        return (shapes.matrix_tile if has_kernels else shapes.tile)(tokens, *size)
+    is_wide = has_kernels and tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
+    return shapes.wide_tile(tokens, *size) if is_wide else None
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
@@ -489,7 +482,7 @@ def products(
     not of one kind, each is multiplied alone.
     """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
-    tiles = [_setting(x.shape[0], shape, x.device) for shape in sizes]
+    tiles = [setting_of(x.shape[0], shape, x.device) for shape in sizes]
     several = [_given(x, *each) for each in weights]
     if 2 <= len(weights) <= MAX_TOGETHER:
         if all(isinstance(tile, shapes.RowTile) and tile.warps == tiles[0].warps for tile in tiles):

@@ -101,8 +101,6 @@ ROW_TILES = (
 WARPS_PER_PROCESSOR = 8
 
 
-WARPS_FOR_SOME = 6
-"""Warps of each multiprocessor with some tokens: what hides the time until the codes are there."""
 PROGRAMS_PER_PROCESSOR = 12
 """With several tokens: what hides the time until the codes are there."""
 
@@ -117,12 +115,13 @@ def row_tile(rows: int, processors: int) -> RowTile:
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
     """Return the tile for M tokens, a few, N rows and K columns, codes decoded in registers."""
-    height = 16 if tokens <= 8 else 32
-    warps = 2
-    while rows // height * warps < WARPS_FOR_SOME * processors and warps < 8:
-        warps *= 2
-    warps = min(warps, max(1, columns // 512))
-    return MatrixTile(height, 8 if tokens <= 8 else 16, 1 << (warps.bit_length() - 1))
+    programs, groups = -(-rows // 16), columns // GROUP
+    warps = 8 if programs <= (2 if tokens <= 8 else 1) * processors else 4
+    while (groups % warps and warps > 2) or warps > groups:
+        warps //= 2
+    is_ahead = programs <= 4 * processors
+    height = 16 if tokens <= 8 or is_ahead else 32
+    return MatrixTile(height, 8 if tokens <= 8 else 16, warps, is_ahead)
 
 
 class _Cost(NamedTuple):
@@ -142,9 +141,9 @@ _WIDE: dict[WideTile, _Cost] = {
 }
 _ORDERING, _SUMMING = 3.6, 2.4
 """Microseconds of the kernels before and behind a wide product."""
-_SUMMED_BYTES, _DECODED = 2.0e6, 1.1e6
+_SUMMED_BYTES, _DECODED = 2.0e6, 1.14e6
 """In a microsecond: bytes of shares that are written and read, and weights that are decoded."""
-_READ, _MULTIPLIED = 1.9e6, 3.2e8
+_READ, _MULTIPLIED = 1.75e6, 3.66e8
 """Weights that the library reads in a microsecond, and multiplies with tokens."""
 
 
@@ -175,7 +174,8 @@ def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile
     more memory than the decoded weight would.
     """
     size, weights = (tokens, rows, columns), rows * columns
-    first = weights / _DECODED + max(weights / _READ, weights * tokens / _MULTIPLIED) + 5.0
+    read = max(7.0, weights / _READ, 3.5 + weights * tokens / _MULTIPLIED)
+    first = 1.5 + weights / _DECODED + read
     found: list[tuple[float, WideTile | None]] = [(first, None)]
     for plain, cost in _WIDE.items():
         if plain.tokens >= 2 * tokens and plain.tokens > 32:
