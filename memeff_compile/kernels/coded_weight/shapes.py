@@ -133,7 +133,7 @@ class _Cost(NamedTuple):
     share: float  # and of one of several at a time
 
 
-_WIDE: dict[WideTile, _Cost] = {
+WIDE_TILES: dict[WideTile, _Cost] = {
     WideTile(64, 32): _Cost(4, 3.47, 0.327, 0.213),
     WideTile(64, 64): _Cost(3, 3.06, 0.362, 0.234),
     WideTile(64, 128): _Cost(2, 1.58, 0.504, 0.325),
@@ -177,7 +177,7 @@ def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile
     read = max(7.0, weights / _READ, 3.5 + weights * tokens / _MULTIPLIED)
     first = 1.5 + weights / _DECODED + read
     found: list[tuple[float, WideTile | None]] = [(first, None)]
-    for plain, cost in _WIDE.items():
+    for plain, cost in WIDE_TILES.items():
         if plain.tokens >= 2 * tokens and plain.tokens > 32:
             continue
         tiles, groups = -(-rows // plain.rows), columns // GROUP

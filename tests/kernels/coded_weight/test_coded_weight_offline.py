@@ -126,10 +126,9 @@ def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool, count: in
     return _gluon("matrix", capability, constants, tile.warps, **_THREE)
 
 
-def _wide(tokens: int, **sizes: int) -> Any:
+def _wide(tile: shapes.WideTile, **sizes: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    tile = shapes.wide_tile(tokens)
     constants = {
         "HAS_BIAS": True,
         "ROWS": tile.rows,
@@ -273,13 +272,19 @@ def test_a_product_of_some_tokens_compiles_within_the_limits(capability: int, to
 
 
 @pytest.mark.parametrize(
-    ("capability", "tokens", "rows", "is_even"),
-    [(80, 16, 14336, True), (90, 16, 14336, True), (90, 2, 1024, False), (100, 2, 14336, True)],
+    ("capability", "tokens", "rows", "is_even", "count"),
+    [
+        (80, 16, 14336, True, 1),
+        (90, 16, 14336, True, 1),
+        (90, 16, 4096, False, 3),
+        (90, 2, 1024, False, 2),
+        (100, 2, 14336, True, 1),
+    ],
 )
 def test_operands_are_decoded_in_registers(
-    capability: int, tokens: int, rows: int, is_even: bool
+    capability: int, tokens: int, rows: int, is_even: bool, count: int
 ) -> None:
-    kernel = _matrix(capability, tokens, rows, is_even=is_even)
+    kernel = _matrix(capability, tokens, rows, is_even=is_even, count=count)
     _check(kernel, capability)
     assert "mma.sync" in kernel.asm["ptx"], "no tensor cores"
     loop = re.search(r"ld\.global\.\S*v4\.b32[\s\S]*?mma\.sync", kernel.asm["ptx"])
@@ -288,11 +293,12 @@ def test_operands_are_decoded_in_registers(
 
 
 @pytest.mark.parametrize(
-    "tokens",
-    [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)],
+    "tile",
+    [pytest.param(t, marks=[pytest.mark.slow] * (t.tokens != 64)) for t in shapes.WIDE_TILES],
+    ids=str,
 )
-def test_products_run_while_the_next_operand_is_decoded(tokens: int) -> None:
-    kernel = _wide(tokens)
+def test_products_run_while_the_next_operand_is_decoded(tile: shapes.WideTile) -> None:
+    kernel = _wide(tile)
     _check(kernel, 90)
     assert "wgmma.mma_async" in kernel.asm["ptx"], "no tensor cores of Hopper"
     assert "wgmma.wait_group.sync.aligned 1" in kernel.asm["ptx"], "one after the other"
@@ -324,5 +330,5 @@ def test_kernels_compile_for_sizes_of_one() -> None:
 
 @pytest.mark.slow
 def test_products_in_gluon_compile_for_sizes_of_one() -> None:
-    _wide(256, tokens_count=1, rows_count=1, groups=1)
+    _wide(shapes.WideTile(128, 256), tokens_count=1, rows_count=1, groups=1)
     _matrix(90, 2, 1, is_even=False)
