@@ -408,7 +408,7 @@ def product(
     """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape)
     setting = setting or setting_of(x.shape[0], shape, x.device)
-    setting = setting or shapes.tile(x.shape[0], *shape, processors(x.device))
+    setting = setting or shapes.tile(x.shape[0], shape[0], shape[1], processors(x.device))
     if isinstance(setting, shapes.RowTile):
         return _one_row([given], [setting])[0]
     if isinstance(setting, shapes.MatrixTile):
@@ -484,9 +484,10 @@ def products(
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [setting_of(x.shape[0], shape, x.device) for shape in sizes]
     several = [_given(x, *each) for each in weights]
+    by_rows = [tile for tile in tiles if isinstance(tile, shapes.RowTile)]
     if 2 <= len(weights) <= MAX_TOGETHER:
-        if all(isinstance(tile, shapes.RowTile) and tile.warps == tiles[0].warps for tile in tiles):
-            return _one_row(several, tiles)  # type: ignore[arg-type]
+        if len(by_rows) == len(tiles) and len({tile.warps for tile in by_rows}) == 1:
+            return _one_row(several, by_rows)
         if isinstance(tiles[0], shapes.MatrixTile) and len(set(tiles)) == 1:
             return _some_rows(several, tiles[0])
     return [product(x, *each) for each in weights]
