@@ -9,7 +9,7 @@ and decodes again. That has to happen before autograd is traced, and so it does 
 checkpoints too.
 
 Where nothing is trained, two or three linears of one input, as those of queries, keys and values,
-are one op, which one launch serves for up to 16 tokens:
+are one op, which one launch serves for one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
@@ -184,7 +184,7 @@ def _sentence(info: GraphInfo, match: Several) -> str:
     if len(match.sites) > 1:
         return (
             f"{len(match.sites)} linears of one input -> memeff::coded_weight_linears on weights "
-            f"coded as {weight.codec}; {engine}. Up to 16 tokens are one launch"
+            f"coded as {weight.codec}; {engine}. One token is one launch"
         )
     apart = f"; apart from another linear of its input: {match.split}" if match.split else ""
     said = f"linear -> memeff::coded_weight_linear on a weight coded as {weight.codec}; "

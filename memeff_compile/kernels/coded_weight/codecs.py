@@ -411,8 +411,6 @@ def product(
     setting = setting or shapes.tile(x.shape[0], shape[0], shape[1], processors(x.device))
     if isinstance(setting, shapes.RowTile):
         return _one_row([given], [setting])[0]
-    if isinstance(setting, shapes.MatrixTile):
-        return _some_rows([given], setting)[0]
     if isinstance(setting, shapes.WideTile):
         return _wide(given, setting)
     return _tiles(given, setting)
@@ -437,60 +435,49 @@ def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> li
     """Multiply one token with one weight, or with two or three in one launch."""
     x, count = several[0].x, len(several)
     outs = [x.new_empty((1, each.shape[0])) for each in several]
-    found = [_multiplied(*each) for each in zip(several, outs, strict=True)]
+    found = [_multiplied(*each) for each in zip(several, outs, tiles, strict=True)]
     constants: dict[str, Any] = {"PATCHES": shapes.PATCHES, "PACKED": tiles[0].packed and x.is_cuda}
-    each_tile = [
-        tile.constants(
-            x.shape[1],
-            has_bias=given.bias is not None,
-            is_even=given.shape[0] % tile.rows == 0 and x.shape[1] % (8 * tile.words) == 0,
-        )
-        for given, tile in zip(several, tiles, strict=True)
-    ]
     if count == 1:
-        kernel, constants["TILE"] = "win4_row_kernel", each_tile[0]
+        kernel, constants["TILE"] = "win4_row_kernel", found[0][1]
     else:
         kernel, constants["COUNT"] = "win4_rows_kernel", count
         found += found[-1:] * (MAX_TOGETHER - count)  # a third that is not there is not read
-        each_tile += each_tile[-1:] * (MAX_TOGETHER - count)
-        constants |= {f"TILE_{place}": each for place, each in enumerate(each_tile)}
-    words = (x.view(torch.int32), *found, x.shape[1] // 8)
+        constants |= {f"TILE_{place}": each for place, (_, each) in enumerate(found)}
+    words = (x.view(torch.int32), *(operand for operand, _ in found), x.shape[1] // 8)
     grid = (sum(-(-out.numel() // tile.rows) for out, tile in zip(outs, tiles, strict=True)),)
     _run("win4_kernels", kernel, x, grid, *words, **constants, warps=tiles[0].warps)
     return outs
 
 
-def _multiplied(given: _Product, out: Tensor) -> Multiplied:
-    """Return a weight as kernels of a few tokens take it."""
-    bias = out if given.bias is None else given.bias
-    return Multiplied._make((*given.parts, bias, out, given.shape[0]))
+def _multiplied(
+    given: _Product, out: Tensor, tile: shapes.RowTile
+) -> tuple[Multiplied, tuple[int, ...]]:
+    """Return a weight as kernels of one token take it, with its tile's constants."""
+    (rows, columns), bias = given.shape, given.bias
+    is_even = rows % tile.rows == 0 and columns % (8 * tile.words) == 0
+    operand = Multiplied._make((*given.parts, out if bias is None else bias, out, rows))
+    return operand, tile.constants(columns, has_bias=bias is not None, is_even=is_even)
 
 
 MAX_TOGETHER = 3
-"""Weights that one launch multiplies with a few tokens."""
+"""Weights that one launch multiplies with one token."""
 
 
 def products(
-    x: Tensor,  # (M, K) bf16
+    x: Tensor,  # (1, K) bf16
     parts: Sequence[Sequence[Tensor]],  # parts of each weight, lossless win4; two or three of them
     biases: Sequence[Tensor | None],  # (N,) bf16 or None, of each
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
 ) -> list[Tensor]:
-    """Multiply a few tokens with several win4 weights in one launch: (M, N) bf16 for each.
+    """Multiply one token with several win4 weights in one launch: (1, N) bf16 for each.
 
-    Each weight has the tiles that it has alone, and so gets the bits of `product`. Where those are
-    not of one kind, each is multiplied alone.
+    Each weight has the tiles that it has alone, and so gets the bits of `product`.
     """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
-    tiles = [setting_of(x.shape[0], shape, x.device) for shape in sizes]
-    several = [_given(x, *each) for each in weights]
-    by_rows = [tile for tile in tiles if isinstance(tile, shapes.RowTile)]
-    if 2 <= len(weights) <= MAX_TOGETHER:
-        if len(by_rows) == len(tiles) and len({tile.warps for tile in by_rows}) == 1:
-            return _one_row(several, by_rows)
-        if isinstance(tiles[0], shapes.MatrixTile) and len(set(tiles)) == 1:
-            return _some_rows(several, tiles[0])
-    return [product(x, *each) for each in weights]
+    tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
+    if not 2 <= len(weights) <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
+        return [product(x, *each) for each in weights]
+    return _one_row([_given(x, *each) for each in weights], tiles)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -500,53 +487,33 @@ def _aligned(x: Tensor) -> Tensor:
     return flat.view(x.shape)
 
 
-def _some_rows(several: Sequence[_Product], tile: shapes.MatrixTile) -> list[Tensor]:
-    """Multiply a few tokens with one weight, or with two or three of one width in one launch."""
-    x, (tokens, columns) = several[0].x, several[0].x.shape
-    outs = [x.new_empty((tokens, each.shape[0])) for each in several]
-    found = [_multiplied(*each) for each in zip(several, outs, strict=True)]
-    found += found[-1:] * (MAX_TOGETHER - len(found))  # what is not there is not read
-    tiles = [-(-out.shape[1] // tile.rows) for out in outs]
-    is_even = columns // GROUP % tile.warps == 0
-    constants: dict[str, Any] = {
-        "COUNT": len(several),
-        "BIASES": tuple(each.bias is not None for each in several),
-        "IS_EVEN": is_even and not any(out.shape[1] % tile.rows for out in outs),
-        "HAS_ALL": is_even and tokens % tile.tokens == 0,
-        "ROWS": tile.rows,
-        "TOKENS": tile.tokens,
-        "CHUNKS": shapes.chunks_touched(tile.rows, columns),
-        "PATCHES": tile.patches,
-        "AHEAD": tile.is_ahead,
-        "WARPS": tile.warps,
-    }
-    grid, operands = (sum(tiles), -(-tokens // tile.tokens)), (x, *found, tokens, columns // GROUP)
-    _run("matrix_kernels", "win4_matrix_kernel", x, grid, *operands, **constants, warps=tile.warps)
-    return outs
-
-
-def _tiles(given: _Product, setting: shapes.Tile) -> Tensor:
+def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
     """Multiply several tokens tile by tile, by shares of the columns that are added at the end."""
     x, parts, bias, (rows, columns) = given
-    tokens, splits = x.shape[0], setting.splits
+    tokens = x.shape[0]
+    constants: dict[str, Any] = {
+        "HAS_BIAS": bias is not None,
+        "ROWS": setting.rows,
+        "TOKENS": setting.tokens,
+        "CHUNKS": shapes.chunks_touched(setting.rows, columns),
+    }
+    operands: tuple[Any, ...]
+    if isinstance(setting, shapes.MatrixTile):
+        kernel, width, splits = ("matrix_kernels", "win4_matrix_kernel"), columns // GROUP, 1
+        operands, is_even = (x, *parts), columns // GROUP % setting.warps == 0
+        constants |= {"IS_EVEN": is_even and rows % setting.rows == 0, "WARPS": setting.warps}
+        constants |= {"HAS_ALL": is_even and tokens % setting.tokens == 0}
+        constants |= {"AHEAD": setting.is_ahead, "PATCHES": setting.patches}
+    else:
+        kernel, width, splits = ("win4_kernels", "win4_tile_kernel"), columns // 8, setting.splits
+        operands = (x.view(torch.int32), tuple(parts))
+        constants |= {"WORDS": setting.words, "STAGES": setting.stages, "UPCAST": not x.is_cuda}
+        constants |= {"PATCHES": shapes.PATCHES, "SPLITS": splits}
     out = x.new_empty((tokens, rows))
     shares = out if splits == 1 else _shares(x, splits, rows)
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
-    words = (x.view(torch.int32), tuple(parts), x if bias is None else bias)
-    _run(
-        *("win4_kernels", "win4_tile_kernel", x, grid),
-        *(*words, shares, tokens, rows, columns // 8),
-        HAS_BIAS=bias is not None,
-        ROWS=setting.rows,
-        TOKENS=setting.tokens,
-        WORDS=setting.words,
-        CHUNKS=shapes.chunks_touched(setting.rows, columns),
-        PATCHES=shapes.PATCHES,
-        SPLITS=splits,
-        UPCAST=not x.is_cuda,
-        STAGES=setting.stages,
-        warps=setting.warps,
-    )
+    operands = (*operands, x if bias is None else bias, shares, tokens, rows, width)
+    _run(*kernel, x, grid, *operands, **constants, warps=setting.warps)
     return out if splits == 1 else _add(shares, out)
 
 

@@ -74,46 +74,47 @@ def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 
 @gluon.jit
-def _read_patches(weight, start, end, layout: gl.constexpr, C: gl.constexpr):
-    """Load PATCHES patches for each warp from `start` on: long before they are needed."""
-    warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, layout))
-    each = start + warp[:, None] * C.PATCHES
-    each += gl.arange(0, C.PATCHES, layout=gl.SliceLayout(0, layout))[None, :]
-    place = gl.load(weight.places + each, mask=each < end, other=-1).to(gl.int32)
-    return each, place, gl.load(weight.patterns + each, mask=each < end, other=0)
-
-
-@gluon.jit
 def _patched(
     acc,
     x_ptr,
-    patches,  # found, as `_chunks_of` returns it, the first ones, read, and ends of the chunks
-    weight,
+    patches,  # starts, places, values
     token,  # for the operand of x
     tokens_count,
+    first_row,
+    rows_count,
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of the patches of some rows with x; each warp has some of them."""
+    """Add the products of the patches of some rows with x; warps take turns."""
+    starts_ptr, places_ptr, values_ptr = patches
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    found, several, ends = patches
-    _, _, inside, patch, end = found
+    lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
+    plain: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1], [1, lanes, 32 // lanes], [C.WARPS, 1, 1], [2, 1, 0]
+    )
+    chunk, chunks, inside, patch, end = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
+    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
+    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
-    each, place, value = several
+    warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, plain)))
+    lane = gl.arange(0, C.PATCHES, layout=gl.SliceLayout(0, gl.SliceLayout(2, plain)))
+    own = warp[:, None] * C.PATCHES + lane[None, :]
     for start in range(patch, end, C.WARPS * C.PATCHES):
-        if start > patch:
-            each, place, value = _read_patches(weight, start, end, each.type.layout, C)
+        each = start + own
+        is_patch = each < end
+        place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
+        weight = gl.load(values_ptr + each, mask=is_patch, other=0)
         passed = gl.sum((each[:, :, None] >= ends[None, None, :]).to(gl.int32), 2)
         flat = passed * CHUNK + place - inside
-        is_ours = (place >= 0) & (flat >= 0) & (flat < C.ROWS * row_length)
-        its_row = gl.where(is_ours, flat // row_length, -1)
-        column = gl.where(is_ours, flat % row_length, 0)
+        its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
+        column = gl.where(its_row < 0, 0, flat % row_length)
+        column = gl.where(its_row < C.ROWS, column, 0)
         its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
-        pattern = gl.convert_layout(value, gl.SliceLayout(1, left))
+        weight = gl.convert_layout(weight, gl.SliceLayout(1, left))
         column = gl.convert_layout(column, gl.SliceLayout(2, right))
-        a = gl.where(its_row[:, None, :] == row[None, :, None], pattern[:, None, :], 0)
+        a = gl.where(its_row[:, None, :] == row[None, :, None], weight[:, None, :], 0)
         a = a.to(gl.bfloat16, bitcast=True)
         at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
         b = gl.load(at, mask=(token < tokens_count)[None, None, :], other=0.0)
@@ -129,9 +130,9 @@ def _codes(codes_at, signs_at, group, is_row, IS_EVEN: gl.constexpr):
         signs = gl.load(signs_at + group * 64, eviction_policy="evict_first")
         more = gl.load(signs_at + (group * 64 + 32), eviction_policy="evict_first")
     else:
-        codes = gl.load(codes_at + group * 32, is_row, 0, eviction_policy="evict_first")
-        signs = gl.load(signs_at + group * 64, is_row, 0, eviction_policy="evict_first")
-        more = gl.load(signs_at + group * 64 + 32, is_row, 0, eviction_policy="evict_first")
+        codes = gl.load(codes_at + group * 32, mask=is_row, other=0)
+        signs = gl.load(signs_at + group * 64, mask=is_row, other=0)
+        more = gl.load(signs_at + (group * 64 + 32), mask=is_row, other=0)
     return codes, signs, more
 
 
@@ -144,13 +145,19 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _some_rows(
-    program,
+def win4_matrix_kernel(
     x_ptr,  # (M, K) bf16
-    weight,  # `layout.Multiplied`
+    header_ptr,
+    codes_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    signs_ptr,
+    bias_ptr,
+    out_ptr,  # (M, N) bf16
     tokens_count,
+    rows_count,
     groups,  # K / 256
-    HAS_BIAS: gl.constexpr,
     C: gl.constexpr,
     # IS_EVEN: ROWS divides N and WARPS the groups
     # HAS_ALL: TOKENS divides M and WARPS the groups
@@ -162,9 +169,8 @@ def _some_rows(
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    first_row = program * C.ROWS
+    first_row = gl.program_id(0) * C.ROWS
     first_token = gl.program_id(1) * C.TOKENS
-    rows_count = weight.rows
     share = (groups + C.WARPS - 1) // C.WARPS
     warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
@@ -175,26 +181,16 @@ def _some_rows(
     row = (first_row + row)[None, :, None]
     token = (first_token + token)[None, None, :]
     begin, its = warp[:, None, None] * share, its[:, None, None] * share
-    power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
+    power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
     scale = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words) + power
     row_groups = row.to(gl.int64) * groups + begin
-    codes_at = weight.codes + row_groups * 32 + lane[None, None, :]
-    signs_at = weight.signs + row_groups * 64 + lane[None, None, :]
+    codes_at = codes_ptr + row_groups * 32 + lane[None, None, :]
+    signs_at = signs_ptr + row_groups * 64 + lane[None, None, :]
     x_at = x_ptr + (token.to(gl.int64) * groups + its) * 256 + column[None, :, None]
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     is_row, is_token = row < rows_count, token < tokens_count
     if C.AHEAD:
         codes, signs, more = _codes(codes_at, signs_at, 0, is_row & (begin < groups), C.IS_EVEN)
-    row_length = groups * 256
-    found = _chunks_of(weight.starts, first_row, rows_count, row_length, C)
-    lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
-    plain: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1], [1, lanes, 32 // lanes], [C.WARPS, 1, 1], [2, 1, 0]
-    )
-    several = _read_patches(weight, found[3], found[4], gl.SliceLayout(2, plain), C)
-    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
-    ends_at = weight.starts + found[0] + 1 + number
-    patches = (found, several, gl.load(ends_at, mask=number < found[1], other=0x7FFFFFFF))
     for group in range(0, share):
         following = group
         if C.AHEAD:
@@ -219,45 +215,21 @@ def _some_rows(
         pair = _odd_bytes(more_now) | ((codes_now >> 5) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_3, acc)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
+    patches = (starts_ptr, places_ptr, values_ptr)
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-    acc = _patched(acc, x_ptr, patches, weight, its_token, tokens_count, row_length, C)
+    acc = _patched(
+        acc, x_ptr, patches, its_token, tokens_count, first_row, rows_count, groups * 256, C
+    )
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
     out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, flat))
-    if HAS_BIAS:
-        bias = gl.load(weight.bias + out_row, mask=out_row < rows_count, other=0.0)
+    if C.HAS_BIAS:
+        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
         total += bias.to(gl.float32)[:, None]
     place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(weight.out + place, total.to(gl.bfloat16), mask=is_out)
-
-
-@gluon.jit
-def win4_matrix_kernel(
-    x_ptr,  # (M, K) bf16
-    weight_0,
-    weight_1,
-    weight_2,
-    tokens_count,
-    groups,  # K / 256
-    C: gl.constexpr,
-    # COUNT: of the weights, 1 to 3, of one width; each is multiplied as it is alone
-    # BIASES: which have one
-):
-    """A few tokens."""
-    program = gl.program_id(0)
-    first = (weight_0.rows + C.ROWS - 1) // C.ROWS
-    second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS
-    if C.COUNT == 1:
-        _some_rows(program, x_ptr, weight_0, tokens_count, groups, C.BIASES[0], C)
-    else:
-        if program < first:
-            _some_rows(program, x_ptr, weight_0, tokens_count, groups, C.BIASES[0], C)
-        elif program < second:
-            _some_rows(program - first, x_ptr, weight_1, tokens_count, groups, C.BIASES[1], C)
-        elif C.COUNT == 3:
-            _some_rows(program - second, x_ptr, weight_2, tokens_count, groups, C.BIASES[2], C)
+    gl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 @gluon.jit

@@ -227,16 +227,16 @@ class _Products(NamedTuple):
 
 
 def _products(given: _Products) -> list[Tensor]:
-    """Multiply with several weights: one launch for a few tokens, else one after the other."""
+    """Multiply with several weights: one launch for one token, else one after the other."""
     several, x, form = given.apart(), given.x, parse(given.codec)
-    columns, tokens = x.shape[-1], math.prod(x.shape[:-1])
-    fits = (each.size[1] == columns and codecs.fuses(form, tokens, each.size) for each in several)
-    if not (_uses_kernels(x) and all(fits)):
+    columns = x.shape[-1]
+    fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)
+    if not (math.prod(x.shape[:-1]) == 1 and _uses_kernels(x) and all(fits)):
         return [_product(each) for each in several]
     for each in several:
         _require_fit(x, each.parts, each.bias, each.size)
     operands = ((each.parts, each.bias, each.size) for each in several)
-    found = codecs.products(x.reshape(tokens, columns), *zip(*operands, strict=True))
+    found = codecs.products(x.reshape(1, columns), *zip(*operands, strict=True))
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
 
 

@@ -116,16 +116,18 @@ def row_tile(rows: int, processors: int) -> RowTile:
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
     """Return the tile for M tokens, a few, N rows and K columns, codes decoded in registers."""
     programs, groups = -(-rows // 16), columns // GROUP
-    warps = 8 if programs <= (2 if tokens <= 8 else 1) * processors else 4
-    while (groups % warps and warps > 2) or warps > groups:
+    is_narrow = programs <= (2 if tokens <= 8 else 1) * processors or groups > 32
+    warps = 8 if is_narrow else 4
+    idle = 1.0 if tokens <= 8 else 1.2  # of the groups, that warps without one may wait for
+    while warps > groups or (-(-groups // warps) * warps > idle * groups and warps > 2):
         warps //= 2
-    is_ahead = programs <= 4 * processors
+    is_ahead = programs <= 4 * processors and groups <= 32
     height = 16 if tokens <= 8 or is_ahead else 32
     return MatrixTile(height, 8 if tokens <= 8 else 16, warps, is_ahead)
 
 
 class _Cost(NamedTuple):
-    """What a wide tile costs, microseconds on an H200, fitted to `coded-weight-widths.jsonl`."""
+    """What a wide tile costs, microseconds on an H200, fitted to `coded-weight-widths.txt`."""
 
     resident: int  # programs on a multiprocessor at a time
     start: float  # of a program
@@ -181,12 +183,13 @@ def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile
         if plain.tokens >= 2 * tokens and plain.tokens > 32:
             continue
         tiles, groups = -(-rows // plain.rows), columns // GROUP
-        for whole in {0, tiles // processors * processors}:
-            for splits in range(1 if whole in (0, tiles) else 2, 13):
+        for whole in {0, tiles // processors * processors} - {tiles}:
+            for splits in range(1 if whole == 0 else 2, 13):
                 each = replace(plain, splits=splits, whole=whole)
                 is_small = 4 * tokens * splits * (rows - whole * plain.rows) <= 2 * weights
                 if splits == -(-groups // -(-groups // splits)) and (splits == 1 or is_small):
-                    found.append((_wide_time(each, cost, size, processors), each))
+                    time = _wide_time(each, cost, size, processors)
+                    found.append((time if whole == 0 else 1.08 * time, each))
     return min(found, key=itemgetter(0))[1]
 
 
