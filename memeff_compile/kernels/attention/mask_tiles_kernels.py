@@ -129,6 +129,12 @@ def listed(index, list_ptr, others, MASKED: tl.constexpr):
 
 
 @triton.jit
+def firsts_of(list_ptr, others):
+    """Return the first full tile and the first partial one, where there are any."""
+    return listed(0, list_ptr, others, False), listed(0, list_ptr, others, True)
+
+
+@triton.jit
 def corner_of(dense, batch, head, query, key):
     """Return where a tile of the mask begins; numbers are 64 bits wide."""
     return dense.ptr + batch * dense.batch + head * dense.head + query * dense.row + key * dense.key

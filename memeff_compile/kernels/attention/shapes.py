@@ -25,6 +25,8 @@ class Shape:
     # the gradients of keys and of values come from a launch each, which computes the scores once
     # more; both sums do not fit in the registers of wide heads
     is_split: bool = False
+    registers: int | None = None  # the most a thread may use, or None for no limit
+    by_head: bool = False
 
 
 def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:

@@ -129,6 +129,7 @@ def _constants(depth: int, shape: Shape, flags: dict[str, Any]) -> dict[str, Any
         "ROWS": shape.rows,
         "KEYS": shape.keys,
         "STAGES": shape.stages,
+        "BY_HEAD": shape.by_head,
         **flags,
     }
 
