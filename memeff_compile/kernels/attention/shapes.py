@@ -82,7 +82,7 @@ _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
 # And where a mask that is a tensor does, tile by tile.
 _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
     "blackwell": {
-        "query_gradient": {128: Shape(128, 64, 8, 2)},
+        "query_gradient": {64: Shape(128, 64, 8, 2), 128: Shape(128, 64, 8, 2)},
         "key_gradient": {128: Shape(32, 64, 8, 3)},
     },
     "roomy": {"query_gradient": {64: Shape(64, 64, 8, 2)}},
