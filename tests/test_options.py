@@ -34,6 +34,7 @@ DOCUMENTED_KEYS = (
     "logits",
     "embedding",
     "gated_linear",
+    "recompute",
     "rotary_tables",
     "attention",
     "attention.length",
