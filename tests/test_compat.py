@@ -899,7 +899,7 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
                 assert [5, 1 << 40] in [list(value.shape) for value in ran]
                 outside.clear()
                 assert x.view(-1).shape == (5 * width,)
-                assert not outside, "a view makes no tensor"
+                assert not [v for v in outside if isinstance(v, Tensor)], "a view makes no tensor"
     assert len(graphs) == 6
     forward, backward = graphs[-2:]
     assert any("mm" in str(n.target) for n in forward.graph.nodes)
