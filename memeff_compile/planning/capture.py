@@ -277,7 +277,7 @@ def _fake_inputs(
     """Return the inputs as fake tensors of another batch and another length.
 
     Those that have values keep them: of more sequences the same ones again, of shorter ones the
-    beginning.
+    beginning, of longer ones the end again and again.
     """
 
     def fake(given: object) -> object:
@@ -289,8 +289,12 @@ def _fake_inputs(
         if type(given) is torch.Tensor and not given.is_meta:
             value = given.detach().cpu()
             for dim, size in enumerate(shape):
-                if size != value.shape[dim]:
-                    value = value.index_select(dim, torch.arange(size) % value.shape[dim])
+                own = value.shape[dim]
+                if size != own:
+                    places = torch.arange(size)
+                    value = value.index_select(
+                        dim, places.clamp(max=own - 1) if dim else places % own
+                    )
             values.know(result, value.clone())
         return result.requires_grad_(given.requires_grad)
 
