@@ -882,7 +882,7 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
     def function(x: Tensor, layer: nn.Module) -> Tensor:
         return torch.relu(layer(x)).sum()
 
-    def ran(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def seen(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         result = run()
         if not compat.is_view(op):
             outside.append(result)
@@ -890,7 +890,7 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
 
     with torch._dynamo.config.patch(recompile_limit=1):  # none of the three counts against it
         for width in (4, 3, 2):
-            with compat.fake_mode(ran), compat.fresh_capture():
+            with compat.fake_mode(seen), compat.fresh_capture():
                 layer, x = nn.Linear(width, 1 << 40), torch.empty(5, width)
                 torch._dynamo.maybe_mark_dynamic(x, 0)
                 outside.clear()
