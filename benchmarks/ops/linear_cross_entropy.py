@@ -52,15 +52,15 @@ def device() -> str:
 
 def describe(shape: str, data: str, ignored: int, dtype: str, method: str) -> dict[str, Any]:
     """Return the part of a row that says what was measured."""
-    n, d, v = registry.sizes(shape)
+    n, d, v = registry.sizes(shape) if data in registry.DATA else registry.saved_sizes(data)
     return {
         "what": "linear cross entropy",
-        "shape": shape,
+        "shape": shape if data in registry.DATA else f"{n}x{d}x{v}",
         "method": method,
         "N": n,
         "D": d,
         "V": v,
-        "data": data,
+        "data": data if data in registry.DATA else Path(data).stem,
         "ignored_percent": ignored,
         "dtype": dtype,
     }
@@ -143,7 +143,7 @@ def arguments(description: str | None = __doc__) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", nargs="+", default=["gemma2", "llama3"])
-    parser.add_argument("--data", nargs="+", choices=registry.DATA, default=["peaked"])
+    parser.add_argument("--data", nargs="+", type=registry.data_named, default=["peaked"])
     parser.add_argument("--ignored", nargs="+", type=int, default=[0], help="percent of targets")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=10, help="rounds; 0 for no times")

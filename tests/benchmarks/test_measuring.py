@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ def tiny(data: str = "peaked", ignored: int = 0, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.parametrize("ignored", [0, 50], ids=["all-count", "half-ignored"])
-@pytest.mark.parametrize("data", ["peaked", "flat", "spread"])
+@pytest.mark.parametrize("data", registry.DATA)
 def test_reference_equals_autograd_in_fp64(data: str, ignored: int) -> None:
     inputs = tiny(data, ignored)
     wide = [t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight)]
@@ -32,7 +35,7 @@ def test_reference_equals_autograd_in_fp64(data: str, ignored: int) -> None:
     assert (inputs.target == -100).float().mean() == pytest.approx(ignored / 100, abs=0.25)
 
 
-@pytest.mark.parametrize("data", ["peaked", "flat", "spread"])
+@pytest.mark.parametrize("data", registry.DATA)
 @pytest.mark.parametrize("ignored", [0, 50, 90])
 def test_gate_passes_the_exact_op_in_bf16(data: str, ignored: int) -> None:
     inputs = tiny(data, ignored, torch.bfloat16)
@@ -120,6 +123,54 @@ def test_peaked_rows_have_a_few_likely_tokens_and_flat_rows_none() -> None:
     ]
     assert 1 <= likely[0] <= 16
     assert likely[1] == 0
+
+
+def test_trained_rows_are_as_those_of_real_models() -> None:
+    """Loss, entries that count and what lies below them as measured, and ids in no order."""
+    x = registry.inputs("256x512x20000", "trained", "cpu", torch.bfloat16)
+    found = tiles.measure(x.hidden.detach(), x.weight.detach(), x.target, [(128, 128), (128, 1)])
+    assert 1.8 <= found["loss"] <= 3.3
+    assert 80 <= found["entries_above_eps"] <= 150
+    assert 0.02 <= found["mass_below_eps"] <= 0.08
+    assert found["active_share"]["128x128"] > 0.9
+    assert found["active_share"]["128x1"] < 0.25
+    middle = x.target.median()
+    assert 5_000 < middle < 15_000
+
+
+def test_a_file_of_a_real_model_is_data(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from benchmarks.data.hidden_states import sequences, states
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(16, 40, bias=False)
+
+        def get_decoder(self) -> Any:
+            return lambda input_ids: SimpleNamespace(
+                last_hidden_state=self.head.weight[input_ids].detach()
+            )
+
+        def get_output_embeddings(self) -> torch.nn.Linear:
+            return self.head
+
+    def tokenizer(text: str, add_special_tokens: bool) -> Any:
+        return SimpleNamespace(input_ids=[ord(letter) % 40 for letter in text])
+
+    rows = list(sequences(tokenizer, iter(["short", "long enough, " * 3, "long, too; " * 4]), 8))
+    path = tmp_path / "model.safetensors"
+    save_file(states(Model(), rows), path)
+    assert registry.data_named(str(path)) == str(path)
+    assert registry.saved_sizes(str(path)) == (16, 16, 40)
+    data = registry.inputs("", str(path), "cpu", torch.float32, ignored=50)
+    assert data.hidden.shape == (16, 16)
+    assert data.target[data.target >= 0].tolist() != []
+    row = linear_cross_entropy.describe("gemma2", str(path), 0, "float32", "eager")
+    assert (row["shape"], row["data"]) == ("16x16x40", "model")
+    with pytest.raises(argparse.ArgumentTypeError, match="is no file and none of peaked, trained"):
+        registry.data_named("nothing")
 
 
 def test_tile_shares_and_dropped_mass_equal_a_loop_over_entries() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from .._triton import compat as triton_compat
 from .._triton.launch import start
 from ..device import DEFAULT_PROCESSORS, on_device, processors
-from . import fused
+from . import fused, selected
 from .call import Gradients, Knobs, Operands
 from .pieces import MIB, spans
 from .rows import gather, row_block, select_rows
@@ -78,14 +78,17 @@ def auto_bytes(rows: sympy.Expr, width: int) -> sympy.Expr:
 
 
 @lru_cache(maxsize=1024)
-def piece_rows(rows: int, vocab: int, workspace: int, tile: int, columns: int) -> int:
-    """Return how many rows a piece has: whole blocks, in even shares.
+def piece_rows(
+    rows: int, vocab: int, workspace: int, tile: int, columns: int, blocks: int = 0
+) -> int:
+    """Return how many rows a piece has: whole blocks, at most so many if not 0, in even shares.
 
     A workspace of 0 is automatic; a tile of logits has `tile` rows and so many columns.
     """
     width = -(-vocab // columns) * columns
     budget = workspace or int(auto_bytes(sympy.Integer(rows), width))
     fitting = max(budget // (2 * width) // tile, 1)
+    fitting = min(fitting, blocks or fitting)
     blocks = -(-rows // tile)
     return -(-blocks // -(-blocks // fitting)) * tile
 
@@ -130,15 +133,29 @@ def parts_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sym
 
 
 def bytes_held(
-    rows: sympy.Expr, depth: int, vocab: int, workspace: int, *, is_plain: bool
+    rows: sympy.Expr,
+    depth: int,
+    vocab: int,
+    workspace: int,
+    *,
+    is_plain: bool,
+    is_filtered: bool = False,
 ) -> sympy.Expr:
-    """Return a bound of the bytes of X, its statistics and the scaled rows of one piece."""
+    """Return a bound of the bytes of X, its statistics and the scaled rows of one piece.
+
+    A filter holds the tiles that count besides.
+    """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     columns = shapes.gradient_columns(is_plain=is_plain)
     width = -(-vocab // shapes.columns) * shapes.columns
     budget = workspace or auto_bytes(rows, width)
     height = sympy.Max(budget / (2 * width), shapes.rows)
+    if is_filtered:
+        height = sympy.Min(height, selected.BLOCKS * shapes.rows)
     held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
+    if is_filtered:
+        # A selection has an order of rows, and every one of them may be copied in it.
+        held += selected.bytes_held(height, depth, vocab) + 12 * rows
     return held + parts_bytes(rows, depth, vocab, workspace)
 
 
@@ -191,6 +208,9 @@ class Walk:
         self.shapes: Shapes = shapes_for(hidden.device)
         needs_hidden, needs_weight, needs_bias = output_mask
         self.selection = select_rows(target, knobs)
+        is_filtered = knobs.gradient_filter != "exact"
+        if is_filtered:
+            self.selection = selected.all_rows(self.selection)
         self.is_compact = self.selection.kept is not None
         self.cap = (knobs.scale, knobs.softcap)
         self.flags = {
@@ -200,14 +220,20 @@ class Walk:
         }
         tile = self.shapes.rows
         self.columns = self.shapes.gradient_columns(is_plain=fused.is_plain(bias, knobs))
-        self.height = piece_rows(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns)
+        self.height = piece_rows(
+            *(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns),
+            *([selected.BLOCKS] if is_filtered else []),
+        )
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
 
         # Ignored rows, which no kernel writes, have a gradient of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like
         self.grad_hidden = new(hidden) if needs_hidden else None
-        self.grad_weight = torch.empty_like(weight) if needs_weight else None
+        # Columns that a filter leaves out of every piece have one as well.
+        new = torch.zeros_like if is_filtered else torch.empty_like
+        self.grad_weight = new(weight) if needs_weight else None
+        self.adds_first = is_filtered
         self.bias_sums = None
         if needs_bias:
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
@@ -239,16 +265,24 @@ class Walk:
         sums = self.bias_sums
         return self.grad_hidden, self.grad_weight, None if sums is None else sums.to(self.bias)
 
-    def add_products(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+    def add_products(
+        self,
+        index: int,
+        first: int,
+        here: int,
+        factor: Tensor | None,
+        kept: Tensor | None = None,
+    ) -> None:
         """Sum what X gives to the gradients, by the kernels that this Triton has.
 
         A piece has a number, a first compact row, and may have so many. For dC X is multiplied with
-        the factor, (R, D), which is zero behind the last row.
+        the factor, (R, D), which is zero behind the last row. Where fewer rows are `kept` than
+        count, none of the others is multiplied.
         """
         from . import total_kernels as kernels
 
         if self.grad_weight is not None or self.grad_hidden is not None:
-            self._multiply(index, first, here, factor)
+            self._multiply(index, first, here, factor, kept)
         if self.bias_sums is not None:
             start(
                 kernels._linear_cross_entropy_total_bias_kernel,
@@ -260,8 +294,11 @@ class Walk:
                 **self.flags,
             )
 
-    def _multiply(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+    def _multiply(
+        self, index: int, first: int, here: int, factor: Tensor | None, kept: Tensor | None
+    ) -> None:
         shapes, selection = self.shapes, self.selection
+        kept = selection.kept if kept is None else kept
         rows, columns, step = shapes.rows, shapes.columns, shapes.step
         kernel: Any
         tiles_of: Any = fused.tiles_of
@@ -287,9 +324,9 @@ class Walk:
             tiles_of(scaled, step, columns),
             tiles_of(self.weight, step, columns),
             tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
-            *(self.grad_hidden, *parts, selection.order, selection.kept, self.row_scale),
+            *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
             *(self.counters[index], first, here, self.width, self.vocab, self.depth, *splits),
-            ADD=index > 0,
+            ADD=index > 0 or self.adds_first,
             HAS_PARTS=self.parts is not None,
             NEEDS_WEIGHT=self.grad_weight is not None,
             NEEDS_HIDDEN=self.grad_hidden is not None,
@@ -305,7 +342,7 @@ class _Total(Walk):
 
     def __init__(self, given: Loss) -> None:
         modifiers = given.ignore_index, given.scale, given.softcap
-        knobs = Knobs(*modifiers, False, False, "exact", given.workspace)
+        knobs = Knobs(*modifiers, False, False, given.gradient_filter, given.workspace)
         super().__init__(Operands(*given[:4]), knobs, given.output_mask)
         self.factor = given.row_gradients(torch.float32)
         # Ignored rows, which no kernel writes, have a loss of zero.
@@ -317,6 +354,9 @@ class _Total(Walk):
         if self.grad_weight is not None or self.is_compact:
             self.scaled = self.hidden.new_empty((self.height, self.depth))
         self.again = self.marks(len(self.counters), 4)
+        self.filter = None
+        if given.gradient_filter != "exact":
+            self.filter = selected.Filter(self, given.gradient_filter, given.filter_level)
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute the losses of these rows, their dE and what they give to dC."""
@@ -340,6 +380,7 @@ class _Total(Walk):
         self._rows(first, here, again, is_final=False)
         self._logits(first, here, again)
         self._rows(first, here, again, is_final=True)
+        kept = None if self.filter is None else self.filter.choose(index, first, here)
         if self.grad_weight is not None:
             assert self.scaled is not None
             start(
@@ -351,7 +392,9 @@ class _Total(Walk):
                 BLOCK=block,
                 **self.flags,
             )
-        self.add_products(index, first, here, self.scaled)
+        if self.filter is not None and self.scaled is not None:
+            self.filter.add_products(index, first, here, self.scaled)
+        self.add_products(index, first, here, self.scaled, kept)
 
     def _padded(self, rows: int) -> int:
         return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)
