@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,7 +124,7 @@ def _verdict(program: Program, eager: World, ours: World) -> Verdict:
     if fault is not None:
         is_known = isinstance(fault.error, MemeffError) or any(map(str(fault).count, _REFUSALS))
         return Verdict("decline" if is_known else "exception", str(fault))
-    if difference and not _is_rounding(program, names["seen"], expected):
+    if difference and not _is_rounding(program, eager, names["seen"], expected):
         return Verdict("difference", difference)
     return Verdict("same")
 
@@ -136,11 +136,8 @@ def _why_no_measure(program: Program, eager: World) -> str:
         return "a write through .data changed what eager itself had saved for its backward pass"
     names = eager.enter()
     run(program.body, names)
-    shaken = program.with_shakes()
-    for seed in range(_SHAKES):
-        others = {**eager.enter(), "shake": shaker(seed)}
-        fault = run(shaken.body, others)
-        if fault is not None or compare(others["seen"], names["seen"], program.precision):
+    for seen in _shaken(program, eager):
+        if seen is None or compare(seen, names["seen"], program.precision):
             return "the last bits of some numbers decide about the result, as between ties"
     return ""
 
@@ -154,8 +151,10 @@ def internal_errors() -> str:
     return ""
 
 
-def _is_rounding(program: Program, found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether ours is at most twice as far from float64 as eager is."""
+def _is_rounding(
+    program: Program, eager: World, found: Sequence[Any], expected: Sequence[Any]
+) -> bool:
+    """Whether ours is at most twice as far from float64 as eager, last bits shaken or not."""
     if program.precision == torch.float64:
         return False
     wide = program.widened()
@@ -163,24 +162,33 @@ def _is_rounding(program: Program, found: Sequence[Any], expected: Sequence[Any]
     names = world.enter()
     if (world.fault or run(wide.body, names)) is not None:
         return False
-    truth = [_wide(value) for value in leaves(names["seen"])]
-    ours, theirs = ([_wide(value) for value in leaves(seen)] for seen in (found, expected))
-    if not len(truth) == len(ours) == len(theirs):
+    truth, ours = _wide(names["seen"]), _wide(found)
+    shaken = [seen for seen in _shaken(program, eager) if seen is not None]
+    theirs = [_wide(seen) for seen in (expected, *shaken)]
+    if {len(values) for values in (ours, *theirs)} != {len(truth)}:
         return False
     least = torch.finfo(program.precision).eps
-    for exact, our, their in zip(truth, ours, theirs, strict=True):
+    for exact, our, *their in zip(truth, ours, *theirs, strict=True):
         if not isinstance(exact, Tensor):
             continue
-        if not isinstance(our, Tensor) or not our.shape == exact.shape == their.shape:
+        if not all(isinstance(x, Tensor) and x.shape == exact.shape for x in (our, *their)):
             return False
-        size = least * (1 + _size(exact))
-        if not _error(our, exact) <= 2 * _error(their, exact) + size:
+        distance = max(_error(value, exact) for value in their)
+        if not _error(our, exact) <= 2 * distance + least * (1 + _size(exact)):
             return False
     return True
 
 
-def _wide(value: Any) -> Any:
-    return value.detach().double() if isinstance(value, Tensor) else value
+def _shaken(program: Program, eager: World) -> Iterator[Sequence[Any] | None]:
+    """What eager returns with other last bits in all that has a name; None where it raises."""
+    shaken = program.with_shakes()
+    for seed in range(_SHAKES):
+        names = {**eager.enter(), "shake": shaker(seed)}
+        yield names["seen"] if run(shaken.body, names) is None else None
+
+
+def _wide(seen: Sequence[Any]) -> list[Any]:
+    return [x.detach().double() if isinstance(x, Tensor) else x for x in leaves(seen)]
 
 
 def compare(found: Any, expected: Any, precision: torch.dtype, path: str = "seen") -> str:

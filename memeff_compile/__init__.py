@@ -96,3 +96,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+import_module(f"{__name__}.model.ternary.registration")  # of what from_pretrained finds

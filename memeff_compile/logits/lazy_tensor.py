@@ -102,7 +102,8 @@ class LazyTensor(torch.Tensor):
             is_leaf = False
         with torch.enable_grad():
             plain.requires_grad_()
-            return plain if is_leaf else plain.view_as(plain)
+            # `view_as` would give a dimension of one entry another stride.
+            return plain if is_leaf else plain.as_strided(plain.shape, plain.stride())
 
     def _apart(self) -> Tensor:
         return self._stand_in(shared=False)

@@ -1,14 +1,35 @@
 """Verbs on whole models: what `torch.compile` cannot do, as it must not free what the user owns.
 
 A verb here changes a model, or makes an object for one, because the user called it by name. It may
-use kernels; it knows nothing of graphs and passes, and passes know nothing of it.
+use kernels; it knows nothing of graphs and passes, and passes know nothing of it. Names are loaded
+on first use: `ternary.pretrained` is imported with transformers' quantizers, and kernels are not.
 """
 
 from __future__ import annotations
 
-from memeff_compile.model.cache.low_bit_heads import use_low_bit_heads_ as use_low_bit_heads_
-from memeff_compile.model.ternary.layers import PackedTernaryLinear as PackedTernaryLinear
-from memeff_compile.model.ternary.layers import TernaryLinear as TernaryLinear
-from memeff_compile.model.ternary.verbs import TernaryStages as TernaryStages
-from memeff_compile.model.ternary.verbs import pack_ternary_ as pack_ternary_
-from memeff_compile.model.ternary.verbs import ternarize_ as ternarize_
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memeff_compile.model.cache.low_bit_heads import use_low_bit_heads_ as use_low_bit_heads_
+    from memeff_compile.model.ternary.layers import PackedTernaryLinear as PackedTernaryLinear
+    from memeff_compile.model.ternary.layers import TernaryLinear as TernaryLinear
+    from memeff_compile.model.ternary.verbs import TernaryStages as TernaryStages
+    from memeff_compile.model.ternary.verbs import pack_ternary_ as pack_ternary_
+    from memeff_compile.model.ternary.verbs import ternarize_ as ternarize_
+
+_NAMES = {
+    "cache.low_bit_heads": "use_low_bit_heads_",
+    "ternary.layers": "PackedTernaryLinear TernaryLinear",
+    "ternary.verbs": "TernaryStages pack_ternary_ ternarize_",
+}
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    """Load a name from the module that defines it (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -194,6 +194,17 @@ def test_a_program_that_hangs_on_the_last_bits_or_on_a_write_unseen_is_no_differ
     assert judge(Program((), shown)).kind == "difference"
 
 
+def test_a_distance_is_rounding_as_far_as_the_last_bits_of_what_is_named_reach() -> None:
+    """Eager may be close to float64 by chance where the program multiplies its rounding."""
+    setup = ("x = torch.full((9,), 1e3, dtype=torch.float32)",)
+    for seen, kind in {
+        "(a - 1e3) * 3e-2 + 1 + 1.2e-5 * ours": "same",
+        "(a - 1e3) * 3e-2 + 1 + 5e-5 * ours": "difference",
+        "a * 1e-3 + 1.2e-5 * ours": "difference",
+    }.items():
+        assert judge(Program(setup, ("a = x + 0", f"seen.append({seen})"))).kind == kind, seen
+
+
 def test_a_failure_that_is_none_alone_is_counted_as_what_it_is_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import product
+from typing import cast
 
 import pytest
 import torch
@@ -46,6 +47,36 @@ def test_a_copy_made_behind_a_write_through_another_view_has_what_was_written(
         logits.view(V, -1).add_(0.5)  # a plain view: its last dimension is not the vocabulary
         copies.append(logits.permute(order).clone() * 2)
     torch.testing.assert_close(*copies)
+
+
+ALIASES: dict[str, Callable[[Tensor], object]] = {
+    "copy": copy.copy,
+    "numpy": lambda a: torch.from_numpy(a.detach().numpy()),
+    "dlpack": lambda a: torch.from_dlpack(a.detach()),
+    "data": lambda a: a.data,
+    "untyped storage": lambda a: (
+        torch.empty(0)
+        .double()
+        .set_(a.detach().untyped_storage(), a.storage_offset(), a.shape, a.stride())
+    ),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+@pytest.mark.parametrize("part", ["a[::9]", "a[-1:]", "a[:, 1:2]", "a[:, ::9].mT"])
+def test_what_is_made_of_one_row_lies_as_in_eager(
+    both: tuple[Tensor, Tensor], part: str, alias: str
+) -> None:
+    """A dimension of one entry keeps its stride, by which PyTorch tells the same from an overlap."""
+    laid = []
+    for logits in both:
+        row = eval(part, {"a": logits})
+        made = cast("Tensor", ALIASES[alias](row))
+        laid.append((made.stride(), made.storage_offset()))
+        with torch.no_grad():
+            row.add_(made)  # the very same memory is allowed, another that overlaps is not
+    assert laid[0] == laid[1]
+    torch.testing.assert_close(*(logits.detach() + 0 for logits in both))
 
 
 Model = Callable[[Tensor], Tensor]

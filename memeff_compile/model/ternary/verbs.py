@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import sys
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
@@ -277,9 +279,10 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     The full-precision weights are given up: an eighth of the memory of bf16 remains. Served are the
     linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
     online and offline, and the packed `BitLinear`. The two of transformers disagree about what
-    their scale means, a factor or a divisor; here it always divides. State dicts of the result can
-    be saved and loaded: make the model, `ternarize_` and `pack_ternary_` it, and load;
-    `save_pretrained` raises, since `from_pretrained` would draw their weights at random.
+    their scale means, a factor or a divisor; here it always divides. Models of transformers are
+    saved by `save_pretrained` and come packed from `from_pretrained`, once memeff_compile is
+    imported. State dicts can be saved and loaded: make the model, `ternarize_` and `pack_ternary_`
+    it, and load.
 
     Args:
         model: Any module with such linears.
@@ -304,19 +307,28 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
             "BitLinear. Call ternarize_(model) first, or name your own class in layers."
         )
     _replace(model, made, "ternary linear")
+    _save_as_packed(model)
+    return model
+
+
+def _save_as_packed(model: nn.Module) -> None:
+    """Let models of transformers in it be saved as they are, and refuse where it would be lost."""
+    known: set[nn.Module] = set()
     for module in model.modules():
         is_saved = callable(getattr(type(module), "save_pretrained", None))
         if is_saved and any(isinstance(part, PackedTernaryLinear) for part in module.modules()):
-            object.__setattr__(module, "save_pretrained", _refuse_to_save)
-    return model
+            if "transformers.modeling_utils" in sys.modules and not known:
+                known = import_module("memeff_compile.model.ternary.pretrained").know(model)
+            if module not in known:
+                object.__setattr__(module, "save_pretrained", _refuse_to_save)
 
 
 def _refuse_to_save(*_: object, **__: object) -> None:
     raise UnsupportedInputError(
-        "save_pretrained would write packed ternary weights, which from_pretrained does not know: "
-        "it would make dense linears and draw their weights at random. Save the model before "
-        "pack_ternary_, and call ternarize_ and pack_ternary_ on what from_pretrained returns; or "
-        "torch.save(model.state_dict()), and load it into a model made ready by the same two calls."
+        "save_pretrained of this class would write packed ternary weights that its from_pretrained "
+        "does not know. Save the transformers model inside it, or the model before pack_ternary_; "
+        "or torch.save(model.state_dict()), and load it into a model made ready by ternarize_ and "
+        "pack_ternary_."
     )
 
 

@@ -12,7 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import bytes_after, linear_cross_entropy
+from memeff_compile.kernels.linear_cross_entropy import (
+    bytes_after,
+    engine_for,
+    linear_cross_entropy,
+)
 from tests.support import hostile_rows
 from tests.support.oracles import (
     CASES,
@@ -302,7 +306,7 @@ def test_formula_bounds_what_is_allocated(dtype: torch.dtype, workspace: int) ->
             depth,
             vocab,
             dtype=dtype,
-            engine="hybrid",
+            engine=engine_for(hidden.device, dtype, depth),
             device_type="cuda",
             workspace=workspace,
         )

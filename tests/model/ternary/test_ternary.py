@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,24 +294,6 @@ def test_packed_models_save_and_load() -> None:
     empty.load_state_dict(model.state_dict(), assign=True)
     with torch.no_grad():
         assert torch.equal(empty(IDS), model(IDS))
-
-
-def test_a_packed_model_is_not_written_where_nobody_could_read_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="save_pretrained is of transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)
-    model = transformers.LlamaForCausalLM(config)
-    memeff_compile.ternarize_(model)
-    model.save_pretrained(tmp_path / "trained")
-    memeff_compile.pack_ternary_(model)
-    for saved in (model, copy.deepcopy(model), model.model):
-        with pytest.raises(UnsupportedInputError, match="Save the model before pack_ternary_"):
-            saved.save_pretrained(tmp_path / "packed")
-    assert not (tmp_path / "packed").exists()
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "trained")
-    memeff_compile.pack_ternary_(memeff_compile.ternarize_(again))
-    ids = torch.arange(8).view(1, 8)
-    assert torch.equal(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
 def test_casting_a_packed_model_keeps_the_scale() -> None:

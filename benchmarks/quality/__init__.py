@@ -1,0 +1,1 @@
+"""What lossy modes do to real trained models: any folder of weights, texts that are at hand."""

@@ -1,0 +1,323 @@
+"""What every lossy mode does to a real trained model: perplexity, KL, same token, pass keys.
+
+    python benchmarks/quality/lossy_modes.py measure --model FOLDER
+    python benchmarks/quality/lossy_modes.py measure --model FOLDER --length 8192 --sequences 4
+    python benchmarks/quality/lossy_modes.py table
+
+FOLDER is what `from_pretrained` takes; weights are never part of a repository. Texts are those of
+texts.py, the model's own continuations, and any file (`--texts prose notes=notes.txt`).
+
+The exact model reads each sequence in one go, and so do attention in low bits and weights of fewer
+bits. A cache takes a prompt, then pieces, each of which attends to what the cache says of all
+tokens before it, and so does 16 bits, whose row says what rounding alone does. Every mode is judged
+on the same tokens, those behind the prompt. Standard errors are over blocks of 64 tokens, of the
+change against the exact model. The error of a layer is that of the states behind it, in relative
+L2, with all that came before; for attention also that of each layer's attention alone, on its own
+inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import memeff_compile
+from benchmarks import RESULTS, rows
+from benchmarks.quality import texts
+from benchmarks.quality.modes import CALIBRATED, Mode, modes
+from benchmarks.quality.subject import Lowered, States, Subject
+from memeff_compile.errors import MemeffError
+
+BLOCK = 64
+"""Tokens whose mean is one sample of a standard error."""
+AT_ONCE = 512
+"""Positions whose logits are made at a time."""
+CALIBRATION = 2
+"""Sequences of the other text that levels of attention are chosen on."""
+
+
+class Judged:
+    """What one mode did, added up over batches."""
+
+    def __init__(self) -> None:
+        self.exact: list[Tensor] = []
+        self.losses: list[Tensor] = []
+        self.kl: list[Tensor] = []
+        self.same: list[Tensor] = []
+        self.off: list[float] = []
+        self.size: list[float] = []
+        self.facts: dict[str, Any] = {}
+        self.seconds = 0.0
+
+    @torch.no_grad()
+    def add(self, subject: Subject, exact: States, found: States, ids: Tensor, first: int) -> None:
+        """Add the sequences of a batch, from position `first` on."""
+        for row in range(len(ids)):
+            parts: list[list[Tensor]] = [[], [], [], []]
+            for at in range(first, ids.shape[1] - 1, AT_ONCE):
+                place = slice(at, min(at + AT_ONCE, ids.shape[1] - 1))
+                wanted = subject.logits(exact.last[row, place]).log_softmax(-1)
+                got = subject.logits(found.last[row, place]).log_softmax(-1)
+                targets = ids[row, place.start + 1 : place.stop + 1]
+                parts[0].append(F.nll_loss(wanted, targets, reduction="none"))
+                parts[1].append(F.nll_loss(got, targets, reduction="none"))
+                parts[2].append((wanted.exp() * (wanted - got)).sum(-1))
+                parts[3].append((wanted.argmax(-1) == got.argmax(-1)).float())
+            for held, part in zip(
+                (self.exact, self.losses, self.kl, self.same), parts, strict=True
+            ):
+                held.append(torch.cat(part).double().cpu())
+        pairs = list(zip(exact.layers, found.layers, strict=True))
+        self.off = self.off or [0.0] * len(pairs)
+        self.size = self.size or [0.0] * len(pairs)
+        for number, (wanted, got) in enumerate(pairs):
+            wanted, got = wanted[:, first:].float(), got[:, first:].float()
+            self.off[number] += float((got - wanted).norm()) ** 2
+            self.size[number] += float(wanted.norm()) ** 2
+
+    def row(self) -> dict[str, Any]:
+        """Return the figures."""
+        exact, losses = (torch.cat(each).mean().item() for each in (self.exact, self.losses))
+        change, change_se = mean_and_error(
+            [b - a for a, b in zip(self.exact, self.losses, strict=True)]
+        )
+        kl, kl_se = mean_and_error(self.kl)
+        same, same_se = mean_and_error(self.same)
+        layers = [(off / size) ** 0.5 for off, size in zip(self.off, self.size, strict=True)]
+        return {
+            "sequences": len(self.exact),
+            "tokens": sum(map(len, self.exact)),
+            "perplexity_exact": math.exp(exact),
+            "perplexity": math.exp(losses),
+            "change": math.expm1(change),
+            "change_se": math.exp(change) * change_se,
+            "kl": kl,
+            "kl_se": kl_se,
+            "same": same,
+            "same_se": same_se,
+            "layer_errors": [round(each, 4) for each in layers],
+            **self.facts,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def mean_and_error(sequences: list[Tensor]) -> tuple[float, float]:
+    """Return the mean over all tokens, and its standard error by blocks of neighbouring tokens."""
+    whole = torch.cat(sequences)
+    blocks = torch.cat([torch.stack([b.mean() for b in each.split(BLOCK)]) for each in sequences])
+    if len(blocks) < 2:
+        return whole.mean().item(), math.nan
+    return whole.mean().item(), blocks.std().item() / len(blocks) ** 0.5
+
+
+class Bench:
+    """A model under every mode."""
+
+    def __init__(self, subject: Subject, given: argparse.Namespace) -> None:
+        self.subject, self.given = subject, given
+        self.weights: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self.levels: list[str] = []
+        self.modes = [
+            mode
+            for mode in modes(subject.layers)
+            if not given.modes or any(part in mode.name for part in given.modes)
+        ]
+
+    def states(self, mode: Mode, ids: Tensor, facts: dict[str, Any]) -> States:
+        """Return what a mode makes of tokens; `facts` gets what it took."""
+        subject, given = self.subject, self.given
+        if mode.cache is not None:
+            cache = memeff_compile.KVCache(subject.model.config, ids.shape[1], **mode.cache)
+            found = subject.states(ids, cache=cache, pieces=(given.prompt, given.piece))
+            facts |= {"cache_bytes": cache.nbytes, "prompt": given.prompt, "piece": given.piece}
+            return found
+        if mode.mantissa is not None:
+            if mode.mantissa not in self.weights:
+                self.weights[mode.mantissa] = subject.with_weights(mode.mantissa)
+            model, took = self.weights[mode.mantissa]
+            facts |= took
+            return subject.states(ids, model)
+        assert mode.level is not None
+        lowered = facts.setdefault("lowered", Lowered(self._levels(mode.level)))
+        return subject.states(ids, around=lowered.forward())
+
+    def _levels(self, level: str) -> str | list[str]:
+        if level != CALIBRATED.removeprefix("attention, "):
+            return level
+        if not self.levels:
+            ids = texts.rows_of(self.subject.tokenizer, "source", self.given.length, CALIBRATION)
+            inputs = [{"input_ids": row[None].to(self.subject.device)} for row in ids]
+            found = memeff_compile.calibrate_attention(
+                self.subject.model.base_model, inputs, levels=("8b",)
+            )
+            self.levels = [str(each) for each in found["levels"].values()]
+        return self.levels
+
+    def judge(self, ids: Tensor, deadline: float) -> Iterator[tuple[Mode, dict[str, Any]]]:
+        """Yield each mode with its figures, all on the same sequences."""
+        subject, given = self.subject, self.given
+        judged = {mode: Judged() for mode in self.modes}
+        refused: dict[Mode, str] = {}
+        for number, part in enumerate(ids.to(subject.device).split(given.batch)):
+            if number and time.monotonic() > deadline:
+                print(f"out of time behind {number * given.batch} sequences", flush=True)
+                break
+            exact = subject.states(part)
+            for mode, held in judged.items():
+                started = time.monotonic()
+                try:
+                    found = self.states(mode, part, held.facts)
+                except MemeffError as problem:
+                    refused[mode] = str(problem)
+                    continue
+                held.add(subject, exact, found, part, given.prompt)
+                held.seconds += time.monotonic() - started
+        for mode, held in judged.items():
+            if mode in refused:
+                yield mode, {"refused": refused[mode]}
+                continue
+            lowered = held.facts.pop("lowered", None)
+            if lowered is not None:
+                held.facts["attention_errors"] = [round(e, 4) for e in lowered.errors()]
+                held.facts["left_exact"] = len(lowered.exact)
+            yield mode, held.row()
+
+    @torch.no_grad()
+    def keys(self) -> Iterator[tuple[Mode, dict[str, Any]]]:
+        """Yield each mode with the share of pass keys that it retrieves, beside the exact model."""
+        subject, given = self.subject, self.given
+        ids, answer = texts.pass_keys(subject.tokenizer, given.length, given.keys)
+        ids = ids.to(subject.device)
+
+        def right(found: States, part: Tensor) -> Tensor:
+            last = found.last[:, -answer - 1 : -1].flatten(0, 1)
+            likeliest = subject.logits(last).argmax(-1).view(len(part), answer)
+            return (likeliest == part[:, -answer:]).all(1)
+
+        parts = ids.split(given.batch)
+        exact = torch.cat([right(subject.states(part), part) for part in parts])
+        for mode in self.modes:
+            try:
+                each = [right(self.states(mode, part, {}), part) for part in parts]
+            except MemeffError as problem:
+                yield mode, {"refused": str(problem)}
+                continue
+            found = torch.cat(each)
+            counts = {"asked": len(ids), "exact_right": int(exact.sum()), "right": int(found.sum())}
+            yield mode, {**counts, "digest": texts.digest(ids.cpu())}
+
+
+def measure(given: argparse.Namespace) -> int:
+    """Write a row for each text and mode."""
+    started = time.monotonic()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, given.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    subject = Subject(given.model, device, dtype)
+    bench = Bench(subject, given)
+    deadline = started + given.budget
+    environment = rows.environment()
+    for name in given.texts:
+        if time.monotonic() > deadline:
+            print(f"out of time before {name}", flush=True)
+            break
+        label = name.partition("=")[0]
+        facts = {"what": "quality", **subject.facts, "text": label, "length": given.length}
+        if name == "keys":
+            made: Iterator[tuple[Mode, dict[str, Any]]] = bench.keys()
+        elif name == "own":
+            ids = texts.own(subject.model, subject.tokenizer, given.length, given.sequences)
+            made = bench.judge(ids, deadline)
+        else:
+            ids = texts.rows_of(subject.tokenizer, name, given.length, given.sequences)
+            made = bench.judge(ids, deadline)
+        if name != "keys":
+            facts["digest"] = texts.digest(ids)
+        for mode, row in made:
+            rows.append(given.out, {**facts, "mode": mode.name, **row, **environment})
+        print(f"{label}: {time.monotonic() - started:.0f} s", flush=True)
+    return 0
+
+
+def table(given: argparse.Namespace) -> int:
+    """Print the latest rows as Markdown, a table for each model, text and length."""
+    found = [row for row in rows.read(given.out) if row["what"] == "quality"]
+    by = ("model", "text", "length")
+    for place in dict.fromkeys(tuple(row[key] for key in by) for row in found):
+        here = [row for row in found if tuple(row[key] for key in by) == place]
+        print("\n{}, {}, sequences of {}".format(*place))
+        show = show_keys if place[1] == "keys" else show_text
+        show(rows.latest(here, "mode"))
+    return 0
+
+
+def show_keys(found: list[dict[str, Any]]) -> None:
+    """Print pass keys."""
+    print("\n| mode | right | exact model | asked |\n|---|---:|---:|---:|")
+    for row in found:
+        if "asked" in row:
+            cells = [row["mode"], row["right"], row["exact_right"], row["asked"]]
+            print(f"| {' | '.join(map(str, cells))} |")
+
+
+def show_text(found: list[dict[str, Any]]) -> None:
+    """Print what became of a text."""
+    judged = [row for row in found if "tokens" in row]
+    if judged:
+        print(f"{judged[0]['tokens']} tokens, perplexity {judged[0]['perplexity_exact']:.3f}")
+    print("\n| mode | perplexity (se) | KL, nats | same token | behind the last layer | worst |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for row in judged:
+        errors = row.get("attention_errors") or row["layer_errors"]
+        cells = [
+            row["mode"],
+            f"{100 * row['change']:+.2f} % ({100 * row['change_se']:.2f})",
+            f"{row['kl']:.4f}",
+            f"{100 * row['same']:.1f} %",
+            f"{100 * row['layer_errors'][-1]:.1f} %",
+            f"{100 * max(errors):.1f} % (layer {errors.index(max(errors))})",
+        ]
+        print(f"| {' | '.join(cells)} |")
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {"measure": measure, "table": table}
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=ACTIONS)
+    parser.add_argument("--model", type=Path, help="a folder that from_pretrained takes")
+    parser.add_argument("--texts", nargs="+", default=["prose", "source", "own", "keys"])
+    parser.add_argument("--modes", nargs="+", default=[], help="parts of names; all without")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens before those judged")
+    parser.add_argument("--piece", type=int, default=64)
+    parser.add_argument("--sequences", type=int, default=24)
+    parser.add_argument("--keys", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    where = "nvidia-h200" if torch.cuda.is_available() else "cpu"
+    given.out = given.out or RESULTS / where / "quality.jsonl"
+    if given.action == "measure" and given.model is None:
+        parser.error("--model is needed: a folder of weights and a tokenizer")
+    return ACTIONS[given.action](given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Every lossy mode of the package, each with a name and what makes it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from memeff_compile import MiniCache
+
+Merged = functools.partial(MiniCache, force=True)  # what is lost is what is measured
+MANTISSAS = (3, 1, 0)
+LEVELS = ("8b", "8b+f16", "4b")
+CALIBRATED = "8b, calibrated"
+
+
+@dataclass(frozen=True, eq=False)
+class Mode:
+    """One lossy mode; of `cache`, `level` and `mantissa` one is given.
+
+    Attributes:
+        name: in rows.
+        cache: settings of `KVCache`.
+        level: of attention; `CALIBRATED`: what `calibrate_attention` leaves in `8b`.
+        mantissa: bits of the weights that are kept.
+    """
+
+    name: str
+    cache: dict[str, Any] | None = None
+    level: str | None = None
+    mantissa: int | None = None
+
+
+def modes(layers: int) -> list[Mode]:
+    """Return every mode for a model of so many layers; the exact cache says what rounding does."""
+    half, late = layers // 2, 3 * layers // 4 // 2 * 2
+    found = [Mode(f"cache, {bits} bits", cache={"bits": bits}) for bits in (16, 8, 4, 3, 2)]
+    per_head = {"bits": 4, "scheme": "per_head"}
+    found.append(Mode("cache, 4 bits, per_head", cache=per_head))
+    for where, start in (("half", half), ("three quarters", late)):
+        for rule, t in (("slerp", 0.5), ("slerp", 0.6), ("max_norm", 0.5)):
+            shown = rule if rule == "max_norm" else f"{rule}, t {t}"
+            merge = Merged(start_layer=start, rule=rule, t=t)
+            settings = {"bits": 16, "merge": merge}
+            found.append(Mode(f"cache, merged from {where} on, {shown}", cache=settings))
+    found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
+    return found + [Mode(f"weights, {kept} bits of 7", mantissa=kept) for kept in MANTISSAS]

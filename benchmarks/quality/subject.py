@@ -1,0 +1,182 @@
+"""A real model in a folder, and its last hidden states under a cache, an attention, other weights.
+
+Logits are fp32 products of hidden states and the head: a 16-bit model's own would be rounded, which
+is more than 4-bit caches do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import memeff_compile
+from benchmarks.tiles import wide_product
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.quantized_attention import supports
+from memeff_compile.model.weights.compress import decompress_
+
+CHECKED = 8
+"""Tokens on which the head is compared with the model's own logits."""
+
+
+class States(NamedTuple):
+    """The last hidden states (B, N, D), and those behind each layer."""
+
+    last: Tensor
+    layers: list[Tensor]
+
+
+class Lowered(TorchFunctionMode):
+    """Puts the op of low bits in the place of causal attention, and notes each layer's own error.
+
+    Attributes:
+        levels: one for all attentions of a forward pass, or one for each.
+        off, size: sums of squares by attention: of the errors, and of the exact results.
+        exact: attentions left as they were, for the level says so or the op cannot serve them.
+    """
+
+    def __init__(self, levels: str | Sequence[str]) -> None:
+        super().__init__()
+        self.levels = levels
+        self.off: dict[int, float] = {}
+        self.size: dict[int, float] = {}
+        self.exact: set[int] = set()
+        self.place = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        result = func(*args, **given)
+        if func is not F.scaled_dot_product_attention:
+            return result
+        place, self.place = self.place, self.place + 1
+        q, k, v = (*args, *(given[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+        level = self.levels if isinstance(self.levels, str) else self.levels[place]
+        is_other = given.get("attn_mask") is not None or not given.get("is_causal")
+        if level == "exact" or is_other or supports(q, k, v, level=level) is not None:
+            self.exact.add(place)
+            return result
+        found, _ = torch.ops.memeff.quantized_attention(
+            q, k, v, ahead=0, scale=given.get("scale"), level=level, with_lse=False
+        )
+        off, size = float((found - result).float().norm() ** 2), float(result.float().norm() ** 2)
+        self.off[place] = self.off.get(place, 0.0) + off
+        self.size[place] = self.size.get(place, 0.0) + size
+        return found
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Answer the attentions of one forward pass."""
+        self.place = 0
+        with self:
+            yield
+
+    def errors(self) -> list[float]:
+        """Return the relative error of each attention, 0 where it was left exact."""
+        places = sorted({*self.off, *self.exact})
+        return [
+            (self.off[place] / self.size[place]) ** 0.5 if place in self.off else 0.0
+            for place in places
+        ]
+
+
+class Subject:
+    """A model and its tokenizer.
+
+    Args:
+        folder: as `from_pretrained` takes it.
+        device: where to run.
+        dtype: to compute in; weights that are compressed are bf16 before.
+    """
+
+    def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.name, self.device, self.dtype = folder.name, device, dtype
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+        self.stored = load(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        self.model = self._ready(copy.deepcopy(self.stored))
+        config = self.model.config.get_text_config(decoder=True)
+        self.layers = config.num_hidden_layers
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.facts = {
+            "model": self.name,
+            "layers": self.layers,
+            "hidden": config.hidden_size,
+            "vocabulary": config.vocab_size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+        self._check_head()
+
+    def _ready(self, model: Any) -> Any:
+        return model.to(self.device, self.dtype)
+
+    def with_weights(self, mantissa: int) -> tuple[Any, dict[str, Any]]:
+        """Return the model with so many mantissa bits of its linears, and what that took."""
+        model = copy.deepcopy(self.stored).to(self.device)
+        report = memeff_compile.compress_(
+            model, "tier", mantissa=mantissa, min_size=1, progress=False
+        )
+        count = decompress_(model)
+        if not count:
+            raise UnsupportedInputError(f"no weight of {self.name} was compressed:\n{report}")
+        return self._ready(model), {"bits": report.bits, "compressed": count}
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Return the fp32 logits of hidden states (N, D)."""
+        head = self.model.get_output_embeddings()
+        found = wide_product(last, head.weight)
+        if head.bias is not None:
+            found += head.bias.float()
+        return found if self.softcap is None else self.softcap * (found / self.softcap).tanh()
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.arange(1, 1 + CHECKED, device=self.device)[None]
+        wanted = self.model(input_ids=ids).logits[0].float()
+        off = (self.logits(self.states(ids).last[0]) - wanted).norm() / wanted.norm()
+        if not off < 0.02:
+            raise SystemExit(
+                f"{self.name}: its logits are not the product with its head (off by {off:.2g}); "
+                "such models are not measured here"
+            )
+
+    @torch.no_grad()
+    def states(
+        self,
+        ids: Tensor,
+        model: Any = None,
+        cache: Any = None,
+        pieces: tuple[int, int] | None = None,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> States:
+        """Return the states of tokens (B, N) in one go, or through a cache piece by piece.
+
+        Args:
+            ids: tokens.
+            model: another than the exact one.
+            cache: what pieces go through.
+            pieces: tokens of the first, and of all others.
+            around: what the forward pass runs in.
+        """
+        body = (model or self.model).base_model
+        parts = [ids]
+        if pieces is not None:
+            parts = [ids[:, : pieces[0]], *ids[:, pieces[0] :].split(pieces[1], 1)]
+        given = {"use_cache": False} if cache is None else {"past_key_values": cache}
+        found = []
+        with nullcontext() if around is None else around:
+            for part in parts:
+                out = body(input_ids=part, output_hidden_states=True, **given)
+                found.append(States(out.last_hidden_state, list(out.hidden_states[1:])))
+        layers = [torch.cat(each, 1) for each in zip(*(s.layers for s in found), strict=True)]
+        return States(torch.cat([s.last for s in found], 1), layers)

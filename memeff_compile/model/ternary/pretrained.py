@@ -1,0 +1,185 @@
+"""Packed ternary models in transformers' save_pretrained and from_pretrained.
+
+config.json says which linears are packed, and from_pretrained makes them so before it loads. Needs
+transformers, and is imported while transformers loads its own quantizers: its models are not there
+yet, and whatever is heavy is imported when a packed model is.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from memeff_compile.errors import UnsupportedInputError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from memeff_compile.model.ternary.layers import PackedTernaryLinear
+
+METHOD = "memeff_ternary"
+
+
+@register_quantization_config(METHOD)
+class PackedTernaryConfig(QuantizationConfigMixin):
+    """What config.json says of a packed model, by the paths of its linears.
+
+    Attributes:
+        linears: how each quantises its tokens.
+        bias_dtypes: of biases that are not of the model's dtype.
+        norm_eps: of linears that norm their input first.
+    """
+
+    def __init__(
+        self,
+        linears: dict[str, str] | None = None,
+        bias_dtypes: dict[str, str] | None = None,
+        norm_eps: dict[str, float] | None = None,
+        **_: object,
+    ) -> None:
+        self.quant_method: Any = METHOD
+        self.linears, self.bias_dtypes = linears or {}, bias_dtypes or {}
+        self.norm_eps = norm_eps or {}
+
+    def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
+        """Read as a dictionary too, which a config handed to from_pretrained is taken for."""
+        return getattr(self, name, default)
+
+
+@register_quantizer(METHOD)
+class PackedTernaryQuantizer(HfQuantizer):
+    """Puts packed linears where a saved model had them; their codes are loaded as any buffer."""
+
+    quantization_config: PackedTernaryConfig
+    requires_calibration = True  # transformers' word for: only what was packed before is loaded
+    is_trainable = False
+    is_compileable = True
+
+    def is_serializable(self) -> bool:
+        """Return True: the codes are buffers."""
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
+        """Return what is written, and bring the mark in the model's config up to date.
+
+        A weight without elements stands beside the codes of one linear: where this quantizer is
+        not known, transformers would draw dense weights at random, and stops at its shape instead.
+        """
+        for path, linear in _packed(model).items():
+            if not isinstance(linear.norm, _norm() | None):
+                raise UnsupportedInputError(
+                    f"{path} norms its input by a {type(linear.norm).__name__}, and config.json "
+                    "can name a LlamaRMSNorm alone, as transformers' BitNet layers have. Use "
+                    "torch.save(model.state_dict())."
+                )
+        marked = _mark(model)
+        import torch
+
+        state: dict[str, Tensor] = model.state_dict()
+        state[f"{list(marked.linears)[-1]}.weight"] = torch.empty(0, 0)
+        return state, {}
+
+    def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:  # noqa: ANN401
+        marked, prefix = self.quantization_config, f"{model.base_model_prefix}."
+        dense = dict(model.named_modules(remove_duplicate=False))
+        made: dict[nn.Module, PackedTernaryLinear] = {}
+        for path, kind in marked.linears.items():
+            # A base model is loaded from the file of one with a head, and the other way round.
+            found = [p for p in (path, prefix + path, path.removeprefix(prefix)) if p in dense]
+            for here in found[:1]:
+                if (old := dense[here]) not in made:
+                    kept, eps = marked.bias_dtypes.get(path), marked.norm_eps.get(path)
+                    made[old] = _skeleton(here, old, kind, kept, eps)
+                model.set_submodule(here, made[old])
+                model._keys_to_ignore_on_load_unexpected.add(f"{re.escape(path)}\\.weight$")
+        if not made:
+            raise UnsupportedInputError(
+                f"config.json names packed ternary linears, as {[*marked.linears][:2]}, and "
+                f"{type(model).__name__} has none of them. Load it as the class that was saved."
+            )
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
+        for path, linear in _packed(model).items():
+            for name, value in linear.named_buffers(recurse=False):
+                if not getattr(value, "_is_hf_initialized", False):
+                    raise UnsupportedInputError(
+                        f"The checkpoint has no {path}.{name}, and the config says that this "
+                        "linear is packed. Where the checkpoint is dense, give it a config without "
+                        "quantization_config; else save the packed model again."
+                    )
+        know(model)
+        return model
+
+
+def know(model: nn.Module) -> set[nn.Module]:
+    """Let every model of transformers in a packed one save what it is; return these models."""
+    from transformers import PreTrainedModel
+
+    marked: dict[int, PackedTernaryConfig] = {}  # by config, by the outermost of its models
+    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _packed(m)]
+    for module in cast("list[Any]", holders):
+        # What a checkpoint of BitNet was read by is not to be undone when this is written.
+        if (steps := getattr(module, "_weight_conversions", None)) is not None:
+            module._weight_conversions = [s for s in steps if not _of_a_quantizer(s)]
+        config = id(module.config)
+        marked[config] = marked.get(config) or _mark(module)
+        module.is_quantized, module.quantization_method = True, METHOD
+        module.hf_quantizer = PackedTernaryQuantizer(marked[config])
+    return set(holders)
+
+
+def _of_a_quantizer(step: Any) -> bool:  # noqa: ANN401
+    return any(hasattr(each, "hf_quantizer") for each in getattr(step, "operations", ()))
+
+
+def _norm() -> type[nn.Module]:
+    norm: type[nn.Module] = import_module("transformers.models.llama.modeling_llama").LlamaRMSNorm
+    return norm
+
+
+def _packed(model: nn.Module) -> dict[str, PackedTernaryLinear]:
+    from memeff_compile.model.ternary.layers import PackedTernaryLinear
+
+    everything = model.named_modules(remove_duplicate=False)
+    return {p: module for p, module in everything if isinstance(module, PackedTernaryLinear)}
+
+
+def _mark(model: Any) -> PackedTernaryConfig:  # noqa: ANN401
+    """Say in a model's config what the linears of the dense model do not say by themselves."""
+    marked = PackedTernaryConfig()
+    for path, linear in _packed(model).items():
+        marked.linears[path] = linear.kind
+        if linear.bias is not None and linear.bias.dtype != model.dtype:
+            marked.bias_dtypes[path] = str(linear.bias.dtype).removeprefix("torch.")
+        if isinstance(linear.norm, _norm()):
+            marked.norm_eps[path] = cast("float", linear.norm.variance_epsilon)
+    model.config.quantization_config = marked
+    return marked
+
+
+def _skeleton(
+    path: str, dense: nn.Module, kind: str, kept: str | None, eps: float | None
+) -> PackedTernaryLinear:
+    import torch
+
+    from memeff_compile.model.ternary.layers import PackedTernaryLinear
+
+    if not isinstance(dense, torch.nn.Linear):
+        raise UnsupportedInputError(
+            f"config.json says that {path} is a packed ternary linear, and this model has a "
+            f"{type(dense).__name__} there. Load it as the class that was saved."
+        )
+    bias: Tensor | None = dense.bias
+    rows, columns = dense.out_features, dense.in_features
+    with torch.device("meta"):
+        if bias is not None:
+            bias = torch.empty(rows, dtype=getattr(torch, kept) if kept else bias.dtype)
+        norm = None if eps is None else _norm()(columns, eps=eps)
+        codes = torch.empty(rows, -(-columns // 16), dtype=torch.int32)
+        scale = torch.empty((), dtype=torch.float32)
+    return PackedTernaryLinear(codes, scale, bias, in_features=columns, kind=kind, norm=norm)

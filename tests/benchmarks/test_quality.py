@@ -1,0 +1,258 @@
+"""Quality of real models: the harness from end to end on a tiny one, and its figures by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.scripts import script
+
+transformers = pytest.importorskip("transformers", reason="models are folders of it")
+
+LAYERS = 4
+SHORT = ["--length", "320", "--prompt", "256", "--sequences", "2", "--batch", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model that has been trained on nothing, and a tokenizer of bytes."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    made: Path = tmp_path_factory.mktemp("tiny-model")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["the pass key is " * 9], 300, show_progress=False)
+    tokenizer.save(str(made / "tokenizer.json"))
+    file = str(made / "tokenizer.json")
+    transformers.PreTrainedTokenizerFast(tokenizer_file=file).save_pretrained(made)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=256,  # smaller weights are not worth a code
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def subject(folder: Path) -> Any:
+    from benchmarks.quality.subject import Subject
+
+    return Subject(folder, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    out = tmp_path_factory.mktemp("rows") / "quality.jsonl"
+    given = ["measure", "--model", str(folder), *SHORT, "--keys", "3", "--out", str(out)]
+    script("lossy_modes", *given, "--texts", "prose", "keys")
+    return out, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> None:
+    from benchmarks.quality.modes import modes
+
+    names = [mode.name for mode in modes(LAYERS)]
+    out, found = measured
+    text = {row["mode"]: row for row in found if row["text"] == "prose"}
+    assert list(text) == names
+    assert [row["mode"] for row in found if row["text"] == "keys"] == names
+    for row in text.values():
+        assert row["tokens"] == 2 * (320 - 256 - 1)
+        assert len(row["layer_errors"]) == LAYERS
+        assert row["command"].startswith("python benchmarks/quality/lossy_modes.py measure")
+        assert {"commit", "torch", "transformers", "date", "cpu", "digest"} <= set(row)
+    shown = script("lossy_modes", "table", "--out", str(out))
+    assert "126 tokens" in shown
+    assert all(f"| {name} |" in shown for name in names)
+
+
+def test_fewer_bits_are_further_from_the_exact_model(measured: tuple[Path, Any]) -> None:
+    text = {row["mode"]: row for row in measured[1] if row["text"] == "prose"}
+    exact = text["cache, 16 bits"]
+    assert abs(exact["change"]) < 1e-5
+    assert exact["same"] == 1.0
+    assert max(exact["layer_errors"]) < 1e-3
+    kl = [text[f"cache, {bits} bits"]["kl"] for bits in (16, 8, 4, 3, 2)]
+    assert kl == sorted(kl)
+    assert kl[-1] > 100 * kl[1]
+    for family in (["8b+f16", "8b", "4b"], ["3 bits of 7", "1 bits of 7", "0 bits of 7"]):
+        kind = "attention" if "4b" in family else "weights"
+        kl = [text[f"{kind}, {name}"]["kl"] for name in family]
+        assert kl == sorted(kl)
+        assert kl[0] > 0
+    low = text["attention, 4b"]
+    assert low["left_exact"] == 0
+    assert min(low["attention_errors"]) > 0.01
+    assert text["cache, 4 bits"]["cache_bytes"] < exact["cache_bytes"]
+    merged = text["cache, merged from half on, slerp, t 0.5"]
+    assert merged["layer_errors"][0] < 1e-4, "the layers before stay apart"
+    assert merged["layer_errors"][-1] > 0.01
+
+
+def test_figures_are_those_computed_by_hand(subject: Any) -> None:
+    from benchmarks.quality.lossy_modes import Judged
+    from benchmarks.quality.subject import States
+
+    torch.manual_seed(1)
+    ids = torch.randint(0, 300, (2, 200))
+    exact = subject.states(ids)
+    shift = torch.randn_like(exact.last) * 0.3
+    found = States(exact.last + shift, [exact.layers[0], *(2 * x for x in exact.layers[1:])])
+    judged = Judged()
+    for row in range(2):  # by batches of one
+        part = [States(s.last[row, None], [x[row, None] for x in s.layers]) for s in (exact, found)]
+        judged.add(subject, *part, ids[row, None], 71)
+    row = judged.row()
+    head = subject.model.lm_head.weight
+    wanted, got = ((s.last[:, 71:-1] @ head.t()).log_softmax(-1) for s in (exact, found))
+    targets = ids[:, 72:, None]
+    first, other = (-x.gather(2, targets).squeeze(2).double() for x in (wanted, got))
+    assert row["tokens"] == targets.numel()
+    assert row["perplexity_exact"] == pytest.approx(first.mean().exp().item(), rel=1e-5)
+    assert row["perplexity"] == pytest.approx(other.mean().exp().item(), rel=1e-5)
+    change = (other - first).mean().exp().item()
+    assert row["change"] == pytest.approx(change - 1, rel=1e-4)
+    blocks = torch.stack([(other - first)[:, :64].mean(1), (other - first)[:, 64:].mean(1)])
+    error = blocks.std().item() / math.sqrt(4)
+    assert row["change_se"] == pytest.approx(change * error, rel=1e-4)
+    kl = F.kl_div(got, wanted, log_target=True, reduction="none").sum(-1)
+    assert row["kl"] == pytest.approx(kl.mean().item(), rel=1e-3)
+    same = (got.argmax(-1) == wanted.argmax(-1)).float()
+    assert row["same"] == pytest.approx(same.mean().item())
+    assert 0 < row["same"] < 1
+    assert row["layer_errors"] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_attention_is_lowered_where_it_is_causal_and_its_own_error_is_noted(subject: Any) -> None:
+    from benchmarks.quality.subject import Lowered
+
+    q, k, v = torch.randn(3, 1, 2, 96, 16)
+    lowered = Lowered(["4b", "exact", "8b", "8b"])
+    mask = torch.ones(96, 96, dtype=torch.bool).tril()
+    with lowered.forward():
+        found = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for _ in range(3)]
+        masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    errors = [float((each - exact).norm() / exact.norm()) for each in found]
+    assert errors[0] > 3 * errors[2] > 0
+    assert errors[1] == 0
+    torch.testing.assert_close(masked, exact)
+    assert lowered.exact == {1, 3}
+    assert lowered.errors() == pytest.approx([*errors, 0.0], rel=1e-5)
+
+
+def test_a_model_whose_logits_are_scaled_is_refused(folder: Path, tmp_path: Path) -> None:
+    from benchmarks.quality.subject import Subject
+
+    config = transformers.GraniteConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0,
+    )  # fmt: skip
+    transformers.GraniteForCausalLM(config).save_pretrained(tmp_path)
+    for file in folder.glob("token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(SystemExit, match="not the product with its head"):
+        Subject(tmp_path, "cpu", torch.float32)
+
+
+def test_rows_of_pass_keys_hold_what_they_ask_for(subject: Any) -> None:
+    from benchmarks.quality import texts
+
+    ids, answer = texts.pass_keys(subject.tokenizer, 320, 5)
+    assert ids.shape == (5, 320)
+    written = [subject.tokenizer.decode(row) for row in ids]
+    keys = [subject.tokenizer.decode(row[-answer:]) for row in ids]
+    assert len(set(keys)) == 5
+    for text, key in zip(written, keys, strict=True):
+        assert key.strip().isdigit()
+        assert text.endswith(f"{texts.ASKED}{key}")
+        assert text.count(key) == 3
+    places = [text.index(key) for text, key in zip(written, keys, strict=True)]
+    assert places == sorted(places)
+
+
+def test_texts_are_of_this_python_or_of_a_file(subject: Any, tmp_path: Path) -> None:
+    from benchmarks.quality import texts
+
+    other = tmp_path / "other.txt"
+    other.write_text("the pass key is lost. " * 200)
+    for name in (*texts.NAMED, f"other={other}"):
+        rows = texts.rows_of(subject.tokenizer, name, 64, 3)
+        assert rows.shape == (3, 64)
+        assert len(texts.digest(rows)) == 12
+    with pytest.raises(SystemExit, match="one of prose, source"):
+        texts.text_of("poems")
+    other.write_text("short")
+    with pytest.raises(SystemExit, match="64 at least"):
+        texts.rows_of(subject.tokenizer, f"other={other}", 64, 3)
+    own = texts.own(subject.model, subject.tokenizer, 64, 3)
+    assert own.shape == (3, 64)
+    assert torch.equal(own[0, :32], texts.rows_of(subject.tokenizer, "prose", 32, 2)[0])
+
+
+def test_pairs_of_layers_are_merged_as_a_cache_does(subject: Any) -> None:
+    """Neighbours merged here give what `KVCache` gives, where it keeps no rows."""
+    import memeff_compile
+    from benchmarks.quality import layer_pairs, texts
+    from benchmarks.quality.modes import Merged
+
+    ids = texts.rows_of(subject.tokenizer, "prose", 319, 1)
+    behind = layer_pairs.Behind(subject, ids, 256)
+    assert len(layer_pairs.candidates(behind.held[0])) == LAYERS * (LAYERS - 1) // 2
+    assert behind.change([], [0])[0] == pytest.approx(0, abs=1e-6)
+    found = behind._losses(0, [(2, 3)])
+    merge = Merged(start_layer=2, gamma=0.0, retained=0.0)
+    cache = memeff_compile.KVCache(subject.model.config, 319, 16, merge=merge)
+    states = subject.states(ids, cache=cache, pieces=(256, 63))
+    assert [line["merged"] for line in cache.merged()] == [128]
+    logits = subject.logits(states.last[0, 256:-1])
+    wanted = F.cross_entropy(logits, ids[0, 257:], reduction="none").double()
+    assert (behind.exact[0] - wanted).abs().max() > 1e-2
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_pairs_are_chosen_greedily_and_their_rows_keep_their_lengths(subject: Any) -> None:
+    from benchmarks.quality import layer_pairs
+
+    scores = {(0, 1): 0.9, (1, 2): 0.95, (0, 3): 0.1, (2, 3): 0.99}
+    assert layer_pairs.greedy(scores, 2) == [(2, 3), (0, 1)]
+    assert layer_pairs.greedy(scores, 9) == [(2, 3), (0, 1)]
+    torch.manual_seed(0)
+    keys = torch.randn(3, 1, 2, 200, 16)
+    held = [(x, 3 * x) for x in (keys[0], 2 * keys[0], keys[2])]
+    cosines = layer_pairs.alike(held, [(0, 1), (0, 2)])
+    assert cosines[0, 1] == pytest.approx((1, 1), abs=1e-6)
+    assert abs(cosines[0, 2][0]) < 0.1
+    same = layer_pairs.merged(held, [(0, 1)])
+    for wanted, got in zip(held, same, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    other = layer_pairs.merged(held, [(0, 2)])
+    for n in (0, 2):
+        torch.testing.assert_close(other[n][0].norm(dim=-1), held[n][0].norm(dim=-1))
+        torch.testing.assert_close(other[n][0][:, :, :4], held[n][0][:, :, :4])
+        torch.testing.assert_close(other[n][0][:, :, -128:], held[n][0][:, :, -128:])
+    assert (other[0][0] - held[0][0])[:, :, 4:-128].abs().max() > 0.1
+
+
+def test_pairings_run_from_end_to_end(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pairs.jsonl"
+    given = ["measure", "--model", str(folder), "--texts", "prose", "--length", "256"]
+    given += ["--prompt", "192", "--sequences", "2", "--counts", "1", "2", "--out", str(out)]
+    script("layer_pairs", *given)
+    shown = script("layer_pairs", "table", "--out", str(out))
+    assert "of 6 pairs alone" in shown
+    assert shown.count("| by cosine |") == shown.count("| by cost alone |") == 2
+    assert shown.count("| neighbours |") == 1, "from the middle on there is one pair"
