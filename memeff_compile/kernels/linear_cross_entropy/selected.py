@@ -34,7 +34,7 @@ LEVELS, STEP = 16, 0.9375
 # Sums of dropped mass are of numbers that were rounded to bf16; the bound allows for that.
 ROUNDING = 1.0 - 2.0**-8
 # Columns of a program that scores, of a step of it, and tiles that one lists at a time.
-CHUNK, STRIP, LISTED = 2048, 128, 512
+CHUNK, STRIP, LISTED = 4096, 128, 512
 # Bytes of dE's shares, and shares of tiles per program.
 SHARES_BYTES = 64 << 20
 ITEMS = 4
