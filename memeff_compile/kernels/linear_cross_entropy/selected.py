@@ -8,6 +8,9 @@ by the blocks that they count in, so that tiles of 128 x 128 are full or empty w
 an order is V numbers, and rows of the weight and of its gradient are read and written in place.
 Bias gradients are exact. Where more than `DENSE_SHARE` of the tiles count, nothing is left out and
 the products of engine T run; that is decided on the GPU.
+
+|p - 1(target)| is what stands in a row of X over what the gradient of its loss is times: with a
+softcap, times the cap's slope; where lse has a gradient of its own, over the larger of both.
 """
 
 from __future__ import annotations
@@ -19,12 +22,18 @@ import torch
 from torch import Tensor
 
 from .._triton.launch import start
-from . import filters, fused
+from . import fused
 from .rows import Selection, gather
 
 if TYPE_CHECKING:
-    from .total_fused import _Total
+    from .total_fused import Walk
 
+# eps of `block`, as the paper's code chooses it: the spacing of bf16 at 1, over 32.
+BLOCK_EPS = 2.0**-12
+# tau of `mass`: at most 1/64 of a row's softmax.
+MASS_TAU = 2.0**-6
+# Where rows of the weight are shorter, finding tiles takes longer than the products it saves.
+LEAST_DEPTH = 2048
 # Row blocks of a piece: a bit each of a word of 16.
 BLOCKS = 16
 # Share of tiles that may count; the packed ones take as much of the bytes of X.
@@ -34,10 +43,25 @@ LEVELS, STEP = 16, 0.9375
 # Sums of dropped mass are of numbers that were rounded to bf16; the bound allows for that.
 ROUNDING = 1.0 - 2.0**-8
 # Columns of a program that scores, of a step of it, and tiles that one lists at a time.
-CHUNK, STRIP, LISTED = 4096, 128, 512
+CHUNK, STRIP, LISTED = 4096, 64, 512
 # Bytes of dE's shares, and shares of tiles per program.
 SHARES_BYTES = 64 << 20
 ITEMS = 4
+
+
+def filter_level(gradient_filter: str, level: float) -> float:
+    """Return the eps or tau that a filter goes by: the caller's, or for 0 the automatic one."""
+    if level > 0:
+        return level
+    return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS
+
+
+def leaves_out(gradient_filter: str, depth: int, workspace: int) -> bool:
+    """Say whether a filter leaves anything out of rows of so many features, in bf16.
+
+    In a workspace of the caller's there is no room for what it holds.
+    """
+    return gradient_filter != "exact" and depth >= LEAST_DEPTH and workspace == 0
 
 
 def all_rows(selection: Selection) -> Selection:
@@ -55,13 +79,13 @@ def bytes_held(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
 
 
 class Filter:
-    """What a walk of engine T under a filter holds, and its launches for each piece."""
+    """What a walk under a filter holds, and its launches for each of so many pieces."""
 
-    def __init__(self, walk: _Total, gradient_filter: str, level: float) -> None:
-        self.walk, self.tile = walk, walk.shapes.rows
+    def __init__(self, walk: Walk, pieces: int) -> None:
+        self.walk, self.tile, knobs = walk, walk.shapes.rows, walk.knobs
         self.blocks, self.tiles = walk.height // self.tile, -(-walk.vocab // self.tile)
-        level = filters.filter_level(gradient_filter, level, walk.hidden.dtype)
-        is_mass = gradient_filter == "mass"
+        level = filter_level(knobs.gradient_filter, knobs.filter_level)
+        is_mass = knobs.gradient_filter == "mass"
         self.highest, self.step = (level / 2, STEP) if is_mass else (level, 0.0)
         self.limit = level * ROUNDING if is_mass else float("inf")
         self.chunks = -(-walk.vocab // CHUNK)
@@ -78,36 +102,32 @@ class Filter:
         self.level = floats(self.blocks)
         self.word = walk.hidden.new_empty(walk.vocab, dtype=torch.int16)
         self.tile_word, self.tile_start = ints(self.tiles), ints(self.tiles + 1)
-        self.block_start, self.slot_tile = ints(self.blocks + 1), ints(slots)
+        self.block_start = ints(self.blocks + 1)
+        self.slot_tile, self.slot_block = ints(slots), ints(slots)
         self.tile_slot, self.tile_block = ints(slots), ints(slots)
         self.packed = walk.hidden.new_empty((self.capacity * self.tile, self.tile))
         self.slot_column = ints(self.capacity * self.tile)
         self.ranked = walk.hidden.new_empty((walk.height, walk.depth))
+        parts = knobs.filter_parts
+        self.needs_weight = walk.grad_weight is not None and parts != "hidden"
+        self.needs_hidden = walk.grad_hidden is not None and parts != "weight"
         self.sums = None
-        if walk.grad_hidden is not None:
+        if self.needs_hidden:
             self.sums = floats(self.splits, walk.height, walk.depth)
-        pieces = len(walk.counters)
+        self.column_order = torch.arange(walk.vocab, device=walk.hidden.device)
         self.is_sparse, self.dense_kept = ints(pieces, 4), ints(pieces, 4)
         self.counters, self.active = ints(pieces, 4), ints(pieces)
         self.dropped = walk.hidden.new_zeros(walk.rows, dtype=torch.float32)
 
-    def choose(self, index: int, first: int, here: int) -> Tensor:
-        """Pack the tiles that count; return how many rows are left to the dense kernels."""
+    def choose(self, index: int, first: int, here: int) -> None:
+        """Find the tiles that count in a piece, as `add_products` has it, and pack them."""
         from . import selected_kernels as kernels
 
         walk, tile = self.walk, self.tile
         kept, order = walk.selection.kept, walk.selection.order
         sizes = {"TILE": tile, "LEVELS": LEVELS, "STEP": self.step}
         is_sparse, dense_kept = self.is_sparse[index], self.dense_kept[index]
-        start(
-            kernels._linear_cross_entropy_selected_weigh_kernel,
-            (-(-here // 8),),
-            *(walk.stats, walk.base, kept, self.inverse, self.light, self.here),
-            *(first, here, walk.tiles, walk.knobs.scale),
-            HAS_KEPT=True,
-            ROWS=8,
-            TILES=128,
-        )
+        walk.weigh(self.inverse, self.light, self.here, first, here)
         kernels._linear_cross_entropy_selected_rank_kernel[(-(-here // tile),)](
             self.light, self.here, self.rank, BLOCK=tile, OTHERS=32
         )
@@ -118,6 +138,7 @@ class Filter:
             *(walk.vocab, walk.width, self.highest),
             CHUNK=CHUNK,
             BLOCK=STRIP,
+            STAGES=3,
             UPCAST=walk.shapes.is_interpreted,
             **sizes,
             num_warps=8,
@@ -132,32 +153,38 @@ class Filter:
         kernels._linear_cross_entropy_selected_word_kernel[(-(-walk.vocab // 512),)](
             *(self.score, self.level, self.word, self.blocks, walk.vocab), BLOCK=512
         )
-        words, self.column_order = torch.sort(self.word, stable=True)
+        words = self.word
+        if walk.knobs.sort_vocabulary:
+            words, self.column_order = torch.sort(words, stable=True)
         kernels._linear_cross_entropy_selected_tile_kernel[(self.tiles,)](
             *(words, self.tile_word, walk.vocab), TILE=tile, num_warps=1
         )
         kernels._linear_cross_entropy_selected_list_kernel[(self.blocks,)](
             *(self.tile_word, kept, is_sparse, dense_kept, self.block_start, self.slot_tile),
+            self.slot_block,
             *(self.tile_start, self.tile_slot, self.tile_block, self.tiles, self.capacity),
             BLOCK=LISTED,
         )
         self.active[index : index + 1].copy_(self.tile_start[-1:])
-        kernels._linear_cross_entropy_selected_pack_kernel[(64, self.blocks)](
+        kernels._linear_cross_entropy_selected_pack_kernel[(2 * walk.shapes.programs,)](
             *(walk.x, self.packed, self.slot_column, self.rank, self.here, self.column_order),
-            *(is_sparse, self.block_start, self.slot_tile, walk.vocab, walk.width),
+            *(is_sparse, self.tile_start[-1:], self.slot_tile, self.slot_block),
+            *(walk.vocab, walk.width),
             TILE=tile,
             num_warps=8,
         )
-        return dense_kept
 
-    def add_products(self, index: int, first: int, here: int, scaled: Tensor) -> None:
-        """Sum what the packed tiles give to the gradients; a dense piece finds no work here."""
+    def add_products(self, index: int, first: int, here: int, factor: Tensor) -> tuple[bool, bool]:
+        """Sum what the packed tiles give to the gradients; return to which of the two.
+
+        A dense piece finds no work here: then `dense_kept` rows are left to others, else none.
+        """
         from . import selected_kernels as kernels
 
         walk, shapes = self.walk, self.walk.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
         ranks = Selection(walk.selection.target, self.rank, None, self.here)
-        gather(scaled, self.ranked, ranks, 0, shapes)
+        gather(factor, self.ranked, ranks, 0, shapes)
         constants: dict[str, Any] = shapes.constants(columns)
         start(
             kernels._linear_cross_entropy_selected_products_kernel,
@@ -170,8 +197,8 @@ class Filter:
             *(self.tile_slot, self.tile_block, self.counters[index]),
             *(self.blocks, self.tiles, self.splits, walk.height, walk.vocab, walk.depth),
             TILE=tile,
-            NEEDS_HIDDEN=self.sums is not None,
-            NEEDS_WEIGHT=walk.grad_weight is not None,
+            NEEDS_HIDDEN=self.needs_hidden,
+            NEEDS_WEIGHT=self.needs_weight,
             **constants,
         )
         if self.sums is not None:
@@ -181,3 +208,4 @@ class Filter:
                 *(self.splits, walk.depth),
                 BLOCK=16 if shapes.is_interpreted else 1024,
             )
+        return self.needs_hidden, self.needs_weight

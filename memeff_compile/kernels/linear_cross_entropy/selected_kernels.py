@@ -62,6 +62,42 @@ def _linear_cross_entropy_selected_weigh_kernel(
 
 
 @triton.jit
+def _linear_cross_entropy_selected_weigh_rows_kernel(
+    x_ptr,  # (R, W): gradients of logits
+    row_values_ptr,  # (5, N) fp32, compact, as engine F has them
+    kept_ptr,
+    inverse_ptr,  # (R,) fp32 out
+    light_ptr,  # (R,) fp32 out
+    here_ptr,  # (1,) int32 out
+    first_row,
+    piece_rows,
+    all_rows,
+    width,
+    scale,
+    C: tl.constexpr,
+):
+    """Say the same of rows of gradients, whose entries are light one by one."""
+    row = tl.program_id(0)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    tl.store(here_ptr, rows_here)
+    if row < rows_here:
+        place = row_values_ptr + first_row + row
+        factor = tl.abs(tl.load(place + all_rows))
+        factor = tl.maximum(factor, tl.abs(tl.load(place + 2 * all_rows))) * tl.abs(scale)
+        # A row without a gradient loses nothing; one of nan is nan times anything.
+        inverse = tl.where(factor > 0.0, 1.0 / factor, 0.0)
+        light = tl.zeros((C.BLOCK,), tl.float32)
+        for start in range(0, width, C.BLOCK):
+            columns = start + tl.arange(0, C.BLOCK)
+            there = x_ptr + row.to(tl.int64) * width + columns
+            x = tl.load(there, mask=columns < width, other=0.0).to(tl.float32)
+            weighed = tl.abs(x) * inverse
+            light += tl.where(weighed < LIGHT, weighed, 0.0)
+        tl.store(inverse_ptr + row, inverse)
+        tl.store(light_ptr + row, tl.sum(light, axis=0))
+
+
+@triton.jit
 def _linear_cross_entropy_selected_rank_kernel(
     light_ptr,  # (R,) fp32
     here_ptr,
@@ -114,10 +150,12 @@ def _linear_cross_entropy_selected_score_kernel(
     row_ptr = x_ptr + source.to(tl.int64) * width
     levels = _levels(highest, C)
     sums = tl.zeros((C.TILE, C.LEVELS), tl.float32)
-    for start in range(chunk * C.CHUNK, min((chunk + 1) * C.CHUNK, vocab), C.BLOCK):
+    stop = tl.minimum((chunk + 1) * C.CHUNK, vocab)
+    for start in tl.range(chunk * C.CHUNK, stop, C.BLOCK, num_stages=C.STAGES):
         columns = start + tl.arange(0, C.BLOCK)
-        mask = is_row[:, None] & (columns < vocab)[None, :]
-        loaded = tl.load(row_ptr[:, None] + columns[None, :], mask=mask, other=0.0)
+        # Behind the last column X is zero, in whole tiles.
+        there = row_ptr[:, None] + columns[None, :]
+        loaded = tl.load(there, mask=is_row[:, None], other=0.0)
         x = tl.abs(loaded.to(tl.float32))
         weighed = x * inverse[:, None]
         weighed = tl.where(weighed == weighed, weighed, float("inf"))
@@ -222,6 +260,7 @@ def _linear_cross_entropy_selected_list_kernel(
     dense_kept_ptr,  # (1,) int32 out: rows that are left to the dense kernels
     block_start_ptr,  # (blocks + 1,) int32 out: where a block's slots start
     slot_tile_ptr,  # (blocks * T,) int32 out: the tile of each slot, block by block
+    slot_block_ptr,  # (blocks * T,) int32 out: and its block
     tile_start_ptr,  # (T + 1,) int32 out: where a tile's list starts
     tile_slot_ptr,  # (blocks * T,) int32 out: its slots
     tile_block_ptr,  # (blocks * T,) int32 out: and their blocks
@@ -256,6 +295,7 @@ def _linear_cross_entropy_selected_list_kernel(
         here = slot + tl.cumsum(own, axis=0) - own
         at = first + _bits(words & ((1 << block) - 1))
         tl.store(slot_tile_ptr + here, offs, mask=own > 0)
+        tl.store(slot_block_ptr + here, tl.zeros((BLOCK,), tl.int32) + block, mask=own > 0)
         tl.store(tile_slot_ptr + at, here, mask=own > 0)
         tl.store(tile_block_ptr + at, tl.zeros((BLOCK,), tl.int32) + block, mask=own > 0)
         tl.store(tile_start_ptr + offs, first, mask=(offs < tiles) & (block == 0))
@@ -272,23 +312,25 @@ def _linear_cross_entropy_selected_pack_kernel(
     here_ptr,
     column_order_ptr,  # (V,) int64
     is_sparse_ptr,
-    block_start_ptr,
+    slots_ptr,  # (1,) int32: how many there are
     slot_tile_ptr,
+    slot_block_ptr,
     vocab,
     width,
     TILE: tl.constexpr,
 ):
-    """Copy tiles that count, row by row and column by column; what does not exist is zero."""
-    block = tl.program_id(1)
-    first = tl.load(block_start_ptr + block)
-    stop = tl.load(block_start_ptr + block + 1)
-    stop = tl.where(tl.load(is_sparse_ptr) > 0, stop, 0)
+    """Copy tiles that count, row by row and column by column; what does not exist is zero.
+
+    All programs are in the same few blocks at a time, whose rows of X then stay in the L2 cache.
+    """
+    stop = tl.where(tl.load(is_sparse_ptr) > 0, tl.load(slots_ptr), 0)
+    rows_here = tl.load(here_ptr)
     offs = tl.arange(0, TILE)
-    places = block * TILE + offs
-    is_row = places < tl.load(here_ptr)
-    source = tl.load(rank_ptr + places, mask=is_row, other=0)
-    row_ptr = x_ptr + source.to(tl.int64) * width
-    for slot in range(first + tl.program_id(0), stop, tl.num_programs(0)):
+    for slot in range(tl.program_id(0), stop, tl.num_programs(0)):
+        places = tl.load(slot_block_ptr + slot) * TILE + offs
+        is_row = places < rows_here
+        source = tl.load(rank_ptr + places, mask=is_row, other=0)
+        row_ptr = x_ptr + source.to(tl.int64) * width
         column_place = tl.load(slot_tile_ptr + slot) * TILE + offs
         is_column = column_place < vocab
         column = tl.load(column_order_ptr + column_place, mask=is_column, other=0)

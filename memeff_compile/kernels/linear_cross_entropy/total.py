@@ -101,7 +101,7 @@ def total_bytes(
         return total_fused.bytes_held(
             *(n, depth, vocab, workspace),
             is_plain=not has_softcap,
-            is_filtered=gradient_filter != "exact",
+            gradient_filter=gradient_filter,
         )
     height = total_reference.rows_per_piece(
         n, vocab, wide * (1 + has_softcap), workspace, where_it_runs(device).type
@@ -171,12 +171,11 @@ def _by_recomputing(given: Loss) -> Totals:
     """Run an engine's forward and its backward behind it, where none makes both at once."""
     operands, modifiers = (*given[:4], None), (given.ignore_index, given.scale, given.softcap)
     knobs = Knobs(*modifiers, False, False, given.gradient_filter, given.workspace)
-    settings = knobs._replace(filter_level=given.filter_level)._asdict()
-    nll, lse, nothing, entropy, _, _, active, row_order = rows_op.linear_cross_entropy(
-        *operands, **settings
-    )
+    level, sorts = given.filter_level, given.sort_vocabulary
+    settings = knobs._replace(filter_level=level, sort_vocabulary=sorts)._asdict()
+    nll, lse, nothing, entropy, _ = rows_op.linear_cross_entropy(*operands, **settings)
     of_rows = (given.row_gradients(nll.dtype), torch.zeros_like(lse), nothing, entropy)
-    kept = (lse, entropy, active, row_order)
+    kept = (lse, entropy)
     mask = list(given.output_mask)
     gradients = rows_op.linear_cross_entropy_backward(
         *of_rows, *operands, *kept, **settings, output_mask=mask
@@ -274,7 +273,7 @@ linear_cross_entropy_total = library.op(
     "linear_cross_entropy_total(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "Tensor? row_weight, Tensor? norm, *, int? ignore_index, float scale, float softcap, "
     "int workspace, bool[3] output_mask, "
-    'str gradient_filter="exact", float filter_level=0.0) -> '
+    'str gradient_filter="exact", float filter_level=0.0, bool sort_vocabulary=False) -> '
     "(Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     *library.taking(Loss, _forward, _fake_forward),
     backward=_link,

@@ -139,7 +139,7 @@ def bytes_held(
     workspace: int,
     *,
     is_plain: bool,
-    is_filtered: bool = False,
+    gradient_filter: str = "exact",
 ) -> sympy.Expr:
     """Return a bound of the bytes of X, its statistics and the scaled rows of one piece.
 
@@ -150,6 +150,7 @@ def bytes_held(
     width = -(-vocab // shapes.columns) * shapes.columns
     budget = workspace or auto_bytes(rows, width)
     height = sympy.Max(budget / (2 * width), shapes.rows)
+    is_filtered = selected.leaves_out(gradient_filter, depth, workspace)
     if is_filtered:
         height = sympy.Min(height, selected.BLOCKS * shapes.rows)
     held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
@@ -208,9 +209,10 @@ class Walk:
         self.shapes: Shapes = shapes_for(hidden.device)
         needs_hidden, needs_weight, needs_bias = output_mask
         self.selection = select_rows(target, knobs)
-        is_filtered = knobs.gradient_filter != "exact"
+        is_filtered = selected.leaves_out(knobs.gradient_filter, self.depth, knobs.workspace)
         if is_filtered:
             self.selection = selected.all_rows(self.selection)
+        self.filter: selected.Filter | None = None
         self.is_compact = self.selection.kept is not None
         self.cap = (knobs.scale, knobs.softcap)
         self.flags = {
@@ -250,7 +252,9 @@ class Walk:
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.height, self.depth)
         # multiples of 16 bytes, so that every piece's launches are compiled alike
-        self.counters = self.marks(pieces, 4 + tiles // 4 * 4)
+        self.counters = self.marks(2 * pieces, 4 + tiles // 4 * 4)
+        if is_filtered:
+            self.filter = selected.Filter(self, pieces)
 
     def floats(self, *sizes: int) -> Tensor:
         """Return memory for numbers in fp32."""
@@ -260,29 +264,34 @@ class Walk:
         """Return zeros that kernels write to."""
         return self.hidden.new_zeros(sizes, dtype=torch.int32)
 
+    def weigh(
+        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
+    ) -> None:
+        """Tell a filter what X of a row is times, what is light in it, and how many rows count."""
+        raise NotImplementedError
+
     def gradients(self) -> Gradients:
         """Return what was asked for, behind the last piece."""
         sums = self.bias_sums
         return self.grad_hidden, self.grad_weight, None if sums is None else sums.to(self.bias)
 
-    def add_products(
-        self,
-        index: int,
-        first: int,
-        here: int,
-        factor: Tensor | None,
-        kept: Tensor | None = None,
-    ) -> None:
+    def add_products(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
         """Sum what X gives to the gradients, by the kernels that this Triton has.
 
         A piece has a number, a first compact row, and may have so many. For dC X is multiplied with
-        the factor, (R, D), which is zero behind the last row. Where fewer rows are `kept` than
-        count, none of the others is multiplied.
+        the factor, (R, D), which is zero behind the last row. A filter leaves out what it may.
         """
         from . import total_kernels as kernels
 
-        if self.grad_weight is not None or self.grad_hidden is not None:
-            self._multiply(index, first, here, factor, kept)
+        needs = self.grad_hidden is not None, self.grad_weight is not None
+        if self.filter is not None and factor is not None and any(needs):
+            filtered = self.filter.add_products(index, first, here, factor)
+            whole = needs[0] and not filtered[0], needs[1] and not filtered[1]
+            self._multiply((index, 0), first, here, factor, filtered, self.filter.dense_kept[index])
+        else:
+            whole = needs
+        if any(whole):
+            self._multiply((index, 1), first, here, factor, whole, self.selection.kept)
         if self.bias_sums is not None:
             start(
                 kernels._linear_cross_entropy_total_bias_kernel,
@@ -295,10 +304,16 @@ class Walk:
             )
 
     def _multiply(
-        self, index: int, first: int, here: int, factor: Tensor | None, kept: Tensor | None
+        self,
+        number: tuple[int, int],  # of the piece, and which launch of it this is
+        first: int,
+        here: int,
+        factor: Tensor | None,
+        needs: tuple[bool, bool],  # which gradients are asked for, of hidden states and weight
+        kept: Tensor | None,  # how many rows count
     ) -> None:
+        needs_hidden, needs_weight = needs
         shapes, selection = self.shapes, self.selection
-        kept = selection.kept if kept is None else kept
         rows, columns, step = shapes.rows, shapes.columns, shapes.step
         kernel: Any
         tiles_of: Any = fused.tiles_of
@@ -325,11 +340,19 @@ class Walk:
             tiles_of(self.weight, step, columns),
             tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
             *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
-            *(self.counters[index], first, here, self.width, self.vocab, self.depth, *splits),
-            ADD=index > 0 or self.adds_first,
+            *(
+                self.counters[2 * number[0] + number[1]],
+                first,
+                here,
+                self.width,
+                self.vocab,
+                self.depth,
+                *splits,
+            ),
+            ADD=number[0] > 0 or self.adds_first,
             HAS_PARTS=self.parts is not None,
-            NEEDS_WEIGHT=self.grad_weight is not None,
-            NEEDS_HIDDEN=self.grad_hidden is not None,
+            NEEDS_WEIGHT=needs_weight,
+            NEEDS_HIDDEN=needs_hidden,
             STAGES=shapes.stages,
             WARPS=shapes.warps,
             **constants,
@@ -343,6 +366,8 @@ class _Total(Walk):
     def __init__(self, given: Loss) -> None:
         modifiers = given.ignore_index, given.scale, given.softcap
         knobs = Knobs(*modifiers, False, False, given.gradient_filter, given.workspace)
+        level, sorts = given.filter_level, given.sort_vocabulary
+        knobs = knobs._replace(filter_level=level, sort_vocabulary=sorts)
         super().__init__(Operands(*given[:4]), knobs, given.output_mask)
         self.factor = given.row_gradients(torch.float32)
         # Ignored rows, which no kernel writes, have a loss of zero.
@@ -354,9 +379,6 @@ class _Total(Walk):
         if self.grad_weight is not None or self.is_compact:
             self.scaled = self.hidden.new_empty((self.height, self.depth))
         self.again = self.marks(len(self.counters), 4)
-        self.filter = None
-        if given.gradient_filter != "exact":
-            self.filter = selected.Filter(self, given.gradient_filter, given.filter_level)
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute the losses of these rows, their dE and what they give to dC."""
@@ -380,7 +402,8 @@ class _Total(Walk):
         self._rows(first, here, again, is_final=False)
         self._logits(first, here, again)
         self._rows(first, here, again, is_final=True)
-        kept = None if self.filter is None else self.filter.choose(index, first, here)
+        if self.filter is not None:
+            self.filter.choose(index, first, here)
         if self.grad_weight is not None:
             assert self.scaled is not None
             start(
@@ -392,9 +415,22 @@ class _Total(Walk):
                 BLOCK=block,
                 **self.flags,
             )
-        if self.filter is not None and self.scaled is not None:
-            self.filter.add_products(index, first, here, self.scaled)
-        self.add_products(index, first, here, self.scaled, kept)
+        self.add_products(index, first, here, self.scaled)
+
+    def weigh(
+        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
+    ) -> None:
+        from . import selected_kernels as kernels
+
+        start(
+            kernels._linear_cross_entropy_selected_weigh_kernel,
+            (-(-here // ROWS),),
+            *(self.stats, self.base, self.selection.kept, inverse, light, rows_here),
+            *(first, here, self.tiles, self.knobs.scale),
+            HAS_KEPT=True,
+            ROWS=ROWS,
+            TILES=TILES,
+        )
 
     def _padded(self, rows: int) -> int:
         return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)

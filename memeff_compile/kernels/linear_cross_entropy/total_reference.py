@@ -53,6 +53,7 @@ class Loss(NamedTuple):
     # as for `linear_cross_entropy`; engines but T leave nothing out
     gradient_filter: str = "exact"
     filter_level: float = 0.0
+    sort_vocabulary: bool = False
 
     @property
     def wide(self) -> torch.dtype:

@@ -8,15 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import selected, total_fused, total_reference
+from memeff_compile.kernels.linear_cross_entropy import (
+    row_pieces,
+    selected,
+    total_fused,
+    total_reference,
+)
+from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
 from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals
 
 pytestmark = pytest.mark.interpreter
 
 IGNORED = -100
 ROWS, DEPTH, VOCAB = 150, 24, 500
-WORKSPACE = 2 * 64 * 512
-"""Pieces of 64 rows, of which the last is ragged: two blocks of ranked rows each."""
 
 
 def _inputs(kind: str, ignored: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,8 +54,9 @@ def _run(
     monkeypatch.setattr(total_fused, "_Total", Seen)
     hidden, weight, target = inputs
     norm = (target != IGNORED).sum()
-    given = {"scale": 1.0, "softcap": 0.0, "output_mask": (True, True, False)} | settings
-    loss = Loss(hidden, weight, None, target, None, norm, IGNORED, workspace=WORKSPACE, **given)
+    given = {"scale": 1.0, "softcap": 0.0, "output_mask": (True, True, False)}
+    given |= {"sort_vocabulary": True} | settings
+    loss = Loss(hidden, weight, None, target, None, norm, IGNORED, workspace=0, **given)
     return total_fused.run(loss), walks[0]
 
 
@@ -64,6 +69,13 @@ def _exact(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tenso
     counts = target != IGNORED
     away[counts, target[counts]] -= 1
     return away * counts[:, None], hidden, weight
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filter rows of few features, in pieces of 64 rows, two blocks each; the last is ragged."""
+    monkeypatch.setattr(selected, "LEAST_DEPTH", 8)
+    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes: 64)
 
 
 HOSTILE = ["plain", "flat", "flat among peaked", "far"]
@@ -94,7 +106,7 @@ def test_no_row_loses_more_than_the_bound_of_mass(
     lost = (found.grad_weight.double() * count - away.t() @ hidden).abs().sum()
     assert lost <= float((dropped.double() * hidden.abs().sum(1)).sum()) * 1.01 + 1e-3
     share = int(walk.filter.active.sum()) / (-(-count // walk.filter.tile) * walk.filter.tiles)
-    assert share == 1 if kind == "flat" else share < 1
+    assert share == 1 if kind.startswith("flat") else share < 1
 
 
 @pytest.mark.parametrize("kind", ["plain", "flat among peaked"])
@@ -127,15 +139,62 @@ def test_gradients_are_exact_where_nothing_may_be_lost(
     source = torch.Generator().manual_seed(2)
     bias, weights = torch.randn(VOCAB, generator=source), torch.rand(ROWS, generator=source)
     norm = (target != IGNORED).sum()
-    settings = IGNORED, 1.5, 20.0, WORKSPACE, mask
+    settings = IGNORED, 1.5, 20.0, 0, mask
     given = hidden, weight, bias, target, weights, norm, *settings
-    found = total_fused.run(Loss(*given, "mass", 1e-7))
+    found = total_fused.run(Loss(*given, "mass", 1e-7, True))
     wide = [part.double() for part in (hidden, weight, bias)]
     expected = total_reference.run(Loss(*wide, target, weights, norm, *settings))
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert float((one.double() - other).norm()) <= 2e-5 * float(other.norm())
+
+
+def _of_rows(
+    inputs: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, bool] = (True, True), **changes: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of engine F by pieces of rows; nll and lse each have one of their own."""
+    knobs = Knobs(IGNORED, 1.0, 0.0, True, False, "mass", 0, sort_vocabulary=True)
+    knobs = knobs._replace(**changes)
+    operands, source = Operands(*inputs[:2], None, inputs[2]), torch.Generator().manual_seed(4)
+    cotangents = torch.rand(2, ROWS, generator=source)
+    cotangents[:, ::9] = 0
+    nothing = torch.empty(0)
+    grads = RowGradients(*cotangents, nothing, nothing)
+    lse = (inputs[0] @ inputs[1].t()).logsumexp(-1)
+    return row_pieces.backward(grads, operands, Kept(lse, nothing), knobs, (*needs, False))
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize(
+    ("parts", "sorts", "dense_share"),
+    [
+        ("both", True, 1.0),
+        ("both", False, 1.0),
+        ("hidden", True, 1.0),
+        ("weight", True, 1.0),
+        ("hidden", True, 0.0),
+    ],
+)
+def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_asked_for(
+    dense_share: float, parts: str, sorts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By |p - 1(target)| of a loss whose lse has a gradient, too; in rows without one, nothing."""
+    monkeypatch.setattr(selected, "DENSE_SHARE", dense_share)
+    inputs, tau = _inputs("plain", 0.2), 2.0**-3
+    exact = _of_rows(inputs, gradient_filter="exact")
+    given = {"filter_level": tau, "filter_parts": parts, "sort_vocabulary": sorts}
+    found = _of_rows(inputs, **given)
+    bounds = tau * inputs[1].norm(dim=1).max(), tau * inputs[0].norm(dim=1).max() * ROWS
+    for place, bound in enumerate(bounds):
+        right, filtered = exact[place], found[place]
+        assert right is not None
+        assert filtered is not None
+        lacks = (filtered - right).norm(dim=1)
+        assert bool((lacks <= bound + 1e-4).all())
+        is_filtered = dense_share == 1 and parts in ("both", ("hidden", "weight")[place])
+        # Columns as they lie are in tiles that all count.
+        assert (float(lacks.max()) > 1e-3) == (is_filtered and sorts)
 
 
 def test_a_row_of_nan_spoils_what_it_spoils_without_a_filter(
@@ -152,7 +211,7 @@ def test_a_row_of_nan_spoils_what_it_spoils_without_a_filter(
     assert found.grad_weight.isnan().all()
 
 
-def test_ids_in_any_order_give_the_same_tiles_and_gradients(
+def test_ids_in_any_order_give_like_tiles_and_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
@@ -164,12 +223,15 @@ def test_ids_in_any_order_give_the_same_tiles_and_gradients(
     other, second = _run((hidden, weight[order], moved), monkeypatch, **given)
     assert first.filter is not None
     assert second.filter is not None
-    assert first.filter.active.sum() > 0
+    counts = [int(walk.filter.active.sum()) for walk in (first, second) if walk.filter]
+    assert min(counts) > 0
+    assert max(counts) <= 1.25 * min(counts)
     for a, b in ((one.grad_hidden, other.grad_hidden), (one.grad_weight, other.grad_weight)):
         assert a is not None
         assert b is not None
         b = b if b is other.grad_hidden else torch.empty_like(b).index_copy_(0, order, b)
-        assert float((a - b).norm()) <= 2e-3 * float(a.norm())
+        # Columns that fill up a tile are others.
+        assert float((a - b).norm()) <= 5e-2 * float(a.norm())
 
 
 def test_runs_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
