@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .model.cache.kv_cache import KVCache as KVCache
     from .model.cache.kv_cache import use_kv_cache_ as use_kv_cache_
     from .model.cache.minicache import MiniCache as MiniCache
+    from .model.changes import verb_report as verb_report
     from .model.ternary.verbs import pack_ternary_ as pack_ternary_
     from .model.ternary.verbs import ternarize_ as ternarize_
     from .model.weights.compress import CompressionReport as CompressionReport
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .planning.caches import explain_cache as explain_cache
     from .planning.explain import Explanation as Explanation
     from .planning.explain import explain as explain
+    from .report import VerbReport as VerbReport
     from .report import graphs as graphs
     from .report import last_report as last_report
 
@@ -66,6 +68,7 @@ _NAMES = {
     "model.cache.fidelity": "fidelity_report",
     "model.cache.kv_cache": "KVCache use_kv_cache_",
     "model.cache.minicache": "MiniCache",
+    "model.changes": "verb_report",
     "model.ternary.verbs": "pack_ternary_ ternarize_",
     "model.weights.compress": "CompressionReport compress_ compression_report decompress_",
     "model.weights.compressed_file": "load_compressed_ save_compressed",
@@ -76,7 +79,7 @@ _NAMES = {
     "passes.graph.graph_info": "GraphInfo",
     "planning.caches": "explain_cache",
     "planning.explain": "Explanation explain",
-    "report": "graphs last_report",
+    "report": "VerbReport graphs last_report",
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -188,6 +188,56 @@ def has_checkpoint_policy(gm: GraphModule) -> bool:
     return gm.meta.get("_checkpoint_context_fn") is not None
 
 
+_KEPT = "memeff_kept"
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+
+
+class _KeepsMarked:
+    """The `context_fn` of a checkpoint that keeps what calls with a mark return."""
+
+    def __init__(self, cache_hash: str) -> None:
+        self.cache_hash = cache_hash  # what tells two of them apart in the caches of AOTAutograd
+
+    def __call__(self) -> Any:
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        return create_selective_checkpoint_contexts(self._policy)
+
+    @staticmethod
+    def _policy(context: object, op: Any, *args: object, **kwargs: object) -> Any:
+        from torch.fx import traceback
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        del context, args, kwargs
+        kind, name = traceback.current_meta.get(_KEPT), op.name()
+        is_kept = "attention" in name if kind == "attention" else kind and name in _PRODUCTS
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, bool]) -> Callable[[], None]:
+    """Have the body of a checkpoint keep what some calls return, and return how to take it back.
+
+    Of a node that is attention (True) what its fused kernel returns is kept, of another what its
+    product returns.
+    """
+    for node, is_attention in kept.items():
+        node.meta[_KEPT] = "attention" if is_attention else "product"
+    named = ",".join(sorted(f"{node.name}:{node.meta[_KEPT]}" for node in kept))
+    gm.meta["_checkpoint_context_fn"] = _KeepsMarked(f"memeff_compile keeps {named}")
+
+    def undo() -> None:
+        del gm.meta["_checkpoint_context_fn"]
+        for node in kept:
+            del node.meta[_KEPT]
+
+    return undo
+
+
+def is_kept(node: Node) -> bool:
+    """Return whether the checkpoint around a call keeps what it returns."""
+    return _KEPT in node.meta
+
+
 def recompute_in_backward(node: Node) -> None:
     """Have the partition of AOTAutograd compute a call again in the backward, and keep its inputs.
 

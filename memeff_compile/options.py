@@ -51,6 +51,7 @@ PASS_FACTS = (
     PassFacts("quantize_attention", "attention", ("exact", "off"), may_find_nothing=True),
     PassFacts("keep_rotary_tables", "rotary_tables", may_find_nothing=True),
     PassFacts("ternarize_linear", "ternary", may_find_nothing=True),
+    PassFacts("keep_activations", "recompute", ("as_written",), may_find_nothing=True),
 )
 """Every pass, in the order in which they run."""
 
@@ -189,6 +190,15 @@ def _check_bytes(key: str, value: Any, *, has_auto: bool = True) -> object:  # n
         takes = f"it takes {some}a number of bytes{is_auto} or a size such as '64MiB' or '1GiB'."
         raise _wrong(key, value, takes)
     return value
+
+
+def _check_recompute(key: str, value: object) -> object:
+    if value in ("as_written", "attention"):
+        return value
+    if isinstance(value, str) and not _BYTES.fullmatch(value):
+        takes = "it takes 'as_written', 'attention', a number of bytes or a size such as '12GiB'."
+        raise _wrong(key, value, takes + _suggest(value, ("as_written", "attention")))
+    return _check_bytes(key, value, has_auto=False)
 
 
 _SITE_LEVELS = (*ATTENTION_LEVELS, "exact")
@@ -463,6 +473,14 @@ class Options:
     )
     gated_linear: str = _switch(
         "In activation checkpoints, write the gradients of a gated MLP over gate and up."
+    )
+    recompute: str | int = _option(
+        "as_written",
+        "`as_written`, `attention`, bytes, or a size such as `12GiB`",
+        _check_recompute,
+        "What activation checkpoints compute again for the backward. `as_written`: "
+        "everything in them. `attention`: all but what attention returned, which they keep. A "
+        "size: at most so many bytes are kept, of attention and linears, those that save most.",
     )
     rotary_tables: str = _switch(
         "On a GPU, compute the cosines and sines of positions once, not in every kernel "

@@ -12,6 +12,7 @@ import html
 import json
 import textwrap
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -48,6 +49,28 @@ DEFERRED_SENTENCE = (
 
 _WIDTH = 96
 _INDENT = 11
+
+
+class VerbReport(ABC):
+    """What every verb on a model reports: a line, as text more, as JSON everything.
+
+    `print` shows the text, whose first line is `summary`; a notebook folds the rest in. A verb that
+    returns the model keeps its report for `verb_report(model)`.
+    """
+
+    @property
+    def summary(self) -> str:
+        """What was done or found, in one line."""
+        return str(self).partition("\n")[0]
+
+    @abstractmethod
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return everything as JSON."""
+
+    def _repr_html_(self) -> str:
+        summary, _, more = html.escape(str(self)).partition("\n")
+        folded = f"<details><summary>details</summary><pre>{more}</pre></details>" if more else ""
+        return f"<pre>{summary}</pre>{folded}"
 
 
 def format_bytes(count: float) -> str:
@@ -372,7 +395,7 @@ class GraphReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
     As text it is what changed, the bytes, and what to do next; `details` says where and why, and

@@ -471,7 +471,7 @@ def test_inductor_calls_the_twin_of_an_op() -> None:
         assert called == ["twin"]
 
 
-@probes("recompute_in_backward")
+@probes("recompute_in_backward", "keep_in_checkpoint", "is_kept")
 def test_a_marked_call_is_computed_again_instead_of_kept() -> None:
     def saved(*, is_marked: bool) -> int:
         def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ DOCUMENTED_KEYS = (
     "logits",
     "embedding",
     "gated_linear",
+    "recompute",
     "rotary_tables",
     "attention",
     "attention.length",
@@ -356,7 +357,7 @@ class TestStrict:
 
     def test_one_name_or_several_in_any_order(self) -> None:
         assert parse(strict="defer_logits").strict == ("defer_logits",)
-        every = parse(strict=list(reversed(PASS_NAMES)), attention="8b")
+        every = parse(strict=list(reversed(PASS_NAMES)), attention="8b", recompute="attention")
         assert every.strict == PASS_NAMES
 
     @pytest.mark.parametrize(

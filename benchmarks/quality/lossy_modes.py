@@ -250,44 +250,65 @@ def measure(given: argparse.Namespace) -> int:
 
 
 def table(given: argparse.Namespace) -> int:
-    """Print the latest rows as Markdown, a table for each model, text and length."""
+    """Print the latest rows as Markdown: a table for each model and length, a column a text."""
     found = [row for row in rows.read(given.out) if row["what"] == "quality"]
-    by = ("model", "text", "length")
+    by = ("model", "length", "dtype")
     for place in dict.fromkeys(tuple(row[key] for key in by) for row in found):
-        here = [row for row in found if tuple(row[key] for key in by) == place]
-        print("\n{}, {}, sequences of {}".format(*place))
-        show = show_keys if place[1] == "keys" else show_text
-        show(rows.latest(here, "mode"))
+        here = rows.latest(
+            [row for row in found if tuple(row[key] for key in by) == place], "text", "mode"
+        )
+        columns = {name: [r for r in here if r["text"] == name] for name in by_text(here)}
+        heads = [heading(name, column) for name, column in columns.items()]
+        print("\n{}, sequences of {}, {}\n".format(*place))
+        print(f"| mode | {' | '.join(heads)} | error: behind the last layer; worst attention |")
+        print("|---" * (len(heads) + 2) + "|")
+        for mode in dict.fromkeys(row["mode"] for row in here):
+            each = [[r for r in column if r["mode"] == mode] for column in columns.values()]
+            cells = [cell(row[0]) if row else "" for row in each]
+            errors = [row[0] for row in each if row and "layer_errors" in row[0]]
+            print(f"| {' | '.join([mode, *cells, worst(errors)])} |")
     return 0
 
 
-def show_keys(found: list[dict[str, Any]]) -> None:
-    """Print pass keys."""
-    print("\n| mode | right | exact model | asked |\n|---|---:|---:|---:|")
-    for row in found:
-        if "asked" in row:
-            cells = [row["mode"], row["right"], row["exact_right"], row["asked"]]
-            print(f"| {' | '.join(map(str, cells))} |")
+def by_text(found: list[dict[str, Any]]) -> list[str]:
+    """Return the names of texts in the order of first appearance, pass keys last."""
+    names = list(dict.fromkeys(row["text"] for row in found))
+    return sorted(names, key=lambda name: name == "keys")
 
 
-def show_text(found: list[dict[str, Any]]) -> None:
-    """Print what became of a text."""
-    judged = [row for row in found if "tokens" in row]
-    if judged:
-        print(f"{judged[0]['tokens']} tokens, perplexity {judged[0]['perplexity_exact']:.3f}")
-    print("\n| mode | perplexity (se) | KL, nats | same token | behind the last layer | worst |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for row in judged:
-        errors = row.get("attention_errors") or row["layer_errors"]
-        cells = [
-            row["mode"],
-            f"{100 * row['change']:+.2f} % ({100 * row['change_se']:.2f})",
-            f"{row['kl']:.4f}",
-            f"{100 * row['same']:.1f} %",
-            f"{100 * row['layer_errors'][-1]:.1f} %",
-            f"{100 * max(errors):.1f} % (layer {errors.index(max(errors))})",
-        ]
-        print(f"| {' | '.join(cells)} |")
+def heading(name: str, column: list[dict[str, Any]]) -> str:
+    """Return what a column is of."""
+    if name == "keys":
+        asked = [f"{row['asked']}, the exact model {row['exact_right']}" for row in column[:1]]
+        return f"pass keys of {''.join(asked)}"
+    judged = [row for row in column if "tokens" in row][:1]
+    of = [f", {row['tokens']:,} tokens at {row['perplexity_exact']:.2f}" for row in judged]
+    return f"{name}{''.join(of)}: perplexity (se); KL (se); same token"
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Return what one mode did to one text."""
+    if "refused" in row:
+        return "refused"
+    if row["text"] == "keys":
+        return str(row["right"])
+    change = f"{100 * row['change']:+.2f} % ({100 * row['change_se']:.2f})"
+    return f"{change}; {max(row['kl'], 0.0):.4f} ({row['kl_se']:.4f}); {100 * row['same']:.1f} %"
+
+
+def worst(found: list[dict[str, Any]]) -> str:
+    """Return the errors of layers, the largest of all texts."""
+    if not found:
+        return ""
+    last = max(row["layer_errors"][-1] for row in found)
+    shown = f"{100 * last:.1f} %"
+    own = [row["attention_errors"] for row in found if "attention_errors" in row]
+    if own:
+        error, place = max((e, place) for errors in own for place, e in enumerate(errors))
+        kept = max(row["left_exact"] for row in found)
+        shown += f"; {100 * error:.1f} % (layer {place})"
+        shown += f", {kept} layers exact" if kept else ""
+    return shown
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {"measure": measure, "table": table}

@@ -9,7 +9,7 @@ from typing import Any
 from memeff_compile import MiniCache
 
 Merged = functools.partial(MiniCache, force=True)  # what is lost is what is measured
-MANTISSAS = (3, 1, 0)
+MANTISSAS = (7, 3, 1, 0)
 LEVELS = ("8b", "8b+f16", "4b")
 CALIBRATED = "8b, calibrated"
 
@@ -32,7 +32,10 @@ class Mode:
 
 
 def modes(layers: int) -> list[Mode]:
-    """Return every mode for a model of so many layers; the exact cache says what rounding does."""
+    """Return every mode for a model of so many layers, and two that are exact.
+
+    The cache of 16 bits says what rounding does, all bits of weights how many bits a code takes.
+    """
     half, late = layers // 2, 3 * layers // 4 // 2 * 2
     found = [Mode(f"cache, {bits} bits", cache={"bits": bits}) for bits in (16, 8, 4, 3, 2)]
     per_head = {"bits": 4, "scheme": "per_head"}

@@ -12,6 +12,7 @@ from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from .graph.base import GraphPass
+from .keep_activations import KeepActivations
 from .keep_rotary_tables import KeepRotaryTables
 from .quantize_attention import QuantizeAttention
 from .recover_attention import RecoverAttention
@@ -31,6 +32,7 @@ PASSES: tuple[GraphPass, ...] = (
     QuantizeAttention(),  # what the pass before left, where a lossy form is asked for
     KeepRotaryTables(),  # for Inductor alone, which would compute them in each layer
     TernarizeLinear(),  # linears of models trained with ternary weights
+    KeepActivations(),  # activation checkpoints, as they are behind all others
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from ..errors import ExplainError
 from ..kernels import coded_kv_cache as op_folder
-from ..report import format_bytes
+from ..report import VerbReport, format_bytes
 from .setting import most, read_memory
 
 MODES = (16, 8, 4, 3, 2)
@@ -38,7 +39,7 @@ class CacheMode:
 
 
 @dataclass(frozen=True)
-class CachePlan:
+class CachePlan(VerbReport):
     """The modes of a cache beside one model's weights."""
 
     name: str  # of the model
@@ -66,6 +67,10 @@ class CachePlan:
         lines += ["", *(f"  {mode.bits} bits: {mode.formula} bytes" for mode in self.modes)]
         lines += ["", *(f"  {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values; formulas are strings in B (sequences) and N (tokens)."""

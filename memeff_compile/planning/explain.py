@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import ExplainError, first_line
 from ..options import Options
-from ..report import Record, Report, format_bytes
+from ..report import Record, Report, VerbReport, format_bytes
 from . import setting as settings
 from .capture import Capture, capture, sizes_of
 from .depth import Stack, configs_of, shortened, stacks_of
@@ -192,7 +192,7 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(VerbReport):
     """What `explain` found out."""
 
     name: str  # of the model

@@ -15,6 +15,7 @@ from tests.support.scripts import script
 
 transformers = pytest.importorskip("transformers", reason="models are folders of it")
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS = 4
 SHORT = ["--length", "320", "--prompt", "256", "--sequences", "2", "--batch", "1"]
 
@@ -75,7 +76,8 @@ def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> 
         assert row["command"].startswith("python benchmarks/quality/lossy_modes.py measure")
         assert {"commit", "torch", "transformers", "date", "cpu", "digest"} <= set(row)
     shown = script("lossy_modes", "table", "--out", str(out))
-    assert "126 tokens" in shown
+    assert "126 tokens at " in shown
+    assert "pass keys of 3, the exact model " in shown
     assert all(f"| {name} |" in shown for name in names)
 
 
@@ -93,6 +95,9 @@ def test_fewer_bits_are_further_from_the_exact_model(measured: tuple[Path, Any])
         kl = [text[f"{kind}, {name}"]["kl"] for name in family]
         assert kl == sorted(kl)
         assert kl[0] > 0
+    lossless = text["weights, 7 bits of 7"]
+    assert lossless["kl"] == lossless["change"] == 0
+    assert 10 < lossless["bits"] < 16
     low = text["attention, 4b"]
     assert low["left_exact"] == 0
     assert min(low["attention_errors"]) > 0.01
@@ -201,6 +206,17 @@ def test_texts_are_of_this_python_or_of_a_file(subject: Any, tmp_path: Path) -> 
     own = texts.own(subject.model, subject.tokenizer, 64, 3)
     assert own.shape == (3, 64)
     assert torch.equal(own[0, :32], texts.rows_of(subject.tokenizer, "prose", 32, 2)[0])
+
+
+@pytest.mark.parametrize("name", ["lossy_modes quality.jsonl", "layer_pairs layer-pairs.jsonl"])
+def test_the_page_shows_what_the_rows_say(name: str) -> None:
+    page = (ROOT / "docs" / "measured" / "real-models.md").read_text()
+    action, _, file = name.partition(" ")
+    for rows in (ROOT / "benchmarks" / "results").glob(f"*/{file}"):
+        shown = script(action, "table", "--out", str(rows))
+        tables = [line for line in shown.splitlines() if line.startswith("|")]
+        assert len(tables) > 5
+        assert [line for line in tables if line not in page] == []
 
 
 def test_pairs_of_layers_are_merged_as_a_cache_does(subject: Any) -> None:

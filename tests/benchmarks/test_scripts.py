@@ -500,6 +500,20 @@ def test_compressed_weights_are_measured_part_by_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_win4_products_are_timed_over_widths(tmp_path: Path) -> None:
+    from benchmarks import rows
+
+    out = tmp_path / "rows.jsonl"
+    script("coded_weight_widths", "--size", "tiny", "--rounds", "1", "--out", str(out))
+    found = rows.read(out)
+    assert {row["way"] for row in found} == {"dense", "first", "win4"}
+    assert {tuple(row["shape"]) for row in found} == {(64, 256), (40, 512)}
+    assert {row["chosen"] for row in found if row["tokens"] == 17 and row["way"] == "win4"} == {
+        "None"
+    }
+
+
+@pytest.mark.slow
 def test_small_models_with_compressed_weights_train_alike_and_are_drawn(tmp_path: Path) -> None:
     from benchmarks import plot, rows
 

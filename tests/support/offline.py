@@ -139,6 +139,15 @@ def compile_for(
 
 def stack_bytes(cubin: bytes) -> int:
     """Return the bytes of stack a kernel uses, which is where spilled registers go."""
+    return _used(cubin, "STACK")
+
+
+def registers_of(cubin: bytes) -> int:
+    """Return the registers of a thread."""
+    return _used(cubin, "REG")
+
+
+def _used(cubin: bytes, what: str) -> int:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -148,7 +157,7 @@ def stack_bytes(cubin: bytes) -> int:
         listing = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
+    return max(int(found) for found in re.findall(rf"{what}:(\d+)", listing))
 
 
 def is_pinned() -> bool:

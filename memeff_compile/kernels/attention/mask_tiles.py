@@ -84,7 +84,9 @@ def classify_in_kernel(mask: Tensor) -> Tensor:
         )
         is_bias = mask.dtype.is_floating_point
         numbers = {"IS_BIAS": is_bias, "TILE": TILE, "HIDDEN": HIDDEN, "SEEN": SEEN}
-        kernel, grid = kernels._attention_mask_tiles_kernel, (batch * heads * bands,)
+        # What is added in one tile counts beside what is added in the others of its rows.
+        parts = 1 if is_bias else tiles_of(tiles, CLASSIFY["CHUNK"])
+        kernel, grid = kernels._attention_mask_tiles_kernel, (batch * heads * bands, parts)
         launch(kernel, grid, arguments, {**numbers, **CLASSIFY}, (is_bias,))
     return codes
 

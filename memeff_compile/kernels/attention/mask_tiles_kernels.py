@@ -29,6 +29,8 @@ def _attention_mask_tiles_kernel(
     heads, queries, keys, bands, tiles = sizes
     band = tl.program_id(0) % bands
     row = (tl.program_id(0) // bands).to(tl.int64)
+    # The programs of a band take its chunks in turns; of numbers one program sees whole rows.
+    part, parts = tl.program_id(1), tl.num_programs(1)
     wide_zero = row * 0
     offs = tl.arange(0, C.TILE)
     is_row = band * C.TILE + offs < queries
@@ -37,7 +39,7 @@ def _attention_mask_tiles_kernel(
     codes_ptr += (row * bands + band) * tiles
     row_offs = ((wide_zero + offs) * mask.row)[:, None, None]
     seen = tl.zeros((C.TILE,), dtype=tl.int32)
-    for chunk in tl.range(0, (tiles + C.CHUNK - 1) // C.CHUNK, num_stages=1):
+    for chunk in tl.range(part, (tiles + C.CHUNK - 1) // C.CHUNK, parts, num_stages=1):
         tile = chunk * C.CHUNK + tl.arange(0, C.CHUNK)
         key = tile[:, None] * C.TILE + offs[None, :]
         ptrs = base + row_offs + ((wide_zero + key) * mask.depth)[None, :, :]
@@ -126,6 +128,12 @@ def listed(index, list_ptr, others, MASKED: tl.constexpr):
     if MASKED:
         place = 1 + others - index
     return tl.load(list_ptr + place)
+
+
+@triton.jit
+def firsts_of(list_ptr, others):
+    """Return the first full tile and the first partial one, where there are any."""
+    return listed(0, list_ptr, others, False), listed(0, list_ptr, others, True)
 
 
 @triton.jit

@@ -25,6 +25,8 @@ class Shape:
     # the gradients of keys and of values come from a launch each, which computes the scores once
     # more; both sums do not fit in the registers of wide heads
     is_split: bool = False
+    registers: int | None = None  # the most a thread may use, or None for no limit
+    by_head: bool = False  # programs of one head start together, not those of one tile of all heads
 
 
 def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:
@@ -79,8 +81,18 @@ _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
 
 # And where a mask that is a tensor does, tile by tile.
 _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
+    "hopper": {  # two programs per processor
+        "forward": {
+            64: Shape(128, 64, 8, 3, registers=128),
+            128: Shape(64, 64, 4, 2, by_head=True),
+        },
+        "query_gradient": {
+            64: Shape(128, 64, 8, 3, registers=128, by_head=True),
+            128: Shape(64, 64, 4, 2, by_head=True),
+        },
+    },
     "blackwell": {
-        "query_gradient": {128: Shape(128, 64, 8, 2)},
+        "query_gradient": {64: Shape(128, 64, 8, 2), 128: Shape(128, 64, 8, 2)},
         "key_gradient": {128: Shape(32, 64, 8, 3)},
     },
     "roomy": {"query_gradient": {64: Shape(64, 64, 8, 2)}},

@@ -81,6 +81,8 @@ class _Call:
             "SOFTCAP": self.given.softcap > 0,
             "UPCAST": not self.q.is_cuda,
             "num_warps": shape.warps,
+            "BY_HEAD": shape.by_head,
+            **({} if shape.registers is None else {"maxnreg": shape.registers}),
             "MEAN": self.mean,
             "HAS_MASK": self.given.mask is not None,
             "IS_BIAS": self.given.is_bias,

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from .._triton.key_tiles_kernels import bounds_of, edge_tile, ids_of, keys_shown, which_count
 from .._triton.products_kernels import dot, load_rows, of_head, store_rows
-from .mask_tiles_kernels import corner_of, list_of, listed, places_in
+from .mask_tiles_kernels import corner_of, firsts_of, list_of, listed, places_in
 
 LOW = tl.constexpr(-1.0e38)  # below every score; finite, so that differences are numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -94,6 +94,19 @@ def _tiles_of(x, batch, head, offs, depth):
 
 
 @triton.jit
+def _program(rows, tiles, C: tl.constexpr):
+    """Return which tile a program has, from the front on, and of which sequence and head.
+
+    By head those that run together share keys and values, or queries and their gradients.
+    """
+    if C.BY_HEAD:
+        tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    else:
+        tile, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    return tile, row
+
+
+@triton.jit
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
     """Return which tiles a tile visits, and their list with HAS_MASK and how long it may be.
 
@@ -104,12 +117,13 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr, batch, number, count, lengths, span, SIZES, IS_BOUND, C
     )
-    list_ptr, others = bounds_ptr, 0
+    list_ptr, others, ahead = bounds_ptr, 0, (full_first, full_first)
     if C.HAS_MASK:
         others = (lengths[1] + SIZES[1] - 1) // SIZES[1]
         list_ptr, full_stop, partial = list_of(mask, batch, head, number, others)
+        ahead = firsts_of(list_ptr, others)
         first, full_first, stop = 0, 0, full_stop + partial
-    return first, full_first, full_stop, stop, list_ptr, others
+    return first, full_first, full_stop, stop, list_ptr, others, ahead
 
 
 @triton.jit
@@ -188,11 +202,16 @@ def _attention_kernel(
 ):
     batch_heads, heads, repeat, queries, keys, query_tiles = sizes
     # The last queries see most keys under causal masks: they start first.
-    tile = query_tiles - 1 - tl.program_id(0) // batch_heads
-    row = tl.program_id(0) % batch_heads
+    tile, row = _program(batch_heads, query_tiles, C)
+    tile = query_tiles - 1 - tile
     batch = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
     wide_zero = batch * 0  # makes addresses 64-bit numbers
+    lengths, span, is_bound = (queries, keys), (ahead, behind), (C.HAS_AHEAD, C.HAS_BEHIND)
+    which = (batch, head, tile, query_tiles)
+    first, full_first, full_stop, stop, list_ptr, others, ahead_tiles = _visits(
+        which, bounds_ptr, mask, lengths, span, (C.ROWS, C.KEYS), is_bound, C
+    )
     query = tile * C.ROWS + tl.arange(0, C.ROWS)
     is_row = query < queries
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -205,11 +224,6 @@ def _attention_kernel(
     mask_ptr = tables.key_mask + batch * tables.mask_batch
     key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
     query_id = ids_of(tables.query_ids + batch * tables.query_ids_batch, query, is_row, C)
-    lengths, span, is_bound = (queries, keys), (ahead, behind), (C.HAS_AHEAD, C.HAS_BEHIND)
-    which = (batch, head, tile, query_tiles)
-    first, full_first, full_stop, stop, list_ptr, others = _visits(
-        which, bounds_ptr, mask, lengths, span, (C.ROWS, C.KEYS), is_bound, C
-    )
     corner = corner_of(mask, batch, head, wide_zero + tile * C.ROWS, wide_zero)
     places = places_in(mask, tl.arange(0, C.ROWS)[:, None], offs[None, :])
     seen = (wide_zero, k, v, (corner, places, mask.key), scales, keys)
@@ -221,9 +235,7 @@ def _attention_kernel(
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
-        ahead_tile = full_first
-        if C.HAS_MASK:
-            ahead_tile = listed(0, list_ptr, others, MASKED)
+        ahead_tile = ahead_tiles[MASKED]
         for index in tl.range(start, end, num_stages=C.STAGES):
             visits = (first, full_first, full_stop, list_ptr, others, ahead_tile)
             other, ahead_tile = _nth(index, index + 1, visits, C, MASKED)
@@ -289,11 +301,16 @@ def _attention_query_gradient_kernel(
     C: tl.constexpr,
 ):
     batch_heads, heads, repeat, queries, keys, query_tiles = sizes
-    tile = query_tiles - 1 - tl.program_id(0) // batch_heads
-    row = tl.program_id(0) % batch_heads
+    tile, row = _program(batch_heads, query_tiles, C)
+    tile = query_tiles - 1 - tile
     batch = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
     wide_zero = batch * 0
+    lengths, span, is_bound = (queries, keys), (ahead, behind), (C.HAS_AHEAD, C.HAS_BEHIND)
+    which = (batch, head, tile, query_tiles)
+    first, full_first, full_stop, stop, list_ptr, others, ahead_tiles = _visits(
+        which, bounds_ptr, mask, lengths, span, (C.ROWS, C.KEYS), is_bound, C
+    )
     query = tile * C.ROWS + tl.arange(0, C.ROWS)
     is_row = query < queries
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -322,11 +339,6 @@ def _attention_query_gradient_kernel(
     mask_ptr = tables.key_mask + batch * tables.mask_batch
     key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
     query_id = ids_of(tables.query_ids + batch * tables.query_ids_batch, query, is_row, C)
-    lengths, span, is_bound = (queries, keys), (ahead, behind), (C.HAS_AHEAD, C.HAS_BEHIND)
-    which = (batch, head, tile, query_tiles)
-    first, full_first, full_stop, stop, list_ptr, others = _visits(
-        which, bounds_ptr, mask, lengths, span, (C.ROWS, C.KEYS), is_bound, C
-    )
     corner = corner_of(mask, batch, head, wide_zero + tile * C.ROWS, wide_zero)
     places = places_in(mask, tl.arange(0, C.ROWS)[:, None], offs[None, :])
     seen = (wide_zero, k, v, (corner, places, mask.key), scales, keys)
@@ -336,9 +348,7 @@ def _attention_query_gradient_kernel(
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
-        ahead_tile = full_first
-        if C.HAS_MASK:
-            ahead_tile = listed(0, list_ptr, others, MASKED)
+        ahead_tile = ahead_tiles[MASKED]
         for index in tl.range(start, end, num_stages=C.STAGES):
             visits = (first, full_first, full_stop, list_ptr, others, ahead_tile)
             other, ahead_tile = _nth(index, index + 1, visits, C, MASKED)
@@ -417,12 +427,9 @@ def _over_queries(
 
     One loop over the tiles of all: it stays filled between heads.
     """
-    count, first, full_first, full_stop, list_ptr, others = visits
+    count, first, full_first, full_stop, list_ptr, others, ahead = visits
     shared, number = heads
     grad_k, grad_v = grads
-    ahead = full_first
-    if C.HAS_MASK:
-        ahead = listed(0, list_ptr, others, MASKED)
     for index in tl.range(0, count * number, num_stages=C.STAGES):
         visit = index % count
         if not MASKED:
@@ -457,11 +464,15 @@ def _attention_key_gradient_kernel(
 ):
     batch_groups, groups, repeat, queries, keys, key_tiles = sizes
     # The first keys are seen by most queries under causal masks: they start first.
-    tile = tl.program_id(0) // batch_groups
-    row = tl.program_id(0) % batch_groups
+    tile, row = _program(batch_groups, key_tiles, C)
     batch = (row // groups).to(tl.int64)
     group = (row % groups).to(tl.int64)
     wide_zero = batch * 0
+    lengths, span, is_bound = (keys, queries), (behind, ahead), (C.HAS_BEHIND, C.HAS_AHEAD)
+    which = (batch, group * repeat, tile, key_tiles)
+    first, full_first, full_stop, stop, list_ptr, others, ahead_tiles = _visits(
+        which, bounds_ptr, mask, lengths, span, (C.KEYS, C.ROWS), is_bound, C
+    )
     key = tile * C.KEYS + tl.arange(0, C.KEYS)
     is_inside = key < keys
     is_key = is_inside
@@ -477,11 +488,6 @@ def _attention_key_gradient_kernel(
     v_ptrs = of_head(v, batch, group) + place * v.row + depth[None, :]
     v = load_rows(v_ptrs, is_read, depth, C, True)
     query_ids_ptr = tables.query_ids + batch * tables.query_ids_batch
-    lengths, span, is_bound = (keys, queries), (behind, ahead), (C.HAS_BEHIND, C.HAS_AHEAD)
-    which = (batch, group * repeat, tile, key_tiles)
-    first, full_first, full_stop, stop, list_ptr, others = _visits(
-        which, bounds_ptr, mask, lengths, span, (C.KEYS, C.ROWS), is_bound, C
-    )
     places = places_in(mask, offs[None, :], tl.arange(0, C.KEYS)[:, None])
     corner = corner_of(mask, batch, group * repeat, wide_zero, wide_zero + tile * C.KEYS)
     q_base = q.ptr + batch * q.batch + group * repeat * q.head
@@ -503,7 +509,8 @@ def _attention_key_gradient_kernel(
                 list_ptr, count, partial = list_of(mask, batch, head, tile, others)
                 if MASKED:
                     count = partial
-                visits = (count, 0, 0, 0, list_ptr, others)
+                ahead_tiles = firsts_of(list_ptr, others)
+                visits = (count, 0, 0, 0, list_ptr, others, ahead_tiles[MASKED])
                 of_this = (corner + (wide_zero + shared) * mask.head, places, mask.row)
                 grad_k, grad_v = _over_queries(
                     (grad_k, grad_v), ours, visits, (shared, 1), seen, of_this, told, C, MASKED
@@ -512,7 +519,7 @@ def _attention_key_gradient_kernel(
             count = full_stop - full_first
             if MASKED:
                 count = full_first - first + stop - full_stop
-            visits = (count, first, full_first, full_stop, list_ptr, others)
+            visits = (count, first, full_first, full_stop, list_ptr, others, ahead_tiles[MASKED])
             of_all = (corner, places, mask.row)
             grad_k, grad_v = _over_queries(
                 (grad_k, grad_v), ours, visits, (0, repeat), seen, of_all, told, C, MASKED

@@ -376,15 +376,9 @@ def fuses(
     """Say whether a product with this many tokens decodes on the way."""
     if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
         return False
-    return 0 < tokens <= shapes.MAX_FUSED_TOKENS or (
-        device is not None and _is_wide(tokens, device)
-    )
-
-
-def _is_wide(tokens: int, device: torch.device) -> bool:
-    if not shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS:
-        return False
-    return gpu(device).is_hopper and has_gluon()
+    if tokens <= shapes.MAX_FUSED_TOKENS:
+        return tokens > 0
+    return device is not None and setting_of(tokens, shape, device) is not None
 
 
 class _Product(NamedTuple):
@@ -413,7 +407,8 @@ def product(
 ) -> Tensor:
     """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape)
-    setting = setting or _setting(x.shape[0], shape, x.device)
+    setting = setting or setting_of(x.shape[0], shape, x.device)
+    setting = setting or shapes.tile(x.shape[0], shape[0], shape[1], processors(x.device))
     if isinstance(setting, shapes.RowTile):
         return _one_row([given], [setting])[0]
     if isinstance(setting, shapes.WideTile):
@@ -425,14 +420,15 @@ Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.W
 """Which kernel multiplies, and with which tile."""
 
 
-def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting:
+def setting_of(tokens: int, shape: Sequence[int], device: torch.device) -> Setting | None:
+    """Return how a product decodes on the way, or None where the weight is decoded first."""
+    size, has_kernels = (*shape, processors(device)), device.type == "cuda" and has_gluon()
     if tokens == 1:
-        return shapes.row_tile(shape[0], processors(device))
-    if device.type == "cuda" and has_gluon() and tokens <= shapes.MAX_FUSED_TOKENS:
-        return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
-    if device.type == "cuda" and _is_wide(tokens, device):
-        return shapes.wide_tile(tokens)
-    return shapes.tile(tokens, shape[0], shape[1], processors(device))
+        return shapes.row_tile(shape[0], size[2])
+    if tokens <= shapes.MAX_FUSED_TOKENS:
+        return (shapes.matrix_tile if has_kernels else shapes.tile)(tokens, *size)
+    is_wide = has_kernels and tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
+    return shapes.wide_tile(tokens, *size) if is_wide else None
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
@@ -494,72 +490,81 @@ def _aligned(x: Tensor) -> Tensor:
 def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
     """Multiply several tokens tile by tile, by shares of the columns that are added at the end."""
     x, parts, bias, (rows, columns) = given
-    tokens, splits = x.shape[0], setting.splits
-    out = x.new_empty((tokens, rows))
-    if splits > 1:
-        out = x.new_empty((splits, tokens, rows), dtype=torch.float32)
+    tokens = x.shape[0]
     constants: dict[str, Any] = {
         "HAS_BIAS": bias is not None,
         "ROWS": setting.rows,
         "TOKENS": setting.tokens,
         "CHUNKS": shapes.chunks_touched(setting.rows, columns),
-        "SPLITS": splits,
     }
     operands: tuple[Any, ...]
     if isinstance(setting, shapes.MatrixTile):
-        kernel, width = ("matrix_kernels", "win4_matrix_kernel"), columns // GROUP
-        operands = (x, *parts)
-        is_even = not (rows % setting.rows or tokens % setting.tokens) and width % splits == 0
-        constants |= {"IS_EVEN": is_even, "AHEAD": setting.is_ahead, "WARPS": setting.warps}
-        constants["PATCHES"] = setting.patches
+        kernel, width, splits = ("matrix_kernels", "win4_matrix_kernel"), columns // GROUP, 1
+        operands, is_even = (x, *parts), columns // GROUP % setting.warps == 0
+        constants |= {"IS_EVEN": is_even and rows % setting.rows == 0, "WARPS": setting.warps}
+        constants |= {"HAS_ALL": is_even and tokens % setting.tokens == 0}
+        constants |= {"AHEAD": setting.is_ahead, "PATCHES": setting.patches}
     else:
-        kernel, width = ("win4_kernels", "win4_tile_kernel"), columns // 8
+        kernel, width, splits = ("win4_kernels", "win4_tile_kernel"), columns // 8, setting.splits
         operands = (x.view(torch.int32), tuple(parts))
         constants |= {"WORDS": setting.words, "STAGES": setting.stages, "UPCAST": not x.is_cuda}
-        constants["PATCHES"] = shapes.PATCHES
+        constants |= {"PATCHES": shapes.PATCHES, "SPLITS": splits}
+    out = x.new_empty((tokens, rows))
+    shares = out if splits == 1 else _shares(x, splits, rows)
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
-    operands = (*operands, x if bias is None else bias, out, tokens, rows, width)
+    operands = (*operands, x if bias is None else bias, shares, tokens, rows, width)
     _run(*kernel, x, grid, *operands, **constants, warps=setting.warps)
-    return out if splits == 1 else _summed(out, x)
+    return out if splits == 1 else _add(shares, out)
 
 
-def _summed(parts: Tensor, like: Tensor) -> Tensor:
-    """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N)."""
-    total, block = like.new_empty(parts.shape[1:]), shapes.SUM_BLOCK
-    grid, sizes = (-(-total.numel() // block),), {"SPLITS": parts.shape[0], "BLOCK": block}
-    operands = (parts, total, total.numel())
-    _run("win4_kernels", "win4_sum_kernel", like, grid, *operands, **sizes, warps=4)
-    return total
+def _shares(x: Tensor, splits: int, rows: int) -> Tensor:
+    """Return memory for shares of the columns that are added at the end: (splits, M, N) fp32."""
+    return x.new_empty((splits, x.shape[0], rows), dtype=torch.float32)
+
+
+def _add(shares: Tensor, out: Tensor) -> Tensor:
+    """Write sums of shares of the columns, (splits, M, fewer), to the last rows of (M, N)."""
+    size, block = shares[0].numel(), shapes.SUM_BLOCK
+    grid, sizes = (-(-size // block),), {"SPLITS": shares.shape[0], "BLOCK": block}
+    operands = (shares, out, size, shares.shape[2], out.shape[1])
+    _run("win4_kernels", "win4_sum_kernel", out, grid, *operands, **sizes, warps=4)
+    return out
 
 
 def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     from .._triton.gluon import tiles_of
 
     x, parts, bias, (rows, columns) = given
-    tokens = x.shape[0]
+    tokens, groups = x.shape[0], columns // GROUP
     header, codes, *lists, signs = parts
     ordered, turned = _ordered(x)
+    splits = -(-groups // -(-groups // setting.splits))  # each has columns
+    tiles = -(-rows // setting.rows)
+    whole = tiles if splits == 1 else min(setting.whole, tiles)
     out = x.new_empty((tokens, rows))
+    shares = turned.view(torch.float32)  # which is not written to
+    if whole < tiles:
+        shares = _shares(x, splits, rows - whole * setting.rows)
     by_row = [
         tiles_of(words[: rows * width].view(rows, width), setting.rows, 16, bits=32, swizzle=64)
         for words, width in ((codes, columns // 8), (signs, columns // 4))
     ]
     _run(
         *("matrix_kernels", "win4_wide_kernel", x),
-        (-(-rows // setting.rows), -(-tokens // setting.tokens)),
+        (whole + (tiles - whole) * splits, -(-tokens // setting.tokens)),
         *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists),
-        *(x if bias is None else bias, out, tokens, rows, columns // GROUP, turned.shape[1]),
+        *(x if bias is None else bias, out, shares),
+        *(tokens, rows, groups, turned.shape[1], whole, splits),
         HAS_BIAS=bias is not None,
         ROWS=setting.rows,
         TOKENS=setting.tokens,
-        SEARCH=shapes.chunks_touched(setting.rows, columns).bit_length() - 1,
         NOTED=setting.noted,
         X_STAGES=setting.x_stages,
         STAGES=setting.stages,
         WARPS=setting.warps,
         warps=setting.warps,
     )
-    return out
+    return out if whole == tiles else _add(shares, out)
 
 
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:

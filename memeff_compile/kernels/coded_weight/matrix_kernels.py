@@ -56,7 +56,7 @@ def _operand(pair, scale, layout: gl.constexpr):
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    joined = gl.join(low, high).reshape([pair.shape[0], 2 * pair.shape[1]])
+    joined = gl.join(low, high).reshape([pair.shape[0], pair.shape[1], 2 * pair.shape[2]])
     return gl.convert_layout(joined, layout, assert_trivial=True)
 
 
@@ -85,34 +85,39 @@ def _patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of the patches of some rows with x."""
+    """Add the products of the patches of some rows with x; warps take turns."""
     starts_ptr, places_ptr, values_ptr = patches
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
-    plain: gl.constexpr = gl.BlockedLayout([1, 1], [lanes, 32 // lanes], [C.WARPS, 1], [1, 0])
+    plain: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1], [1, lanes, 32 // lanes], [C.WARPS, 1, 1], [2, 1, 0]
+    )
     chunk, chunks, inside, patch, end = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
-    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, plain))
+    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
     ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
-    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, left))
-    for start in range(patch, end, C.PATCHES):
-        each = start + gl.arange(0, C.PATCHES, layout=gl.SliceLayout(1, plain))
+    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
+    warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, plain)))
+    lane = gl.arange(0, C.PATCHES, layout=gl.SliceLayout(0, gl.SliceLayout(2, plain)))
+    own = warp[:, None] * C.PATCHES + lane[None, :]
+    for start in range(patch, end, C.WARPS * C.PATCHES):
+        each = start + own
         is_patch = each < end
         place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
         weight = gl.load(values_ptr + each, mask=is_patch, other=0)
-        passed = gl.sum((each[:, None] >= ends[None, :]).to(gl.int32), 1)
+        passed = gl.sum((each[:, :, None] >= ends[None, None, :]).to(gl.int32), 2)
         flat = passed * CHUNK + place - inside
         its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
         column = gl.where(its_row < 0, 0, flat % row_length)
         column = gl.where(its_row < C.ROWS, column, 0)
-        its_row = gl.convert_layout(its_row, gl.SliceLayout(0, left))
-        weight = gl.convert_layout(weight, gl.SliceLayout(0, left))
-        column = gl.convert_layout(column, gl.SliceLayout(1, right))
-        a = gl.where(its_row[None, :] == row[:, None], weight[None, :], 0)
+        its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
+        weight = gl.convert_layout(weight, gl.SliceLayout(1, left))
+        column = gl.convert_layout(column, gl.SliceLayout(2, right))
+        a = gl.where(its_row[:, None, :] == row[None, :, None], weight[:, None, :], 0)
         a = a.to(gl.bfloat16, bitcast=True)
-        at = x_ptr + token.to(gl.int64)[None, :] * row_length + column[:, None]
-        b = gl.load(at, mask=(token < tokens_count)[None, :], other=0.0)
+        at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
+        b = gl.load(at, mask=(token < tokens_count)[None, None, :], other=0.0)
         acc = mma_v2(a, b, acc)
     return acc
 
@@ -149,76 +154,82 @@ def win4_matrix_kernel(
     values_ptr,
     signs_ptr,
     bias_ptr,
-    out_ptr,  # (M, N) bf16, or (SPLITS, M, N) fp32
+    out_ptr,  # (M, N) bf16
     tokens_count,
     rows_count,
     groups,  # K / 256
     C: gl.constexpr,
-    # IS_EVEN: ROWS divides N, TOKENS M, SPLITS the groups
-    # ROWS: 16 for each warp, or a multiple
+    # IS_EVEN: ROWS divides N and WARPS the groups
+    # HAS_ALL: TOKENS divides M and WARPS the groups
+    # ROWS: 16, or a multiple
     # AHEAD: codes of the next group are loaded before this one is multiplied
 ):
-    """A tile of ROWS x TOKENS products; with SPLITS, over a share of the columns."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1], [16, 8])
+    """A tile of ROWS x TOKENS products; each warp has a share of the columns, and all are added."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
     first_row = gl.program_id(0) * C.ROWS
-    split = gl.program_id(2)
-    row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, words))
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, words))
     first_token = gl.program_id(1) * C.TOKENS
-    token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, right))
-    column = gl.arange(0, 64, layout=gl.SliceLayout(1, right))
-    is_token = (token < tokens_count)[None, :]
-    share = (groups + C.SPLITS - 1) // C.SPLITS
-    begin = split * share
-    end = gl.minimum(begin + share, groups)
+    share = (groups + C.WARPS - 1) // C.WARPS
+    warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
+    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, words)))
+    its = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
+    token = gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
+    row = (first_row + row)[None, :, None]
+    token = (first_token + token)[None, None, :]
+    begin, its = warp[:, None, None] * share, its[:, None, None] * share
     power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
-    scale = gl.full([C.ROWS, 32], 0, gl.int32, words) + power
-    row_groups = row.to(gl.int64)[:, None] * groups
-    codes_at = codes_ptr + row_groups * 32 + lane[None, :]
-    signs_at = signs_ptr + row_groups * 64 + lane[None, :]
-    x_at = x_ptr + token.to(gl.int64)[None, :] * (groups * 256) + column[:, None]
-    acc = gl.full([C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
-    is_row = (row < gl.where(begin < end, rows_count, 0))[:, None]
+    scale = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words) + power
+    row_groups = row.to(gl.int64) * groups + begin
+    codes_at = codes_ptr + row_groups * 32 + lane[None, None, :]
+    signs_at = signs_ptr + row_groups * 64 + lane[None, None, :]
+    x_at = x_ptr + (token.to(gl.int64) * groups + its) * 256 + column[None, :, None]
+    acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
+    is_row, is_token = row < rows_count, token < tokens_count
     if C.AHEAD:
-        codes, signs, more = _codes(codes_at, signs_at, begin, is_row, C.IS_EVEN)
-    for group in range(begin, end):
+        codes, signs, more = _codes(codes_at, signs_at, 0, is_row & (begin < groups), C.IS_EVEN)
+    for group in range(0, share):
+        following = group
         if C.AHEAD:
             codes_now, signs_now, more_now = codes, signs, more
-            following = gl.minimum(group + 1, end - 1)
-            codes, signs, more = _codes(codes_at, signs_at, following, is_row, C.IS_EVEN)
-        else:
-            codes_now, signs_now, more_now = _codes(codes_at, signs_at, group, is_row, C.IS_EVEN)
+            following = gl.minimum(group + 1, share - 1)
+        is_read = is_row & (begin + following < groups)
+        codes, signs, more = _codes(codes_at, signs_at, following, is_read, C.IS_EVEN)
+        if not C.AHEAD:
+            codes_now, signs_now, more_now = codes, signs, more
         here = x_at + group * 256
-        x_0 = _columns(here, is_token, C.IS_EVEN)
-        x_1 = _columns(here + 64, is_token, C.IS_EVEN)
+        is_in = is_token & (its + group < groups)
+        x_0 = _columns(here, is_in, C.HAS_ALL)
+        x_1 = _columns(here + 64, is_in, C.HAS_ALL)
         pair = _even_bytes(signs_now) | ((codes_now << 7) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_0, acc)
         pair = _odd_bytes(signs_now) | ((codes_now << 3) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_1, acc)
-        x_2 = _columns(here + 128, is_token, C.IS_EVEN)
-        x_3 = _columns(here + 192, is_token, C.IS_EVEN)
+        x_2 = _columns(here + 128, is_in, C.HAS_ALL)
+        x_3 = _columns(here + 192, is_in, C.HAS_ALL)
         pair = _even_bytes(more_now) | ((codes_now >> 1) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_2, acc)
         pair = _odd_bytes(more_now) | ((codes_now >> 5) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_3, acc)
-    out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, mma))
-    out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, mma))
-    if split == 0:
-        short: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(1, mma, 2))
-        patches = (starts_ptr, places_ptr, values_ptr)
-        its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-        acc = _patched(
-            acc, x_ptr, patches, its_token, tokens_count, first_row, rows_count, groups * 256, C
-        )
-        if C.HAS_BIAS:
-            bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
-            acc += bias.to(gl.float32)[:, None]
-    place = (split * tokens_count + out_token).to(gl.int64)[None, :] * rows_count + out_row[:, None]
+    short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
+    patches = (starts_ptr, places_ptr, values_ptr)
+    its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
+    acc = _patched(
+        acc, x_ptr, patches, its_token, tokens_count, first_row, rows_count, groups * 256, C
+    )
+    total = gl.sum(acc, 0)
+    flat: gl.constexpr = gl.SliceLayout(0, mma)
+    out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
+    out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, flat))
+    if C.HAS_BIAS:
+        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
+        total += bias.to(gl.float32)[:, None]
+    place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=is_out)
+    gl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 @gluon.jit
@@ -270,33 +281,45 @@ def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
 
 
 @gluon.jit
+def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
+    """Have a step of columns of x brought to a place in shared memory."""
+    bar, slot = bars.index(place), slots.index(place)
+    tma.async_copy_global_to_shared(x_desc, [token, step * 64], bar, slot, pred=wanted)
+
+
+@gluon.jit
+def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
+    """Load NOTED patches from `begin` on, place -1 behind the last: long before they are needed."""
+    several: gl.constexpr = gl.BlockedLayout(
+        [C.NOTED // (32 * C.WARPS), 16], [32, 1], [C.WARPS, 1], [1, 0]
+    )
+    each = begin + gl.arange(0, C.NOTED, layout=gl.SliceLayout(1, several))
+    place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
+    return each, place, gl.load(values_ptr + each, mask=each < end, other=0)
+
+
+@gluon.jit
 def _note_patches(
     notes,  # (NOTED,) each in shared memory: rows, counted from the first, or -1; columns; values
-    begin,
-    patches,  # starts, places, values
+    loaded,  # as `_load_patches` returns them
+    starts_ptr,
     found,  # as `_chunks_of` returns it
     row_length,
     C: gl.constexpr,
-    # SEARCH: steps of a search among the chunks
 ):
-    """Write down rows, columns and values of patches from `begin` on."""
+    """Write down rows, columns and values of patches."""
     rows_note, columns_note, values_note = notes
-    starts_ptr, places_ptr, values_ptr = patches
-    chunk, chunks, inside, _, end = found
-    each_thread: gl.constexpr = C.NOTED // (32 * C.WARPS)
-    layout: gl.constexpr = gl.BlockedLayout([each_thread], [32], [C.WARPS], [0])
-    each = begin + gl.arange(0, C.NOTED, layout=layout)
-    is_patch = each < end
-    place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
-    value = gl.load(values_ptr + each, mask=is_patch, other=0)
-    passed = gl.full([C.NOTED], 0, gl.int32, layout)
-    for step in gl.static_range(C.SEARCH):
-        middle = passed + (1 << (C.SEARCH - 1 - step))
-        start = gl.load(starts_ptr + chunk + middle, mask=middle < chunks, other=0x7FFFFFFF)
-        passed = gl.where(each >= start, middle, passed)
+    chunk, chunks, inside, _, _ = found
+    each, place, value = loaded
+    several: gl.constexpr = each.type.layout.parent
+    passed = gl.full([C.NOTED], 0, gl.int32, each.type.layout)
+    for first in range(0, chunks, 16):
+        number = first + gl.arange(0, 16, layout=gl.SliceLayout(0, several))
+        ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+        passed += gl.sum((each[:, None] >= ends[None, :]).to(gl.int32), 1)
     flat = passed * CHUNK + place - inside
     row = flat // row_length
-    is_ours = is_patch & (flat >= 0) & (row < C.ROWS)
+    is_ours = (place >= 0) & (flat >= 0) & (row < C.ROWS)
     rows_note.store(gl.where(is_ours, row, -1))
     columns_note.store(gl.where(is_ours, flat - row * row_length, 0))
     values_note.store(value)
@@ -319,6 +342,16 @@ def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.cons
 
 
 @gluon.jit
+def _store(result, ptr, first_row, rows_count, first_token, tokens_count, pitch):
+    """Store a tile of ROWS x TOKENS to (M, pitch)."""
+    layout: gl.constexpr = result.type.layout
+    row = first_row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, layout))
+    token = first_token + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, layout))
+    is_in = (row < rows_count)[:, None] & (token < tokens_count)[None, :]
+    gl.store(ptr + token.to(gl.int64)[None, :] * pitch + row[:, None], result, mask=is_in)
+
+
+@gluon.jit(do_not_specialize=["tokens_count", "groups", "whole", "splits"])
 def win4_wide_kernel(
     x_desc,  # (M, K) bf16, columns in the order of the operands
     codes_desc,
@@ -330,10 +363,13 @@ def win4_wide_kernel(
     values_ptr,
     bias_ptr,
     out_ptr,  # (M, N) bf16
+    shares_ptr,  # (splits, M, rows behind those of `whole`) fp32
     tokens_count,
     rows_count,
     groups,  # K / 256
     xt_stride,
+    whole,  # tiles of rows with a program each; the others have `splits`
+    splits,  # programs that share the columns of a row, each at least a group, and its patches
     C: gl.constexpr,
 ):
     """A tile of ROWS x TOKENS products: each weight is decoded once for all tokens of the tile.
@@ -350,10 +386,17 @@ def win4_wide_kernel(
     )
     bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
     bytes_of_x: gl.constexpr = x_desc.block_type.nbytes
-    first_row = gl.program_id(0) * C.ROWS
+    program = gl.program_id(0)
+    shared = (rows_count + C.ROWS - 1) // C.ROWS - whole  # tiles of rows
+    is_whole = program < whole
+    split = gl.where(is_whole, 0, (program - whole) // gl.maximum(shared, 1))
+    first_row = (program - split * shared) * C.ROWS
     first_token = gl.program_id(1) * C.TOKENS
-    steps = groups * 4
-    halves = groups * 2
+    splits = gl.where(is_whole, 1, splits)
+    share = (groups + splits - 1) // splits
+    origin = split * share * 2  # the first of all halves of a group
+    halves = gl.minimum(groups * 2 - origin, share * 2)
+    steps = halves * 2
     bars = gl.allocate_shared_memory(gl.int64, [C.X_STAGES, 1], mbarrier.MBarrierLayout())
     code_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     x = gl.allocate_shared_memory(gl.bfloat16, [C.X_STAGES, C.TOKENS, 64], x_desc.layout)
@@ -377,17 +420,17 @@ def win4_wide_kernel(
         _expect(bars, stage, bytes_of_x, stage < steps)
     barrier()
     for stage in gl.static_range(C.STAGES):
-        _fetch_codes(descs, code_bars, slots, stage, stage, first_row, stage < halves)
+        _fetch_codes(descs, code_bars, slots, stage, origin + stage, first_row, stage < halves)
+    first = origin * 2  # of all steps
     for stage in gl.static_range(C.X_STAGES):
-        tma.async_copy_global_to_shared(
-            x_desc, [first_token, stage * 64], bars.index(stage), x.index(stage), pred=stage < steps
-        )
+        _fetch_x(x_desc, bars, x, stage, first_token, first + stage, stage < steps)
     row_length = groups * 256
-    found = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
-    patch, end = found[3], found[4]
-    patches = (starts_ptr, places_ptr, values_ptr)
-    all_notes = (rows_note, columns_note, values_note)
-    _note_patches(all_notes, patch, patches, found, row_length, C)
+    chunk, chunks, inside, patch, end = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
+    its_patches = (end - patch + splits - 1) // splits
+    patch += split * its_patches
+    end = gl.minimum(end, patch + its_patches)
+    found = (chunk, chunks, inside, patch, end)
+    loaded = _load_patches(patch, end, places_ptr, values_ptr, C)
     power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
     scale = gl.full([C.ROWS, 16], 0, gl.int32, words) + power
     acc = gl.full([C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
@@ -411,19 +454,18 @@ def win4_wide_kernel(
         wanted = (step > 0) & (before < steps)
         _expect(bars, slot, bytes_of_x, wanted)
         barrier()
-        tma.async_copy_global_to_shared(
-            x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
-        )
+        _fetch_x(x_desc, bars, x, slot, first_token, first + before, wanted)
         step = step + 1
         slot = step % C.X_STAGES
         mbarrier.wait(bars.index(slot), (step // C.X_STAGES) & 1)
-        acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
         following = half + 1
         place = following % C.STAGES
         mbarrier.wait(code_bars.index(place), (following // C.STAGES) & 1, pred=following < halves)
         code = codes.index(place).load(words)
         sign = signs.index(place).load(words)
         later = more.index(place).load(words)
+        # What is loaded by now is decoded between the products of this operand.
+        acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
         following_operand = _first_half(code, sign, scale, left)
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         operand = following_operand
@@ -435,10 +477,8 @@ def win4_wide_kernel(
         _expect(bars, slot, bytes_of_x, wanted)
         _expect(code_bars, place, bytes_of_codes, far < halves)
         barrier()
-        tma.async_copy_global_to_shared(
-            x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
-        )
-        _fetch_codes(descs, code_bars, slots, place, far, first_row, far < halves)
+        _fetch_x(x_desc, bars, x, slot, first_token, first + before, wanted)
+        _fetch_codes(descs, code_bars, slots, place, origin + far, first_row, far < halves)
     acc, second = warpgroup_mma_wait(0, deps=[acc, second])
     barrier()
     for stage in gl.static_range(C.X_STAGES):
@@ -452,11 +492,13 @@ def win4_wide_kernel(
     turned: gl.constexpr = gl.NVMMASharedLayout(128 if C.TOKENS >= 64 else 64, 16, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, left))
     token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, copied))
+    all_notes = (rows_note, columns_note, values_note)
     for start in range(patch, end, C.NOTED):
         if start > patch:
             barrier()
-            _note_patches(all_notes, start, patches, found, row_length, C)
-            barrier()
+            loaded = _load_patches(start, end, places_ptr, values_ptr, C)
+        _note_patches(all_notes, loaded, starts_ptr, found, row_length, C)
+        barrier()
         batches = (gl.minimum(end - start, C.NOTED) + 63) // 64
         for several in range(0, batches, C.X_STAGES):
             for stage in gl.static_range(C.X_STAGES):
@@ -475,14 +517,16 @@ def win4_wide_kernel(
                     gathered = x.index(stage)._reinterpret(gl.bfloat16, [64, C.TOKENS], turned)
                     acc = warpgroup_mma(a, gathered, acc)
             barrier()
-    out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, C.WARPS], [0, 1])
+    out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, mma))
     if C.HAS_BIAS:
-        out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, mma))
-        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
-        acc += bias.to(gl.float32)[:, None]
-    out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, out))
-    out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, out))
-    result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), out)
-    place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
-    is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(out_ptr + place, result, mask=is_out)
+        is_added = (out_row < rows_count) & (split == 0)
+        acc += gl.load(bias_ptr + out_row, mask=is_added, other=0.0).to(gl.float32)[:, None]
+    if is_whole:
+        out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, C.WARPS], [0, 1])
+        result = gl.convert_layout(acc.to(gl.bfloat16), out)
+        _store(result, out_ptr, first_row, rows_count, first_token, tokens_count, rows_count)
+    else:
+        skipped = whole * C.ROWS
+        shares_ptr += split.to(gl.int64) * tokens_count * (rows_count - skipped) - skipped
+        pitch = rows_count - skipped
+        _store(acc, shares_ptr, first_row, rows_count, first_token, tokens_count, pitch)

@@ -5,9 +5,12 @@ Launchers ask here, and so do the tests that compile the kernels for GPUs that a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import itemgetter
+from typing import NamedTuple
 
-from .layout import CHUNK
+from .layout import CHUNK, GROUP
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """A few tokens, codes decoded in registers: rows, tokens and warps per program."""
+    """A few tokens, codes decoded in registers: rows and tokens of a program."""
 
     rows: int
     tokens: int
-    warps: int
-    splits: int = 1  # programs that share the columns of a row
+    warps: int  # each has a share of the columns
     is_ahead: bool = True  # codes are loaded one group ahead
-    patches: int = 32  # patches that are multiplied at once
+    patches: int = 32  # patches that a warp multiplies at once
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class WideTile:
     tokens: int  # of x; a power of two
     x_stages: int = 4  # pieces of 64 columns of x in shared memory
     stages: int = 3  # pieces of 128 columns of codes there
+    splits: int = 1  # programs that share the columns of a row
+    whole: int = 0  # the first tiles of rows, which have a program each nevertheless
 
     @property
     def warps(self) -> int:
@@ -67,7 +71,7 @@ class WideTile:
     @property
     def noted(self) -> int:
         """Return the patches whose places a program writes down at once."""
-        return 8 * self.rows
+        return 4 * self.rows
 
 
 WIN4_DECODE_WORDS = 512
@@ -97,8 +101,6 @@ ROW_TILES = (
 WARPS_PER_PROCESSOR = 8
 
 
-WARPS_FOR_SOME = 6
-"""Warps of each multiprocessor with some tokens: what hides the time until the codes are there."""
 PROGRAMS_PER_PROCESSOR = 12
 """With several tokens: what hides the time until the codes are there."""
 
@@ -113,19 +115,82 @@ def row_tile(rows: int, processors: int) -> RowTile:
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
     """Return the tile for M tokens, a few, N rows and K columns, codes decoded in registers."""
-    height = 16 if tokens <= 8 else 32
-    splits = 2
-    while rows // height * splits < WARPS_FOR_SOME * processors and splits < 8:
-        splits *= 2
-    splits = min(splits, max(1, columns // 512))
-    return MatrixTile(height, 8 if tokens <= 8 else 16, 1, splits)
+    programs, groups = -(-rows // 16), columns // GROUP
+    is_narrow = programs <= (2 if tokens <= 8 else 1) * processors or groups > 32
+    warps = 8 if is_narrow else 4
+    idle = 1.0 if tokens <= 8 else 1.2  # of the groups, that warps without one may wait for
+    while warps > groups or (-(-groups // warps) * warps > idle * groups and warps > 2):
+        warps //= 2
+    is_ahead = programs <= 4 * processors and groups <= 32
+    height = 16 if tokens <= 8 or is_ahead else 32
+    return MatrixTile(height, 8 if tokens <= 8 else 16, warps, is_ahead)
 
 
-def wide_tile(tokens: int) -> WideTile:
-    """Return the tile for more tokens, M, on Hopper."""
-    if tokens <= 128:
-        return WideTile(64, 64 if tokens <= 64 else 128)
-    return WideTile(128, 256)
+class _Cost(NamedTuple):
+    """What a wide tile costs, microseconds on an H200, fitted to `coded-weight-widths.txt`."""
+
+    resident: int  # programs on a multiprocessor at a time
+    start: float  # of a program
+    step: float  # 64 columns of a program that is alone
+    share: float  # and of one of several at a time
+
+
+WIDE_TILES: dict[WideTile, _Cost] = {
+    WideTile(64, 32): _Cost(4, 3.47, 0.327, 0.213),
+    WideTile(64, 64): _Cost(3, 3.06, 0.362, 0.234),
+    WideTile(64, 128): _Cost(2, 1.58, 0.504, 0.325),
+    WideTile(128, 256): _Cost(1, 1.62, 0.966, 0.966),
+}
+_ORDERING, _SUMMING = 3.6, 2.4
+"""Microseconds of the kernels before and behind a wide product."""
+_SUMMED_BYTES, _DECODED = 2.0e6, 1.14e6
+"""In a microsecond: bytes of shares that are written and read, and weights that are decoded."""
+_READ, _MULTIPLIED = 1.75e6, 3.66e8
+"""Weights that the library reads in a microsecond, and multiplies with tokens."""
+
+
+def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], processors: int) -> float:
+    tokens, rows, columns = size
+    tiles, groups = -(-rows // found.rows), columns // GROUP
+    wide = -(-tokens // found.tokens)
+    shared = (tiles - found.whole) * wide * found.splits
+    total = _ORDERING
+    for programs, width in (
+        (found.whole * wide, 4 * groups),
+        (shared, 4 * -(-groups // found.splits)),
+    ):
+        rounds, left = divmod(-(-programs // processors), cost.resident)
+        for count, together in ((rounds, cost.resident), (min(left, 1), left)):
+            total += count * (cost.start + width * max(cost.step, together * cost.share))
+    if found.splits > 1:
+        left = rows - found.whole * found.rows
+        total += _SUMMING + 8 * found.splits * tokens * left / _SUMMED_BYTES
+    return total
+
+
+@lru_cache(maxsize=4096)
+def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
+    """Return the tile for more tokens, M, on Hopper, or None where decoding first is faster.
+
+    It is the one whose time is the least by what was measured. Shares of the columns never take
+    more memory than the decoded weight would.
+    """
+    size, weights = (tokens, rows, columns), rows * columns
+    read = max(7.0, weights / _READ, 3.5 + weights * tokens / _MULTIPLIED)
+    first = 1.5 + weights / _DECODED + read
+    found: list[tuple[float, WideTile | None]] = [(first, None)]
+    for plain, cost in WIDE_TILES.items():
+        if plain.tokens >= 2 * tokens and plain.tokens > 32:
+            continue
+        tiles, groups = -(-rows // plain.rows), columns // GROUP
+        for whole in {0, tiles // processors * processors} - {tiles}:
+            for splits in range(1 if whole == 0 else 2, 13):
+                each = replace(plain, splits=splits, whole=whole)
+                is_small = 4 * tokens * splits * (rows - whole * plain.rows) <= 2 * weights
+                if splits == -(-groups // -(-groups // splits)) and (splits == 1 or is_small):
+                    time = _wide_time(each, cost, size, processors)
+                    found.append((time if whole == 0 else 1.08 * time, each))
+    return min(found, key=itemgetter(0))[1]
 
 
 def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:

@@ -465,14 +465,23 @@ def win4_tile_kernel(
 
 
 @triton.jit
-def win4_sum_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the shares of the columns: (SPLITS, size) fp32 to (size,) bf16."""
+def win4_sum_kernel(
+    parts_ptr,  # (SPLITS, M, width) fp32
+    out_ptr,  # the last `width` of each row of (M, N)
+    size,  # M * width
+    width,
+    rows_count,  # N
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the shares of the columns and round them."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = place < size
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts_ptr + tl.cast(split, tl.int64) * size + place, mask=is_in, other=0)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_in)
+    at = (place // width + 1).to(tl.int64) * rows_count - width + place % width
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit

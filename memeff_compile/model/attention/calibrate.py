@@ -8,6 +8,7 @@ per layer and, for diffusion models, per time step: the worst decide, not the me
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from memeff_compile.errors import CalibrationError
 from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask, restart
 from memeff_compile.model.figures import Spread, draw_spreads
 from memeff_compile.model.watch import Watch
+from memeff_compile.report import VerbReport
 
 FORMAT = 1
 EXACT = "exact"
@@ -33,7 +35,7 @@ _Found: TypeAlias = "dict[str, dict[str, list[list[float]]]]"
 _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
-class Calibration(dict[str, Any]):
+class Calibration(VerbReport, dict[str, Any]):
     """A table of levels, which `memeff.attention` takes; it can be stored as JSON.
 
     Keys: `levels`, for each site a level or a list of levels by call; `scores`, for each site and
@@ -41,8 +43,14 @@ class Calibration(dict[str, Any]):
     """
 
     def __str__(self) -> str:
-        """Return the table as text, worst site first."""
+        """Return how many sites run in low bits, and the table as text, worst site first."""
         scores, tried = self._scores()
+        chosen = [_chosen(level) for level in self["levels"].values()]
+        note = (
+            f"calibrate_attention: {len(chosen) - chosen.count(EXACT)} of {len(chosen)} sites in "
+            f"low bits; below, the worst score over inputs and calls; at least "
+            f"{self['min_score']} is wanted"
+        )
         head = ["site", "calls", *tried, "chosen"]
         lines = [head]
         for site in sorted(scores, key=lambda site: _worst(scores[site][tried[0]])):
@@ -52,8 +60,11 @@ class Calibration(dict[str, Any]):
             lines.append([site or "(model)", str(calls), *shown, _chosen(self["levels"][site])])
         widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        note = f"worst score over inputs and calls; at least {self['min_score']} is wanted"
-        return "\n".join([*rows, note])
+        return "\n".join([note, *rows])
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return the table as JSON, which the option takes too."""
+        return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
         """Draw the mean over calls and the standard deviation of each level's scores by site.

@@ -28,6 +28,7 @@ from memeff_compile.errors import CalibrationError
 from memeff_compile.model.cache.minicache import MiniCache
 from memeff_compile.model.figures import Spread, draw_spreads
 from memeff_compile.model.watch import Watch
+from memeff_compile.report import VerbReport
 
 BINS = 40
 """Of a histogram of cosines, from -1 to 1."""
@@ -35,7 +36,7 @@ _KINDS = ("keys", "values")
 
 
 @dataclass(frozen=True)
-class FidelityReport:
+class FidelityReport(VerbReport):
     """What `fidelity_report` found; printable, and storable as JSON.
 
     Attributes:
@@ -62,8 +63,10 @@ class FidelityReport:
     def __str__(self) -> str:
         """Return the report as text."""
         logits, memory = self.logits, self.memory
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         lines = [
-            f"KVCache({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})",
+            f"fidelity_report: KVCache({settings}), {memory['ratio']:.2f} times smaller, KL "
+            f"{logits['kl']:.2e} nats, the same first choice in {100 * logits['agreement']:.1f} %",
             f"memory      {memory['ratio']:.2f} times smaller ({memory['bytes'] / 2**20:.1f} MiB "
             f"for {memory['before'] / 2**20:.1f} MiB)",
             f"next token  KL {logits['kl']:.2e} nats, worst {logits['kl_worst']:.2e}; the same "
@@ -86,9 +89,9 @@ class FidelityReport:
             lines.append(f"{'-'.join(map(str, pair['layers'])):7s} {cosines}{tail}".rstrip())
         return "\n".join(lines)
 
-    def to_json(self) -> str:
+    def to_json(self, *, indent: int | None = 1) -> str:
         """Return the report as JSON."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(asdict(self), indent=indent)
 
     def plot(self, path: str | Path) -> None:
         """Draw how alike neighbouring layers are: mean cosine, the middle nine tenths of the rows.

@@ -394,7 +394,7 @@ def _generating(model: Untyped) -> Untyped:
 
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
-) -> Callable[[], None]:
+) -> Undo:
     """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
 
     A call that names a cache of its own, or ``use_cache=False``, gets what it asks for. Lengths
@@ -409,7 +409,7 @@ def use_kv_cache_(
         settings: as for `KVCache`.
 
     Returns:
-        What undoes it: call it, or use it in a ``with`` statement.
+        What undoes it: call it, or use it in a ``with`` statement; a report as well.
 
     Raises:
         UnsupportedInputError: The model does not generate, or a setting cannot be served.
@@ -428,4 +428,7 @@ def use_kv_cache_(
     KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
     hook = _Hook(inner, bits, max_cache_len, settings, inner.__dict__.get(_HOOK))
     inner.__dict__[_HOOK] = hook
-    return Undo(hook.undo)
+    given = {"bits": bits, "max_cache_len": max_cache_len, **settings}
+    shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    what = f"every later generate() of {type(inner).__name__} takes KVCache({shown})"
+    return Undo(hook.undo, "use_kv_cache_", what)

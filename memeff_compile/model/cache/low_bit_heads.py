@@ -6,6 +6,7 @@ BitNet a4.8, table 3. Needs transformers, which is imported when the verb is cal
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import quantized_heads, require_bits
+from memeff_compile.report import VerbReport
 
 _FULL = 16
 
@@ -49,11 +51,19 @@ class _Heads:
         return self.inner(module, query, key, value, *args, **kwargs)
 
 
-class Undo(AbstractContextManager["Undo"]):
+class Undo(VerbReport, AbstractContextManager["Undo"]):
     """What a verb returns that changes a model: call it, or leave its ``with`` block, to undo."""
 
-    def __init__(self, undo: Callable[[], None]) -> None:
+    def __init__(self, undo: Callable[[], None], verb: str, what: str) -> None:
         self.undo = undo
+        self.verb, self.what = verb, what
+
+    def __str__(self) -> str:
+        return f"{self.verb}: {self.what}"
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return verb and summary as JSON."""
+        return json.dumps({"verb": self.verb, "summary": self.summary}, indent=indent)
 
     def __call__(self) -> None:
         """Take the change back."""
@@ -117,4 +127,6 @@ def use_low_bit_heads_(
     AttentionInterface.register(name, heads)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
     model.set_attn_implementation(name)
-    return Undo(partial(model.set_attn_implementation, before))
+    what = f"attention of {type(model).__name__} sees queries in {query} bits, keys and values in "
+    what += f"{key_value}" + (f", the first {first} tokens in {first_bits}" if first else "")
+    return Undo(partial(model.set_attn_implementation, before), "use_low_bit_heads_", what)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -47,7 +47,7 @@ class MiniCache:
             paper's inequality, those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
         fidelity: what `fidelity_report` found for the model. A cache whose layers are merged warns
-            without it, and refuses layers whose rows have a mean cosine below `ALIKE`.
+            without it, and refuses any pair whose rows have a mean cosine below `ALIKE`.
         force: merge whatever is known of the layers, without a word.
 
     Raises:
@@ -115,17 +115,17 @@ def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
             "report of this model is needed. Call fidelity_report(model, ids) again."
         )
     for kind in ("keys", "values"):
-        mean = sum(measured[pair][kind]["mean"] for pair in pairs) / len(pairs)
-        if not mean >= ALIKE:
+        unlike = {p: mean for p in pairs if not (mean := measured[p][kind]["mean"]) >= ALIKE}
+        if unlike:
             raise UnsupportedInputError(
-                f"MiniCache: the {kind} of layers {_named(pairs)}, which are merged, have a mean "
-                f"cosine of {mean:.2f}, and {ALIKE} at least is needed: rows would come back wrong "
-                "by half and more. Leave merge out, merge other layers (start_layer, end_layer), "
-                "or give MiniCache(force=True)."
+                f"MiniCache: the {kind} of layers {_named(unlike)}, which are merged, have mean "
+                f"cosines down to {min(unlike.values()):.2f}, and {ALIKE} at least is needed: rows "
+                "would come back wrong by half and more. Leave merge out, merge other layers "
+                "(start_layer, end_layer), or give MiniCache(force=True)."
             )
 
 
-def _named(pairs: Sequence[tuple[int, int]]) -> str:
+def _named(pairs: Iterable[tuple[int, int]]) -> str:
     return ", ".join(f"{lower}-{upper}" for lower, upper in pairs)
 
 

@@ -7,19 +7,21 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.kernels.ternary_linear import ternary_linear_pack, ternary_linear_repack
+from memeff_compile.model.changes import Changes, keep
 from memeff_compile.model.ternary.layers import (
     PackedTernaryLinear,
     TernaryLinear,
     codes_per_unit,
     require_kind,
 )
+from memeff_compile.report import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ def ternarize_(
 ) -> Model:
     """Turn the linears of a model into ternary ones that train, in place; return the model.
 
+    `verb_report(model)` says which, and how each quantises its tokens.
+
     Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
     dicts of the model remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears
     whose weight is also an embedding's stay dense. On a model that is ternary already it only sets
@@ -92,9 +96,7 @@ def ternarize_(
     dense, modules = _kept_dense(model), dict(model.named_modules())
     chosen: dict[str, tuple[nn.Linear, str]] = {}
     for path, module in modules.items():
-        if not isinstance(module, nn.Linear) or module in dense or _fits(path, skip):
-            continue
-        if type(module) is nn.Linear or isinstance(module, TernaryLinear):
+        if _is_linear(module) and module not in dense and not _fits(path, skip):
             chosen[path] = module, _kind_of(path, recipe, kinds or {})
     if not chosen:
         raise OptionError(
@@ -119,7 +121,16 @@ def ternarize_(
             new.weight, new.bias = linear.weight, linear.bias
             made[linear] = new.train(linear.training)
     _replace(model, made, "linear")
+    kinds_of = {path: kind for path, (_, kind) in chosen.items()}
+    why = "skip names it", "an output head, or tied to an embedding"
+    left = {p: why[m in dense] for p, m in modules.items() if _is_linear(m) and p not in chosen}
+    sentence = f"{len(chosen)} linears ternary by {recipe!r}, {len(left)} left dense"
+    keep(model, "ternarize_", Changes("ternarize_", sentence, kinds_of, left))
     return model
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear or isinstance(module, TernaryLinear)
 
 
 def _require_recipe(recipe: str) -> None:
@@ -276,6 +287,8 @@ class TernaryStages:
 def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> Model:
     """Hold the ternary weights of a model in two bits each, in place; return it, for inference.
 
+    `verb_report(model)` says which, and the bytes.
+
     The full-precision weights are given up: an eighth of the memory of bf16 remains. Served are the
     linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
     online and offline, and the packed `BitLinear`. The two of transformers disagree about what
@@ -297,10 +310,14 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
         >>> memeff_compile.pack_ternary_(model)  # doctest: +SKIP
     """
     made: dict[nn.Module, nn.Module] = {}
+    places: dict[str, str] = {}
+    before = after = 0
     for path, module in model.named_modules():
         packed = _packed(path, module, layers or {}) if module not in made else None
         if packed is not None:
             made[module] = packed.train(module.training)
+            places[path] = packed.kind
+            before, after = before + module.weight.nbytes, after + packed.packed.nbytes
     if not made and not any(isinstance(m, PackedTernaryLinear) for m in model.modules()):
         raise OptionError(
             "pack_ternary_ found no ternary linear: none of TernaryLinear, AutoBitLinear and "
@@ -308,6 +325,8 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
         )
     _replace(model, made, "ternary linear")
     _save_as_packed(model)
+    sentence = f"{len(places)} linears packed, {format_bytes(after)} for {format_bytes(before)}"
+    keep(model, "pack_ternary_", Changes("pack_ternary_", sentence, places, None))
     return model
 
 
@@ -332,7 +351,7 @@ def _refuse_to_save(*_: object, **__: object) -> None:
     )
 
 
-def _packed(path: str, module: Any, layers: Mapping[type, str]) -> nn.Module | None:  # noqa: ANN401
+def _packed(path: str, module: Any, layers: Mapping[type, str]) -> PackedTernaryLinear | None:  # noqa: ANN401
     """Return a packed linear for a ternary one, or None for any other module."""
     home = "transformers.integrations.bitnet"
     names = {base.__name__ for base in type(module).__mro__ if base.__module__ == home}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, cast
@@ -30,7 +29,9 @@ from memeff_compile.kernels.coded_weight import (
     side_by_side,
     supports_weight,
 )
+from memeff_compile.model.changes import Changes, keep, verb_report
 from memeff_compile.model.weights.optim_in_backward import is_updated_in_backward
+from memeff_compile.report import VerbReport, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class CompressedWeight:
 
 
 @dataclass(frozen=True)
-class CompressionReport:
+class CompressionReport(VerbReport):
     """What `compress_` did, weight by weight. `str()` of it is a table, `to_json()` has it all."""
 
     weights: tuple[CompressedWeight, ...]
@@ -100,8 +101,8 @@ class CompressionReport:
         """Return the totals, and per weight what it takes or why it is dense."""
         before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
         lines = [
-            f"{len(self.compressed)} weights compressed: {before:.1f} MiB before, {after:.1f} MiB "
-            f"after, {self.bits:.2f} bits a weight; {len(self.left_dense)} left dense"
+            f"compress_: {len(self.compressed)} weights compressed, {before:.1f} MiB before, "
+            f"{after:.1f} after, {self.bits:.2f} bits a weight; {len(self.left_dense)} left dense"
         ]
         for each in self.compressed:
             lines.append(f"  {each.bits:5.2f} bits  {each.name} {list(each.shape)} {each.codec}")
@@ -177,11 +178,7 @@ def compress_(
     names = {each.name for each in found if each.codec}
     # What FSDP2 keeps of a shard shows its lists where they are.
     side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
-    _reports[model] = CompressionReport(tuple(found))
-    return _reports[model]
-
-
-_reports: weakref.WeakKeyDictionary[nn.Module, CompressionReport] = weakref.WeakKeyDictionary()
+    return keep(model, "compress_", CompressionReport(tuple(found)))
 
 
 def compression_report(model: nn.Module) -> CompressionReport | None:
@@ -189,7 +186,7 @@ def compression_report(model: nn.Module) -> CompressionReport | None:
 
     The model is what `compress_` or `compile(weights=...)` was given, or what `compile` returned.
     """
-    return _reports.get(compat.without_compile(model))
+    return cast("CompressionReport | None", verb_report(model, "compress_"))
 
 
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
@@ -209,20 +206,32 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 
 
 @torch.no_grad()
-def decompress_(model: nn.Module) -> int:
-    """Put dense weights back in the place of a model's compressed ones; return how many."""
-    count = 0
+def decompress_(model: nn.Module) -> Changes:
+    """Put dense weights back in the place of a model's compressed ones; return how many, and which.
+
+    The number is a report too: `print` it.
+    """
+    found: dict[str, str] = {}
+    before = after = 0
     for place in _places(model):
         coded = place.parameter
         shard = compat.local_part(coded)
-        if isinstance(shard, CodedWeight) and shard is not coded:
-            count += _put_shard(place, shard.decode().clone())
-        if isinstance(coded, CodedWeight):
-            dense = nn.Parameter(coded.decode().clone(), requires_grad=coded.requires_grad)
-            dense.grad = coded.grad
-            _put(place, dense)
-            count += 1
-    return count
+        if not isinstance(shard, CodedWeight):
+            continue
+        codec, size, dense = shard.codec, shard.coded_bytes, shard.decode().clone()
+        if shard is not coded and not _put_shard(place, dense):
+            continue
+        if shard is coded:
+            again = nn.Parameter(dense, requires_grad=coded.requires_grad)
+            again.grad = coded.grad
+            _put(place, again)
+        before, after = before + size, after + dense.nbytes
+        found[place.name] = f"was {codec}"
+    sizes = (
+        f"{format_bytes(after)} for {format_bytes(before)}" if found else "nothing was compressed"
+    )
+    sentence = f"{len(found)} weights dense again, {sizes}"
+    return keep(model, "decompress_", Changes("decompress_", sentence, found, None))
 
 
 def _codec_name(codec: str, mantissa: int, block: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Protocol, cast
 
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError
 from memeff_compile.kernels.coded_weight import CodedWeight, parse
+from memeff_compile.model.changes import Changes, keep
 from memeff_compile.model.weights.compress import compressed_weights, put_coded, watch_state_dict
+from memeff_compile.report import format_bytes
 
 VERSION = 1
 METADATA = "memeff_coded_weights"
@@ -31,12 +33,15 @@ class _File(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
 
-def save_compressed(model: nn.Module, path: str | PathLike[str]) -> None:
+def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
     """Write a compressed model to one safetensors file, codes as they are.
 
     Args:
         model: a model that `compress_` was called on.
         path: the file to write.
+
+    Returns:
+        What was written, a report; as a number, how many compressed weights.
 
     Raises:
         CodedWeightError: Nothing in the model is compressed.
@@ -71,15 +76,21 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> None:
             tensors[name] = tensor.detach().cpu().contiguous().clone()
     note = {"version": VERSION, "tensors": table, "aliases": aliases}
     _safetensors().save_file(tensors, str(path), metadata={METADATA: json.dumps(note)})
+    return _changes("save_compressed", f"written to {path}", table, tensors.values())
 
 
-def load_compressed_(model: nn.Module, path: str | PathLike[str], *, device: object = None) -> None:
+def load_compressed_(
+    model: nn.Module, path: str | PathLike[str], *, device: object = None
+) -> Changes:
     """Load such a file into a model of the same architecture; no dense copy is made.
 
     Args:
         model: dense or compressed, also one on the meta device.
         path: the file that `save_compressed` wrote.
         device: where weights of a model on the meta device go; by default the CPU.
+
+    Returns:
+        What was read, a report; as a number, how many compressed weights.
 
     Raises:
         CodedWeightError: The file is of another version, damaged, or of another model.
@@ -100,6 +111,16 @@ def load_compressed_(model: nn.Module, path: str | PathLike[str], *, device: obj
             _set_dense(modules, name, file.get_tensor(name), device)
         for name, first in note["aliases"].items():
             _alias(modules, name, first)
+    held = {id(tensor): tensor for _, tensor in _everything(model)}.values()
+    changes = _changes("load_compressed_", f"read from {path}", note["tensors"], held)
+    return keep(model, "load_compressed_", changes)
+
+
+def _changes(verb: str, what: str, table: Mapping[str, Any], tensors: Iterable[Tensor]) -> Changes:
+    sizes = (t.coded_bytes if isinstance(t, CodedWeight) else t.nbytes for t in tensors)
+    places = {name: f"{about['codec']} {about['shape']}" for name, about in table.items()}
+    sentence = f"{len(places)} compressed weights {what}, {format_bytes(sum(sizes))} in all"
+    return Changes(verb, sentence, places, None)
 
 
 def _everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

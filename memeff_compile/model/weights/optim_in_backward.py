@@ -11,6 +11,7 @@ lists have is looked at later; one that did not is copied to memory of the host 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from memeff_compile.kernels.coded_weight import (
     refuse_step,
     side_by_side,
 )
+from memeff_compile.report import VerbReport
 
 Factory = Callable[[nn.Parameter], Optimizer]
 
@@ -233,7 +235,7 @@ def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
         )
 
 
-class BackwardOptimizer(Optimizer):
+class BackwardOptimizer(VerbReport, Optimizer):
     """The optimizers of a model whose weights are updated during the backward.
 
     It is an optimizer for everything that expects one: a scheduler sets learning rates through its
@@ -257,6 +259,20 @@ class BackwardOptimizer(Optimizer):
         for update in self._updates:
             compat.drop_empty_hooks(update.parameter)
         self._hooks = {update.name: self._hooked(update) for update in self._updates}
+
+    def __str__(self) -> str:
+        """Return what is updated, a report; `repr` has the groups."""
+        often = f", once in {self.accumulate} backwards" if self.accumulate > 1 else ""
+        clipped = f", gradients clipped to {self.max_norm}" if self.max_norm is not None else ""
+        return (
+            f"optim_in_backward: {len(self._updates)} weights updated in the backward, "
+            f"{len(self._coded())} of them compressed{often}{clipped}"
+        )
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return the summary, and the optimizer of each weight, as JSON."""
+        kinds = {name: type(each).__name__ for name, each in self.optimizers.items()}
+        return json.dumps({"summary": self.summary, "optimizers": kinds}, indent=indent)
 
     def _hooked(self, update: _Update) -> RemovableHandle:
         # A weight that is moved gets other attributes, and its hooks do not run any more.

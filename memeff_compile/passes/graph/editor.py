@@ -196,6 +196,10 @@ class Editor:
         self._undo.append(partial(setattr, output, "args", output.args))
         output.args = arguments
 
+    def keep(self, kept: Mapping[Node, bool]) -> None:
+        """Have the checkpoint whose body this is keep results of calls; as in `compat`."""
+        self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
+
     def commit(self, dead: Sequence[Node]) -> None:
         """Lint the graph and erase those of ``dead`` that nobody uses any more, last first.
 

@@ -61,7 +61,8 @@ class _Renderer:
                 count += 1
                 reading = read(node)
                 said = self._unread(node) if reading is None else reduce(self._call, reading, "")
-                body.append(f"{self.names[node]}: {self._type(node)} = {said}")
+                kept = "  # kept for the backward" if compat.is_kept(node) else ""
+                body.append(f"{self.names[node]}: {self._type(node)} = {said}{kept}")
         text = [f"{self.indent}graph("]
         text += [f"{self.indent}    {line}," for line in inputs]
         text += [f"{self.indent}):"]

@@ -17,7 +17,9 @@ from tests.support.dense_attention import MASKS, drawn_mask, largest
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
 
 NAMES = ("out", "lse", "grad of q", "grad of k", "grad of v")
-UNEQUAL = tiles.Plan(Shape(128, 32, 4, 1), Shape(32, 128, 4, 1), Shape(32, 64, 4, 1))
+UNEQUAL = tiles.Plan(
+    Shape(128, 32, 4, 1, by_head=True), Shape(32, 128, 4, 1, by_head=True), Shape(32, 64, 4, 1)
+)
 SMALL = tiles.Plan(*3 * [Shape(16, 16, 4, 1)])
 
 

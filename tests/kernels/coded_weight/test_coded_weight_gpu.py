@@ -50,8 +50,10 @@ def test_every_pattern_comes_back(codec: str) -> None:
     assert torch.equal(bits(found.decode()), bits(weight))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 64, 65, 200, 300])
-@pytest.mark.parametrize(("rows", "columns"), [(33, 256), (4096, 14336), (14336, 4096)])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 32, 64, 65, 128, 200, 256, 300])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(33, 256), (1024, 4096), (8960, 1536), (4096, 14336), (14336, 4096)]
+)
 def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: int) -> None:
     weight = trained(rows, columns).cuda()
     weight.view(-1)[:: rows * 7] = 300.0
@@ -60,6 +62,7 @@ def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: 
     bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
     exact = x.double() @ weight.double().t() + bias.double()
     found, dense = F.linear(x, coded, bias), F.linear(x, weight, bias)
+    assert torch.equal(bits(F.linear(x, coded, bias)), bits(found)), "other bits in another run"
     off, usual = (float((y.double() - exact).abs().max()) for y in (found, dense))
     assert off <= 1.5 * usual
     if not codecs.fuses(parse("win4"), tokens, weight.shape, x.device):
@@ -172,7 +175,7 @@ def test_weights_of_one_input_give_the_bits_of_each_alone(rows: tuple[int, ...])
     weights[0][::3, ::37] = 300.0
     coded = [CodedWeight(encode(w, "win4"), "win4", w.shape) for w in weights]
     biases = [torch.randn(rows[0], device="cuda", dtype=torch.bfloat16), None, None][: len(rows)]
-    for tokens in (1, 5):
+    for tokens in (1, 2, 5, 16, 40):
         x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
         found = coded_weight_linears(x, coded, biases)
         for out, weight, bias in zip(found, coded, biases, strict=True):

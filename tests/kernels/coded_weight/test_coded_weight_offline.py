@@ -109,27 +109,24 @@ def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
     constants = {
         "HAS_BIAS": True,
         "IS_EVEN": is_even,
+        "HAS_ALL": is_even,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
         "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
         "PATCHES": tile.patches,
-        "SPLITS": tile.splits,
         "AHEAD": tile.is_ahead,
         "WARPS": tile.warps,
     }
-    out = "*bf16" if tile.splits == 1 else "*fp32"
-    return _gluon("matrix", capability, constants, tile.warps, out_ptr=out)
+    return _gluon("matrix", capability, constants, tile.warps, out_ptr="*bf16")
 
 
-def _wide(tokens: int, **sizes: int) -> Any:
+def _wide(tile: shapes.WideTile, **sizes: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    tile = shapes.wide_tile(tokens)
     constants = {
         "HAS_BIAS": True,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
-        "SEARCH": shapes.chunks_touched(tile.rows, 8192).bit_length() - 1,
         "NOTED": tile.noted,
         "X_STAGES": tile.x_stages,
         "STAGES": tile.stages,
@@ -142,6 +139,7 @@ def _wide(tokens: int, **sizes: int) -> Any:
         "codes_desc": words,
         "signs_desc": words,
         "out_ptr": "*bf16",
+        "shares_ptr": "*fp32",
     }
     return _gluon("wide", 90, constants, tile.warps, **types)
 
@@ -283,11 +281,12 @@ def test_operands_are_decoded_in_registers(
 
 
 @pytest.mark.parametrize(
-    "tokens",
-    [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)],
+    "tile",
+    [pytest.param(t, marks=[pytest.mark.slow] * (t.tokens != 64)) for t in shapes.WIDE_TILES],
+    ids=str,
 )
-def test_products_run_while_the_next_operand_is_decoded(tokens: int) -> None:
-    kernel = _wide(tokens)
+def test_products_run_while_the_next_operand_is_decoded(tile: shapes.WideTile) -> None:
+    kernel = _wide(tile)
     _check(kernel, 90)
     assert "wgmma.mma_async" in kernel.asm["ptx"], "no tensor cores of Hopper"
     assert "wgmma.wait_group.sync.aligned 1" in kernel.asm["ptx"], "one after the other"
@@ -319,5 +318,5 @@ def test_kernels_compile_for_sizes_of_one() -> None:
 
 @pytest.mark.slow
 def test_products_in_gluon_compile_for_sizes_of_one() -> None:
-    _wide(256, tokens_count=1, rows_count=1, groups=1)
+    _wide(shapes.WideTile(128, 256), tokens_count=1, rows_count=1, groups=1)
     _matrix(90, 2, 1, is_even=False)

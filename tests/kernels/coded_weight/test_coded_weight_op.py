@@ -42,6 +42,7 @@ from memeff_compile.kernels.coded_weight.op import (
 from memeff_compile.kernels.coded_weight.shapes import (
     MAX_WIDE_TOKENS,
     ROW_TILES,
+    WIDE_TILES,
     chunks_touched,
     matrix_tile,
     row_tile,
@@ -467,16 +468,43 @@ def test_tiles_fit_what_they_are_for(tokens: int, rows: int, columns: int) -> No
 def test_tiles_in_registers_hold_their_tokens(tokens: int, rows: int, columns: int) -> None:
     found = matrix_tile(tokens, rows, columns, 132)
     assert tokens <= found.tokens <= 16
-    assert found.rows % (16 * found.warps) == 0
-    assert found.splits <= max(1, columns // 256)
+    assert found.rows % 16 == 0
+    assert found.warps <= max(1, columns // 256)
 
 
-def test_wide_tiles_fit_into_shared_memory() -> None:
-    for tokens in range(17, MAX_WIDE_TOKENS + 1):
-        found = wide_tile(tokens)
-        assert found.tokens >= min(tokens, 256)
+def test_wide_tiles_fit_into_shared_memory_as_often_as_their_cost_says() -> None:
+    for found, cost in WIDE_TILES.items():
         of_x, of_codes = 128 * found.tokens * found.x_stages, 192 * found.rows * found.stages
-        assert of_x + of_codes + 10 * found.noted + 1024 <= 232448
+        taken = of_x + of_codes + 10 * found.noted + 1024
+        assert taken <= 232448
+        assert cost.resident * (taken + 1024) <= 233472
+
+
+@pytest.mark.parametrize("tokens", [17, 32, 33, 64, 100, 128, 200, MAX_WIDE_TOKENS])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(33, 256), (1024, 4096), (6144, 2048), (4096, 12288), (18944, 3584)]
+)
+def test_wide_tiles_use_the_gpu_and_take_less_than_the_decoded_weight(
+    tokens: int, rows: int, columns: int
+) -> None:
+    found = wide_tile(tokens, rows, columns, 132)
+    if found is None:
+        assert rows * columns < 1 << 25, "a large weight is not decoded first"
+        return
+    groups = columns // 256
+    assert found.splits <= groups
+    assert 0 <= found.whole * found.rows <= rows
+    assert found.whole % 132 == 0
+    shared = rows - found.whole * found.rows
+    if found.splits > 1:
+        assert 4 * found.splits * tokens * shared <= 2 * rows * columns
+    if rows < 64 * 132 and columns >= 4096:
+        assert found.splits > 1, "most multiprocessors have nothing to do"
+
+
+def test_narrow_weights_are_decoded_first_for_many_tokens() -> None:
+    assert wide_tile(256, 1024, 4096, 132) is None
+    assert wide_tile(256, 28672, 8192, 132) is not None
 
 
 def test_few_rows_get_more_threads_each() -> None:

@@ -266,11 +266,13 @@ def test_the_table_is_an_option_and_survives_json() -> None:
 def test_the_table_prints_and_draws(tmp_path: Path) -> None:
     table = calibrated(levels=("4b", "8b"), min_score=0.9)
     lines = str(table).splitlines()
-    assert lines[0].split() == ["site", "calls", "4b", "8b", "chosen"]
-    worst = [float(line.split()[2]) for line in lines[1:5]]
+    assert lines[0].startswith("calibrate_attention: ")
+    assert "of 4 sites in low bits" in lines[0]
+    assert "at least 0.9 is wanted" in lines[0]
+    assert lines[1].split() == ["site", "calls", "4b", "8b", "chosen"]
+    worst = [float(line.split()[2]) for line in lines[2:]]
+    assert len(worst) == 4
     assert worst == sorted(worst)
-    assert len(lines) == 6
-    assert "0.9" in lines[-1]
     table.plot(tmp_path / "scores.svg")
     drawing = ElementTree.parse(tmp_path / "scores.svg").getroot()
     words = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]

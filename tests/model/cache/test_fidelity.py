@@ -169,6 +169,15 @@ def test_layers_that_are_not_alike_are_refused(model: Any, report: Any, words: s
         assert merged(model, fidelity=report, force=True).merged()
 
 
+def test_one_pair_that_is_not_alike_is_not_made_up_for_by_others(model: Any) -> None:
+    report = alike(0.95, 0.95)
+    report.pairs[1]["values"]["mean"] = 0.2
+    with pytest.raises(memeff_compile.UnsupportedInputError, match=r"layers 2-3, which.*0\.20"):
+        merged(model, fidelity=report)
+    (line,) = merged(model, fidelity=report, end_layer=2).merged()
+    assert tuple(line["layers"]) == (0, 1)
+
+
 def test_layers_that_are_alike_are_merged_without_a_word(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

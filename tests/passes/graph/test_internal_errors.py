@@ -208,6 +208,18 @@ def two_checkpointed_blocks() -> Any:
     return function, (numbers(2, 5, D, seed=9).requires_grad_(), *weights)
 
 
+def two_checkpointed_attentions() -> Any:
+    def block(x: Tensor) -> Tensor:
+        return x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def function(q: Tensor) -> Tensor:
+        for _ in range(2):
+            q = checkpoint(block, q, use_reentrant=False)
+        return loss_of(q)
+
+    return function, (heads(),)
+
+
 def two_returned_heads() -> Any:
     def function(q: Tensor, h: Tensor, w: Tensor) -> Any:
         return masked(q), F.linear(h.sin(), w), h.cos() @ w.T
@@ -325,6 +337,7 @@ PROGRAMS = {
     ),
     "keep_rotary_tables": Program(two_tables, {"memeff.inner": "inductor"}, grad=False),
     "ternarize_linear": Program(three_ternary_linears, matches=3, tolerance=1e-4),
+    "keep_activations": Program(two_checkpointed_attentions, {"memeff.recompute": "attention"}),
 }
 
 

@@ -1,0 +1,76 @@
+"""What verbs changed in models, as they report it, and where a model's reports are kept."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from memeff_compile import compat
+from memeff_compile.report import VerbReport
+
+Kept = TypeVar("Kept", bound=VerbReport)
+
+
+class Changes(VerbReport, int):
+    """What a verb changed in a model; as a number, in how many places.
+
+    Attributes:
+        verb: its name.
+        places: what is now where, by the names of modules or weights.
+        left: what was looked at and left as it was, and why.
+    """
+
+    verb: str
+    places: Mapping[str, str]
+    left: Mapping[str, str]
+    _sentence: str
+
+    def __new__(
+        cls, verb: str, sentence: str, places: Mapping[str, str], left: Mapping[str, str] | None
+    ) -> Changes:
+        """Make the number, and hang the rest on it."""
+        self = super().__new__(cls, len(places))
+        self.verb, self._sentence, self.places, self.left = verb, sentence, places, left or {}
+        return self
+
+    def __getnewargs__(self) -> tuple[object, ...]:  # type: ignore[override]
+        return self.verb, self._sentence, self.places, self.left
+
+    def __str__(self) -> str:
+        """Return what was done, and place by place what is there now or why nothing is."""
+        both = (*self.places.items(), *((p, f"left: {why}") for p, why in self.left.items()))
+        return "\n".join([f"{self.verb}: {self._sentence}", *(f"  {p}  {is_}" for p, is_ in both)])
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Return everything as JSON."""
+        said = {"verb": self.verb, "summary": self.summary}
+        return json.dumps({**said, "places": self.places, "left": self.left}, indent=indent)
+
+
+_kept: weakref.WeakKeyDictionary[nn.Module, dict[str, VerbReport]] = weakref.WeakKeyDictionary()
+
+
+def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
+    """Keep what a verb reports of a model, as the latest, and return it."""
+    reports = _kept.setdefault(compat.without_compile(model), {})
+    reports.pop(verb, None)
+    reports[verb] = report
+    return report
+
+
+def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
+    """Return what the last verb reported that changed a model in place, or None if none did.
+
+    Args:
+        model: what the verb was given, compiled since or not.
+        verb: the name of one, such as "ternarize_", to ask for its last report.
+
+    Example:
+        >>> print(memeff_compile.verb_report(model).summary)  # doctest: +SKIP
+    """
+    reports = _kept.get(compat.without_compile(model), {})
+    return reports.get(verb) if verb else next(reversed(reports.values()), None)

@@ -1,0 +1,204 @@
+"""Activation checkpoints keep what is dear to compute again, as much as memeff.recompute says.
+
+    before: checkpoint(block): all of it is computed again for the backward
+    after:  checkpoint(block), which keeps what attention returned (and linears, up to some bytes)
+
+No number changes and no node either: the body of a checkpoint gets a policy, as the `context_fn` of
+`torch.utils.checkpoint` would give it one. Kept is what a fused attention returned, its
+log-sum-exps among it, and what a linear returned; the rest is computed again as before.
+
+With a number of bytes, those are kept that save the most arithmetic a byte. A linear whose result
+the backward does not read (it is added to the residual and leaves the block) is not among them, nor
+is one whose result `memeff::gated_linear` writes over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from .. import compat
+from ..kernels import attention as attention_folder
+from ..kernels import gated_linear as gated_folder
+from ..kernels import quantized_attention as quantized_folder
+from ..report import format_bytes
+from .graph.base import Decline, Done, GraphPass
+from .graph.canonical import aten, named, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo
+
+_ATTENTION = {
+    aten.scaled_dot_product_attention.default: ("query", "key"),
+    attention_folder.attention: ("q", "k"),
+    quantized_folder.quantized_attention: ("q", "k"),
+    quantized_folder.quantized_attention_by_call: ("q", "k"),
+}
+_LINEARS = named("linear.default addmm.default mm.default matmul.default")
+_PASSED_ON = named(
+    "add.Tensor view.default reshape.default transpose.int to.dtype alias.default "
+    "contiguous.default dropout.default"
+)
+"""Ops whose backward reads none of what they are given."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A call that could be kept: its bytes, and the floating-point operations that this saves."""
+
+    node: Node
+    bytes: int
+    operations: int
+    is_attention: bool
+
+
+Products = tuple[Product, ...]  # of one body
+
+
+class KeepActivations(GraphPass):
+    """The pass, which has one match for each checkpoint."""
+
+    name = "keep_activations"
+
+    def find(self, info: GraphInfo) -> Iterable[Products]:
+        """Yield what is kept of this body."""
+        if info.called_by is None or not info.region.grad:
+            return
+        every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]
+        found = [product for product in every if product is not None]
+        if info.options.recompute == "attention" or _unserved(info) is not None:
+            found = [product for product in found if product.is_attention]
+        else:
+            chosen = _chosen(info)
+            found = [product for product in found if product.node in chosen]
+        if found:
+            yield tuple(found)
+
+    def check(self, info: GraphInfo, match: Products) -> Decline | None:
+        found = _unserved(info)
+        return None if found is None else found.counted(match[0].node)
+
+    def places(self, match: Products) -> Sequence[Node]:
+        """Return what is kept."""
+        return [product.node for product in match]
+
+    def rewrite(self, info: GraphInfo, match: Products, editor: Editor) -> Done:
+        """Give the body its policy."""
+        editor.keep({product.node: product.is_attention for product in match})
+        kept = sum(product.bytes for product in match)
+        attentions = sum(product.is_attention for product in match)
+        linears = len(match) - attentions
+        counted = ((attentions, "attention"), (linears, "linear" if linears == 1 else "linears"))
+        what = " and ".join(f"{count} {name}" for count, name in counted if count)
+        sentence = (
+            f"the checkpoint keeps what {what} returned for the backward, {format_bytes(kept)} a "
+            "call, and computes the rest again"
+        )
+        return Done(match[0].node, sentence, sites=1)
+
+    def dead(self, match: Products) -> Sequence[Node]:
+        """Return nothing: no node is replaced."""
+        del match
+        return ()
+
+
+def _unserved(info: GraphInfo) -> Decline | None:
+    if info.has_checkpoint_policy:
+        return Decline(
+            "selective_checkpoint",
+            "the checkpoint, or one around it, has a policy (context_fn) of its own",
+            "leave context_fn out, or memeff.recompute at 'as_written'",
+        )
+    if info.writes:
+        return Decline(
+            "mutated",
+            f"`{info.writes[0].node}` writes in place inside the checkpoint, and PyTorch's "
+            "policies need calls that do not",
+            "use the out-of-place form",
+        )
+    return None
+
+
+def _chosen(info: GraphInfo) -> Collection[Node]:
+    """Return what is kept within a number of bytes, in all checkpoints of the graph."""
+    *_, root = info.outward()
+    if "kept" not in root.notes:
+        every = [p for level in _bodies(root) if _unserved(level) is None for p in _readable(level)]
+        root.notes["kept"] = set(_within(every, cast("int", root.options.recompute)))
+    chosen: set[Node] = root.notes["kept"]
+    return chosen
+
+
+def _readable(info: GraphInfo) -> Iterator[Product]:
+    """Yield the products of a level; what fails is said where that level itself is searched."""
+    for node in info.gm.graph.nodes:
+        with suppress(Exception):
+            product = _product(info, node)
+            if product is not None:
+                yield product
+
+
+def _bodies(info: GraphInfo) -> Iterator[GraphInfo]:
+    for body in info.bodies():
+        yield body
+        yield from _bodies(body)
+
+
+def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
+    """Yield what fits into so many bytes, those first that save the most operations a byte."""
+    left = limit
+    for product in sorted(products, key=lambda p: -p.operations / p.bytes):
+        if product.bytes <= left:
+            left -= product.bytes
+            yield product.node
+
+
+def _product(info: GraphInfo, node: Node) -> Product | None:
+    """Read a node as a call that could be kept, or return None."""
+    call = read_one(node)
+    if call is None or not _has_gradient(node):
+        return None
+    if call.op in _ATTENTION:
+        query, key = (info.value(call.args[name]) for name in _ATTENTION[call.op])
+        rows, depth = _count(query.shape[:-1]), compat.size_hint(query.shape[-1])
+        is_half = bool(call.args.get("is_causal")) or call.args.get("ahead") is not None
+        operations = 4 * rows * compat.size_hint(key.shape[-2]) * depth // (1 + is_half)
+        held = rows * (depth * query.itemsize + 4)  # with a log-sum-exp per row
+        return Product(node, held, operations, is_attention=True)
+    if call.op in _LINEARS and _is_read_again(node):
+        value = info.value(node)
+        inner = next(each for each in call.args.values() if isinstance(each, Node))
+        operations = 2 * _count(value.shape) * compat.size_hint(info.value(inner).shape[-1])
+        return Product(node, _count(value.shape) * value.itemsize, operations, is_attention=False)
+    return None
+
+
+def _has_gradient(node: Node) -> bool:
+    value = compat.example_value(node)
+    first = value[0] if isinstance(value, tuple) and value else value
+    return isinstance(first, torch.Tensor) and first.requires_grad
+
+
+def _is_read_again(node: Node) -> bool:
+    """Return whether the backward has to compute a linear again, for somebody reads it there."""
+    is_read, ways, seen = False, [node], {node}
+    while ways:
+        for user in ways.pop().users.keys() - seen:
+            seen.add(user)
+            call = read_one(user)
+            if call is not None and call.op is gated_folder.gated_linear:
+                return False
+            if call is not None and call.op in _PASSED_ON:
+                ways.append(user)
+            elif user.op != "output":
+                is_read = True
+    return is_read
+
+
+def _count(shape: Iterable[object]) -> int:
+    return math.prod(compat.size_hint(size) for size in shape)

@@ -1,0 +1,333 @@
+"""keep_activations: what checkpoints keep, in what order, what is declined, and eager's numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import memeff_compile
+from memeff_compile import compat
+from memeff_compile.options import Options
+from memeff_compile.passes import PASSES
+from memeff_compile.passes.graph import pipeline
+from memeff_compile.report import Record
+from tests.support.captured_graphs import compare_with_eager
+from tests.support.closeness import needs_compiler
+
+NAME = "keep_activations"
+D, HEADS, ROWS = 32, 4, 2 * 64
+OUT = ROWS * (D * 4 + HEADS * 4)  # bytes of what attention returns: values and log-sum-exps
+LINEAR = ROWS * D * 4  # of a linear of D outputs
+
+
+class Block(nn.Module):
+    """A block of a Llama, small; `spoil` is done inside it."""
+
+    def __init__(self, spoil: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.spoil = spoil
+        self.before, self.between = nn.RMSNorm(D), nn.RMSNorm(D)
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.gate, self.up, self.down = nn.Linear(D, 80), nn.Linear(D, 80), nn.Linear(80, D)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        parts = self.qkv(self.before(x)).chunk(3, -1)
+        q, k, v = (each.view(batch, length, HEADS, -1).transpose(1, 2) for each in parts)
+        attended = self.attend(q, k, v).transpose(1, 2).reshape(batch, length, D)
+        x = x + self.o(self.spoil(attended))
+        hidden = self.between(x)
+        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class Padded(Block):
+    """Attention that another pass tells `memeff::attention`."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2])
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=(places[None] <= places[:, None]) & (places[None] > 0)[None, None]
+        )
+
+
+class Blocks(nn.Module):
+    """Checkpointed blocks with a head and its loss."""
+
+    def __init__(self, *blocks: nn.Module, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run = partial(checkpoint, use_reentrant=False, **settings)
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(D, 97, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        rows = self.head(x).flatten(0, 1)
+        return F.cross_entropy(rows, torch.arange(len(rows)) % 97)
+
+
+def draw(length: int = 64, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, length, D, generator=generator, dtype=dtype).requires_grad_()
+
+
+def compiled(
+    model: nn.Module, recompute: Any
+) -> tuple[list[Record], list[tuple[int, ...]], Counter[str]]:
+    """Return our records, shapes that only a checkpoint could keep, and calls of the backward."""
+    graphs: list[GraphModule] = []
+    records: list[Record] = []
+
+    def keep(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        graphs.append(gm)
+        return boxed(gm)
+
+    rest = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut)
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        options = Options.parse(None, {"memeff.recompute": recompute})
+        report = pipeline.run(gm, PASSES, options).report
+        records.extend(r for r in report.records if r.pass_name == NAME)
+        return rest(gm, inputs)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(draw()).backward()
+    forward, backward = graphs
+    weights = {tuple(p.shape) for p in model.parameters()}
+    values = (n.meta.get("val") for n in forward.graph.output_node().args[0][1:] if n is not None)
+    floats = (v for v in values if isinstance(v, Tensor) and v.is_floating_point())
+    saved = [tuple(v.shape) for v in floats if v.numel() >= ROWS * HEADS]
+    called = Counter(str(n.target) for n in backward.graph.nodes if n.op == "call_function")
+    return records, [s for s in saved if s not in weights and s != (2, 64, D)], called
+
+
+def min_cut(*args: Any, **kwargs: Any) -> Any:
+    from functorch.compile import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(*args, **kwargs)
+
+
+def boxed(gm: GraphModule) -> Any:
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(gm.forward)
+
+
+def attentions(called: Mapping[str, int]) -> int:
+    """How many calls of attention's forward there are in a backward."""
+    names = (n for n in called if "attention" in n and "backward" not in n and "lists" not in n)
+    return sum(called[n] for n in names)
+
+
+def kept_in(report: memeff_compile.Report) -> int:
+    """In how many checkpoints something is kept."""
+    mine = (r for r in report.records if r.pass_name == NAME and r.action == "rewrote")
+    return sum(r.sites for r in mine)
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+FUSED = [(2, HEADS, 64, D // HEADS), (2, HEADS, 64)]
+
+
+def test_checkpoints_are_left_alone_as_written() -> None:
+    records, saved, _ = compiled(Blocks(Block(), Block()), "as_written")
+    assert not records
+    assert not saved
+
+
+@pytest.mark.parametrize("kind", [Block, Padded], ids=["PyTorch's", "memeff::attention"])
+def test_attention_is_kept_and_computed_once(kind: type[Block]) -> None:
+    records, saved, called = compiled(Blocks(kind(), kind()), "attention")
+    (record,) = records
+    assert (record.action, record.sites) == ("rewrote", 2)
+    assert f"1 attention returned for the backward, {OUT / 1024:.1f} KiB a call" in record.sentence
+    assert sorted(saved) == sorted(2 * FUSED)
+    assert not attentions(called)
+
+
+def test_bytes_are_spent_on_what_saves_most() -> None:
+    """Attention over 64 keys, half of them seen, saves more a byte than a linear of 32 inputs."""
+    model = Blocks(Block(), Block())
+    for limit, kept in {
+        OUT - 1: [(ROWS, D)],
+        LINEAR + OUT - 1: FUSED,
+        2 * (4 * LINEAR + OUT): [*(2 * FUSED), *2 * [(ROWS, D)], *2 * [(ROWS, 3 * D)]],
+    }.items():
+        records, saved, _ = compiled(model, limit)
+        assert sorted(saved) == sorted(kept), limit
+        assert bool(records) == bool(kept)
+
+
+def test_linears_that_nobody_reads_again_are_not_kept() -> None:
+    """Neither what leaves the block by the residual, nor what a gated product writes over."""
+    records, saved, called = compiled(Blocks(Block()), "1GiB")
+    assert "1 attention and 2 linears" in records[0].sentence
+    assert sorted(saved) == sorted([*FUSED, (ROWS, D), (ROWS, 3 * D)])
+    assert called["aten.addmm.default"] == 2  # gate and up
+    assert not attentions(called)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute", "inner", "kept"),
+    [
+        (Block, "attention", "aot_eager", 2),
+        (Block, "40KiB", "eager", 1),
+        (Padded, "attention", "eager", 2),
+        (Padded, "1GiB", "aot_eager", 2),
+    ],
+)
+def test_values_and_gradients_are_those_of_eager(
+    kind: type[Block], recompute: str, inner: str, kept: int
+) -> None:
+    model, x = Blocks(kind(), kind()).double(), draw(dtype=torch.float64)
+    options = {"memeff.recompute": recompute}
+    outcome = compare_with_eager(model, x, options=options, inner=inner, fullgraph=False)
+    assert kept_in(outcome.report) == kept
+
+
+@needs_compiler
+def test_a_step_under_inductor_has_the_gradients_of_eager() -> None:
+    model = Blocks(Block()).double()
+    options = {"memeff.recompute": "attention"}
+    x = draw(dtype=torch.float64)
+    compare_with_eager(model, x, options=options, inner="inductor", rtol=1e-9, atol=1e-12)
+
+
+def test_lengths_may_change() -> None:
+    model = Blocks(Block())
+    options = {"memeff.inner": "aot_eager", "memeff.recompute": "attention"}
+    f = torch.compile(model, backend="memeff", options=options, dynamic=True)
+    for length in (64, 33):
+        x = draw(length)
+        torch.testing.assert_close(f(x), model(x))
+        ours, theirs = (torch.autograd.grad(g(x), model.parameters()) for g in (f, model))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert kept_in(memeff_compile.last_report()) == 1
+
+
+def test_nothing_is_kept_where_nothing_goes_backward() -> None:
+    with torch.no_grad():
+        outcome = compare_with_eager(
+            Blocks(Block()).double(),
+            draw(dtype=torch.float64).detach(),
+            options={"memeff.recompute": "attention"},
+        )
+    assert not [r for r in outcome.report.records if r.pass_name == NAME]
+
+
+# --- what is declined -----------------------------------------------------------------------------
+
+
+def only(records: Sequence[Record]) -> tuple[str, str, int]:
+    (record,) = records
+    return record.action, record.code, record.sites
+
+
+def recomputes_all(*_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def test_a_policy_of_the_user_stays() -> None:
+    policy = partial(create_selective_checkpoint_contexts, recomputes_all)
+    records, saved, _ = compiled(Blocks(Block(), Block(), context_fn=policy), "attention")
+    assert only(records) == ("declined", "selective_checkpoint", 2)
+    assert not saved
+
+
+def test_a_write_in_place_inside_the_checkpoint_is_declined() -> None:
+    records, saved, _ = compiled(Blocks(Block(lambda x: x.clone().add_(1))), "attention")
+    assert only(records) == ("declined", "mutated", 1)
+    assert not saved
+
+
+def test_skip_names_a_block() -> None:
+    outcome = compare_with_eager(
+        Blocks(Block(), Block()).double(),
+        draw(dtype=torch.float64),
+        options={"memeff.recompute": "attention", "memeff.skip": {NAME: "blocks.0"}},
+        fullgraph=False,
+    )
+    assert outcome.declined("skipped").module.startswith("blocks.0")
+    assert kept_in(outcome.report) == 1
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return F.scaled_dot_product_attention(inner, inner, inner)
+
+
+def test_a_checkpoint_inside_a_checkpoint_keeps_nothing_of_its_own() -> None:
+    outcome = compare_with_eager(
+        Blocks(Nested()).double(),
+        draw(dtype=torch.float64),
+        options={"memeff.recompute": "attention"},
+        fullgraph=False,
+    )
+    assert kept_in(outcome.report) == 1
+    assert outcome.declined("selective_checkpoint")
+
+
+# --- caches, undo and text ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def body() -> GraphModule:
+    return torch.fx.symbolic_trace(lambda x: x.sin().cos())
+
+
+def test_a_policy_is_taken_back_and_told_apart_in_caches(body: GraphModule) -> None:
+    sin, cos = (n for n in body.graph.nodes if n.op == "call_method")
+    hashes = set()
+    for kept in ({sin: True}, {sin: False}, {cos: True}, {sin: True, cos: True}):
+        undo = compat.keep_in_checkpoint(body, kept)
+        assert compat.has_checkpoint_policy(body)
+        assert [compat.is_kept(n) for n in (sin, cos)] == [sin in kept, cos in kept]
+        hashes.add(body.meta["_checkpoint_context_fn"].cache_hash)
+        undo()
+        assert not compat.has_checkpoint_policy(body)
+        assert not any(map(compat.is_kept, (sin, cos)))
+    assert len(hashes) == 4
+
+
+def test_the_graph_says_what_is_kept() -> None:
+    torch._dynamo.reset()
+    options = {"memeff.inner": "eager", "memeff.recompute": "attention"}
+    torch.compile(Blocks(Block()), backend="memeff", options=options)(draw())
+    (graph,) = memeff_compile.graphs()[-1:]
+    (line,) = (line for line in graph.after.splitlines() if "kept for the backward" in line)
+    assert "scaled_dot_product_attention" in line
+    assert "kept for" not in graph.before
+
+
+@pytest.mark.parametrize("value", ["atention", "12", 1.5, -1, True, None])
+def test_another_value_is_refused(value: Any) -> None:
+    with pytest.raises(memeff_compile.OptionError, match=r"memeff\.recompute") as refused:
+        Options.parse(None, {"memeff.recompute": value})
+    if value == "atention":
+        assert "Did you mean 'attention'?" in str(refused.value)
