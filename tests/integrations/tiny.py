@@ -14,6 +14,8 @@ from tests.support.zoo import FAMILIES, build, inputs
 LLAMA = next(family for family in FAMILIES if family.name == "llama")
 OPTIONS = {"memeff.inner": "aot_eager"}
 TRAINING = {"rewrote", "logits_deferred"}
+OF_BLOCKS = ("expand_multihead", "recover_attention", "fuse_gated_linear")
+"""Passes whose records are not about embedding, head and loss."""
 
 
 def llama(**settings: object) -> nn.Module:
@@ -41,8 +43,7 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
 def codes() -> set[str]:
     """Every code about embedding, head and loss in the reports since the last reset."""
     records = memeff_compile.last_report().records
-    of_blocks = ("expand_multihead", "recover_attention", "fuse_gated_linear")
-    return {r.code for r in records if r.pass_name not in of_blocks}
+    return {r.code for r in records if r.pass_name not in OF_BLOCKS}
 
 
 def products(logits: Iterable[object]) -> Sequence[int]:

@@ -39,7 +39,7 @@ LEAST_VALUE = tl.constexpr(1.0e-30)
 LARGEST_E4M3 = tl.constexpr(448.0)
 LEAST_SHARE = tl.constexpr(0.6)  # of the queries' energy in their mean, from which it is heeded
 FINER = tl.constexpr(3.0)  # the mean's size in the first of two channels over that in the second
-EVEN = tl.constexpr(0.7)  # of the mean's largest size, to which larger ones are divided
+MOST_EVENED = tl.constexpr(3.0)  # power of two by which a channel of queries is divided
 MOST_STEPS = tl.constexpr(16.0)  # by which a code is moved
 MOST_SCORE = tl.constexpr(30.0)  # in base 2, that weighs what rounding took from a value
 SAMPLES_TOGETHER = tl.constexpr(32)
@@ -58,6 +58,7 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
     """Look at keys from `start` to `stop`; k and v are pointers and strides of keys."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     k_sum = tl.zeros((C.KEYS // C.SAMPLE, C.DEPTH_BLOCK), dtype=tl.float32)
+    k_squares = tl.zeros((C.KEYS // C.SAMPLE, C.DEPTH_BLOCK), dtype=tl.float32)
     v_sum = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
     low = tl.full((C.KEYS, C.DEPTH_BLOCK), HUGE, dtype=tl.float32)
     high = tl.full((C.KEYS, C.DEPTH_BLOCK), -HUGE, dtype=tl.float32)
@@ -81,7 +82,9 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
         v_count += is_one
         sampled = first + tl.arange(0, C.KEYS // C.SAMPLE) * C.SAMPLE
         is_sampled = _is_counted(sampled, keys, mask_ptr, C.HAS_KEY_MASK)
-        k_sum += _load_tile(k, sampled, is_sampled, depth, C)
+        tile = _load_tile(k, sampled, is_sampled, depth, C)
+        k_sum += tile
+        k_squares += tile * tile
         k_count += is_sampled.to(tl.float32)
     tl.store(sums_ptr + depth, tl.sum(k_sum, axis=0))
     tl.store(sums_ptr + C.DEPTH_BLOCK + depth, tl.sum(v_sum, axis=0))
@@ -89,6 +92,7 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
     tl.store(sums_ptr + 3 * C.DEPTH_BLOCK + depth, tl.max(high, axis=0))
     counts = tl.where(depth == 0, tl.sum(k_count, axis=0), tl.sum(v_count, axis=0))
     tl.store(sums_ptr + 4 * C.DEPTH_BLOCK + depth, counts)
+    tl.store(sums_ptr + 5 * C.DEPTH_BLOCK + depth, tl.sum(k_squares, axis=0))
 
 
 @triton.jit
@@ -126,7 +130,8 @@ def _look_kernel(
     v,  # (B, G, N, D)
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
-    sums_ptr,  # (B * G, chunks, 5, DEPTH_BLOCK) fp32: keys, values, their extremes, counts
+    sums_ptr,  # (B * G, chunks, 6, DEPTH_BLOCK) fp32: keys, values, their extremes, counts, and
+    # squares of keys
     q_codes_ptr,  # (B * H, M, DEPTH_BLOCK) int8, with SMOOTH_Q
     q_scale_ptr,  # (B * H, M) fp32, the same
     q_mean_ptr,  # (B * H, query blocks, DEPTH_BLOCK) fp32 with SMOOTH_Q; else
@@ -156,7 +161,7 @@ def _look_kernel(
         k_rows = (of_head(k, batch, group), k.row)
         v_rows = (of_head(v, batch, group), v.row)
         mask_ptr = key_mask_ptr + batch * stride_mask_batch
-        sums_ptr += (row * chunks + part) * 5 * C.DEPTH_BLOCK
+        sums_ptr += (row * chunks + part) * 6 * C.DEPTH_BLOCK
         stop = tl.minimum(part * chunk + chunk, keys)
         _look(k_rows, v_rows, mask_ptr, sums_ptr, part * chunk, stop, keys, C)
     else:
@@ -176,7 +181,7 @@ def _look_kernel(
 def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
     depth = tl.arange(0, C.DEPTH_BLOCK)
     part = tl.arange(0, C.CHUNKS)[:, None]
-    ptrs = sums_ptr + (part * 5 + WHICH) * C.DEPTH_BLOCK + depth[None, :]
+    ptrs = sums_ptr + (part * 6 + WHICH) * C.DEPTH_BLOCK + depth[None, :]
     return tl.load(ptrs, mask=part < chunks, other=fill)
 
 
@@ -184,7 +189,7 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
     """Return how many keys were sampled (WHICH 0) or looked at (1) in all chunks, at least 1."""
     part = tl.arange(0, C.CHUNKS)
-    ptrs = sums_ptr + (part * 5 + 4) * C.DEPTH_BLOCK + WHICH
+    ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
 
 
@@ -215,26 +220,44 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 
 
 @triton.jit
-def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.constexpr):
+def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
+    """Return by what queries with these squares are divided in each channel, and keys multiplied.
+
+    Both get the same energy in a channel then; on average nothing grows.
+    """
+    keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
+    if C.SMOOTH_K:
+        k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, C), axis=0)
+        keys -= k_sum * (k_sum / _counted(sums_ptr, chunks, 0, C))
+    is_known = (squares > 0.0) & (squares < HUGE) & (keys > 0.0) & (keys < HUGE)
+    power = tl.log2(tl.where(is_known, squares, 1.0)) - tl.log2(tl.where(is_known, keys, 1.0))
+    power *= 0.25
+    known = tl.maximum(tl.sum(is_known.to(tl.float32), axis=0), 1.0)
+    power = tl.where(is_known, power - tl.sum(power, axis=0) / known, 0.0)
+    return tl.exp2(tl.minimum(tl.maximum(power, -MOST_EVENED), MOST_EVENED))
+
+
+@triton.jit
+def _settle_direction(samples_ptr, sums_ptr, found_ptr, samples, queries, chunks, C: tl.constexpr):
     """Write the sum of sampled queries, its numbers in two channels, which these are, and a share.
 
     Zeros where little of the queries' energy is in their mean. The first channel is that in which
     the sum is largest, the second one where it is a third of that.
     """
-    depth = tl.arange(0, DEPTH_BLOCK)
-    total = tl.zeros((SAMPLES_TOGETHER, DEPTH_BLOCK), dtype=tl.float32)
-    squares = tl.zeros((SAMPLES_TOGETHER, DEPTH_BLOCK), dtype=tl.float32)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    total = tl.zeros((SAMPLES_TOGETHER, C.DEPTH_BLOCK), dtype=tl.float32)
+    squares = tl.zeros((SAMPLES_TOGETHER, C.DEPTH_BLOCK), dtype=tl.float32)
     for start in tl.range(0, samples, SAMPLES_TOGETHER):
         place = (start + tl.arange(0, SAMPLES_TOGETHER))[:, None]
-        ptrs = samples_ptr + place * 2 * DEPTH_BLOCK + depth[None, :]
+        ptrs = samples_ptr + place * 2 * C.DEPTH_BLOCK + depth[None, :]
         total += tl.load(ptrs, mask=place < samples, other=0.0)
-        squares += tl.load(ptrs + DEPTH_BLOCK, mask=place < samples, other=0.0)
+        squares += tl.load(ptrs + C.DEPTH_BLOCK, mask=place < samples, other=0.0)
     found = tl.sum(total, axis=0)
-    energy = tl.sum(tl.sum(squares, axis=0), axis=0)
+    by_channel = tl.sum(squares, axis=0)
+    energy = tl.sum(by_channel, axis=0)
     shared = tl.sum(found * found, axis=0)
     found = tl.where(shared > energy * (queries * LEAST_SHARE), found, 0.0)
-    most = tl.maximum(tl.max(tl.abs(found), axis=0) * EVEN, 1.0e-30)
-    evened = tl.maximum(tl.abs(found) / most, 1.0)
+    evened = _evened_by(by_channel, sums_ptr, chunks, C)
     found /= evened
     size = tl.abs(found)
     largest = tl.max(size, axis=0)
@@ -245,8 +268,8 @@ def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.
     second_place = tl.argmin(away, axis=0)
     second = depth == second_place
     tl.store(found_ptr + depth, found)
-    tl.store(found_ptr + 2 * DEPTH_BLOCK + depth, evened)
-    found_ptr += DEPTH_BLOCK
+    tl.store(found_ptr + 2 * C.DEPTH_BLOCK + depth, evened)
+    found_ptr += C.DEPTH_BLOCK
     tl.store(found_ptr, tl.sum(tl.where(first, found, 0.0), axis=0))
     tl.store(found_ptr + 1, tl.sum(tl.where(second, found, 0.0), axis=0))
     tl.store(found_ptr + 2, first_place.to(tl.float32))
@@ -272,7 +295,7 @@ def _settle_kernel(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    sums_ptr += row * chunks * 5 * C.DEPTH_BLOCK
+    sums_ptr += row * chunks * 6 * C.DEPTH_BLOCK
     k_mean_ptr += row * 4 * C.DEPTH_BLOCK
     if part == 0:
         _settle_keys(sums_ptr, k_mean_ptr, chunks, C)
@@ -282,7 +305,7 @@ def _settle_kernel(
     else:
         samples_ptr += row * samples * 2 * C.DEPTH_BLOCK
         found_ptr = k_mean_ptr + C.DEPTH_BLOCK
-        _settle_direction(samples_ptr, found_ptr, samples, sampled_queries, C.DEPTH_BLOCK)
+        _settle_direction(samples_ptr, sums_ptr, found_ptr, samples, sampled_queries, chunks, C)
 
 
 @triton.jit

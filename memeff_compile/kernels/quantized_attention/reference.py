@@ -20,6 +20,7 @@ from .settings import BLOCK, QUERY_ROWS, VALUES, Settings, groups_of, sampled_qu
 LEAST = 1e-16  # of queries and keys that are all zeros: two scales multiply
 LEAST_VALUE = 1e-30
 NOTHING = -1e30
+HUGE = 3e38
 SAMPLE = 8
 """Every how many keys are looked at for their mean, which need not be the true one."""
 
@@ -29,8 +30,8 @@ LEAST_SHARE = 0.6
 FINER = 3.0
 """The size of the queries' mean in the first of two channels over that in the second."""
 
-EVEN = 0.7
-"""The share of the largest size of the queries' mean to which larger ones are divided."""
+MOST_EVENED = 3.0
+"""By what power of two a channel of queries is divided at most."""
 
 MOST_STEPS = 16
 """By how much a code of a key is moved."""
@@ -79,7 +80,7 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     if settings.aligns:
         direction, mean = direction_of(q, k.shape[1])
         weight = weight * weights_of(mean, k)
-        evened = evened_by(direction)
+        evened = evened_by(q, k)
         q, k = q / evened.repeat_interleave(repeat, 1)[:, :, None], k * evened[:, :, None]
     of_queries, of_keys = groups_of(settings.granularity, q, k)
     q_scale = _largest(q, of_queries) / settings.limit
@@ -112,25 +113,33 @@ def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
     Zeros where little of their energy is in their mean.
     """
-    batch, heads, queries, depth = q.shape
-    stride, _, sampled = sampled_queries(queries)
-    place = torch.arange(queries, device=q.device)
-    seen = q[:, :, place // QUERY_ROWS % stride == 0].reshape(batch, groups, -1, depth)
-    found = seen.sum(2)
-    energy = seen.square().sum((2, 3)) * (sampled * (heads // groups))
-    is_shared = found.square().sum(2) > LEAST_SHARE * energy
+    seen = _sampled(q, groups)
+    found, count = seen.sum(2), seen.shape[2]
+    is_shared = found.square().sum(2) > LEAST_SHARE * count * seen.square().sum((2, 3))
     found = torch.where(is_shared[..., None], found, torch.zeros_like(found))
-    return found, found / (sampled * (heads // groups))
+    return found, found / count
 
 
-def evened_by(direction: Tensor) -> Tensor:
+def _sampled(q: Tensor, groups: int) -> Tensor:
+    """Return the queries that are looked at, by key head: (B, G, some, D)."""
+    stride = sampled_queries(q.shape[2])[0]
+    place = torch.arange(q.shape[2], device=q.device)
+    seen = q[:, :, place // QUERY_ROWS % stride == 0]
+    return seen.reshape(q.shape[0], groups, -1, q.shape[3])
+
+
+def evened_by(q: Tensor, k: Tensor) -> Tensor:
     """Return by what queries are divided in each channel, and keys multiplied: (B, G, D).
 
-    Scores stay, and a few channels in which queries share a large number no longer widen the steps
-    of all.
+    Scores stay, and both get the same energy in a channel, as far as sampled rows say: a few
+    channels in which either is large no longer widen the steps of all. On average nothing grows.
     """
-    size = direction.abs()
-    return (size / (EVEN * size.amax(2, keepdim=True)).clamp_min(1e-30)).clamp_min(1.0)
+    ours = _sampled(q, k.shape[1]).square().sum(2)
+    theirs = k[:, :, ::SAMPLE].square().sum(2)
+    is_known = (ours > 0) & (ours < HUGE) & (theirs > 0) & (theirs < HUGE)
+    power = torch.where(is_known, (ours.log2() - theirs.log2()) / 4, 0.0)
+    power -= power.sum(2, keepdim=True) / is_known.sum(2, keepdim=True).clamp_min(1)
+    return torch.exp2(torch.where(is_known, power.clamp(-MOST_EVENED, MOST_EVENED), 0.0))
 
 
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     stride, samples, sampled = sampled_queries(queries)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
     found = _empty(q, (batch, heads, groups, queries, keys, wide), settings)
-    sums = found.k_scale.new_empty((batch * groups, chunks, 5, wide))
+    sums = found.k_scale.new_empty((batch * groups, chunks, 6, wide))
     k_mean = sums.new_empty((batch * groups, 4, wide)) if found.k_mean is None else found.k_mean
     looked = query_blocks if is_smooth else samples
     means = sums.new_empty((batch, heads, looked, *(() if is_smooth else (2,)), wide))

@@ -106,7 +106,8 @@ class PackedTernaryQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
         for path, linear in _packed(model).items():
             for name, value in linear.named_buffers(recurse=False):
-                if not getattr(value, "_is_hf_initialized", False):
+                # What lies on a disk has no value here, and is what was found.
+                if not (value.is_meta or getattr(value, "_is_hf_initialized", False)):
                     raise UnsupportedInputError(
                         f"The checkpoint has no {path}.{name}, and the config says that this "
                         "linear is packed. Where the checkpoint is dense, give it a config without "

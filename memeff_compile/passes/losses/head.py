@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -219,11 +220,11 @@ class HeadReader:
         return self._make_head(node, left, weight, transposed, bias)
 
     def _einsum_head(self, node: Node, equation: str, tensors: Sequence[Node]) -> Head | None:
-        equation = equation.replace(" ", "")
-        if len(tensors) != 2 or "->" not in equation or "." in equation:
+        values = [self.info.tensor(tensor) for tensor in tensors]
+        dims = [value.dim() for value in values if value is not None]
+        if len(dims) != 2 or len(tensors) != 2:
             return None
-        inputs, output = equation.split("->")
-        left, right = inputs.split(",")
+        (left, right), output = _spelled_out(equation.replace(" ", ""), dims)
         for hidden, weight, h, w in ((left, right, 0, 1), (right, left, 1, 0)):
             if len(weight) != 2 or len(hidden) < 1 or len(set(hidden)) != len(hidden):
                 continue
@@ -421,6 +422,27 @@ def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size
         for call in step.reading:
             current = _replay(editor, current, call, hidden_size)
     return current
+
+
+def _spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
+    """Return einsum's inputs and output with letters for an ellipsis and for an implied output."""
+    inputs, arrow, output = equation.partition("->")
+    operands = inputs.split(",")
+    unused = "".join(letter for letter in ascii_letters if letter not in equation)
+    counts = [
+        dim - len(each.replace("...", "")) if "..." in each else 0
+        for each, dim in zip(operands, dims, strict=True)
+    ]
+    # Those of operands with fewer are the last ones, as in broadcasting.
+    shared = [unused[len(unused) - count :] for count in (*counts, max(counts))]
+    if not arrow:
+        output = "..." + "".join(
+            sorted(c for c in set(inputs) - {".", ","} if inputs.count(c) == 1)
+        )
+    spelled = [
+        each.replace("...", more) for each, more in zip((*operands, output), shared, strict=True)
+    ]
+    return spelled[:-1], spelled[-1]
 
 
 def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node:

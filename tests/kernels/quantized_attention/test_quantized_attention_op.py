@@ -90,8 +90,45 @@ def test_what_is_taken_away_makes_codes_closer() -> None:
         for smooth in ("", "k", "kv", "qkv")
     ]
     assert found[1] < 0.8 * found[0]
-    assert found[2] < found[1]
     assert found[3] < 0.8 * found[2]
+    eight = [relative_l1(ours(case, smooth=smooth)[0], wanted) for smooth in ("k", "kv")]
+    assert eight[1] < 0.95 * eight[0]
+
+
+def turning(size: float) -> Case:
+    """Return inputs whose keys have a constant that rotary embedding turned, in two channels.
+
+    No mean takes it away. Queries are small there, and large where keys are small.
+    """
+    case = draw(1, 4, 2, 300, 300, 64, torch.float32, ahead=0)
+    place = torch.arange(300.0)
+    case.k[..., 0] += size * place.cos()
+    case.k[..., 32] += size * place.sin()
+    case.q[..., [0, 32]] /= size
+    case.q[..., 15] += size
+    case.k[..., 15] /= size
+    return case
+
+
+@pytest.mark.parametrize("level", ["8b", "8b+f16"])
+def test_channels_that_are_large_in_keys_alone_do_not_widen_all_steps(level: str) -> None:
+    case = turning(60.0)
+    assert relative_l1(ours(case, level=level)[0], exact(case)[0]) <= 0.06
+
+
+def test_queries_and_keys_have_the_same_energy_in_each_channel() -> None:
+    case = turning(6.0)
+    evened = reference.evened_by(case.q, case.k)
+    assert bool((evened != 1.0).all())
+    assert float(evened.log2().sum(-1).abs().max()) < 1.0
+    q = case.q / evened.repeat_interleave(2, 1)[:, :, None]
+    energy = [x.square().sum(2) for x in (q.unflatten(1, (2, 2)).flatten(2, 3), case.k)]
+    share = energy[0] / (energy[1] * evened.square())
+    assert float(share.amax(-1).max() / share.amin(-1).min()) < 8
+    nothing = torch.zeros_like(case.q)
+    nothing[..., 0] = math.nan
+    nothing[..., 1] = math.inf
+    assert bool((reference.evened_by(nothing, case.k) == 1.0).all())
 
 
 def test_what_rounding_takes_from_values_on_average_is_given_back() -> None:

@@ -114,8 +114,9 @@ def test_arguments_of_from_pretrained_hold_for_packed_linears(tmp_path: Path) ->
     parts = ("embed_tokens", "layers.0", "norm", "rotary_emb")
     places = {f"model.{part}": "cpu" for part in parts} | {"lm_head": "cpu"}
     apart = {**places, "model.layers.1": "disk"}
-    for where in ({"": "cpu"}, apart):
-        placed = auto.from_pretrained(tmp_path, device_map=where, offload_folder=tmp_path / "off")
+    for where, buffers in (({"": "cpu"}, False), (apart, False), (apart, True)):
+        off = {"offload_folder": tmp_path / "off", "offload_buffers": buffers}
+        placed = auto.from_pretrained(tmp_path, device_map=where, **off)
         assert torch.equal(logits(placed), logits(model))
 
 
