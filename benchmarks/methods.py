@@ -97,7 +97,7 @@ def memeff(**knobs: Any) -> Loss:
         Unavailable: If the installed op lacks a knob that is asked for.
     """
     if knobs.pop("gradients", "") == "forward":
-        return _total(knobs.pop("workspace", 0))
+        return _total(**knobs)
     from memeff_compile.errors import UnsupportedInputError
     from memeff_compile.kernels import linear_cross_entropy as folder
 
@@ -122,7 +122,7 @@ def memeff(**knobs: Any) -> Loss:
     return loss
 
 
-def _total(workspace: int) -> Loss:
+def _total(**knobs: Any) -> Loss:
     from memeff_compile.kernels import linear_cross_entropy as folder
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ def _total(workspace: int) -> Loss:
             ignore_index=IGNORED,
             scale=1.0,
             softcap=0.0,
-            workspace=workspace,
             output_mask=[hidden.requires_grad, weight.requires_grad, False],
+            **{"workspace": 0, **knobs},
         )
         return found[0]
 

@@ -126,6 +126,7 @@ def linear_cross_entropy(
     operands = (hidden, weight, bias, target)
     how = {"ignore_index": ignore_index, "scale": float(scale), "softcap": float(softcap)}
     how["workspace"] = 0
+    filtered = {"gradient_filter": filter, "sort_vocabulary": filter != "exact"}
     if (
         reduction != "none"
         and not (smooth or z_loss or return_stats)
@@ -135,16 +136,16 @@ def linear_cross_entropy(
             hidden.device, hidden.dtype, hidden.shape[-1], gradient_filter=filter
         )
     ):
-        return _total(operands, class_weight, reduction, how)
+        return _total(operands, class_weight, reduction, how | filtered)
     nll, lse, logit_sum, entropy, top, *_ = op_folder.linear_cross_entropy(
         *operands,
         class_weight if smooth else None,
         with_lse=return_stats or bool(z_loss),
         with_logit_sum=smooth,
-        gradient_filter=filter,
         with_entropy=return_stats,
         with_top=return_stats,
         **how,
+        **filtered,
     )
     kept, norm = _kept_and_norm(target, class_weight, ignore_index, nll.dtype)
     rows = nll if class_weight is None else nll * norm

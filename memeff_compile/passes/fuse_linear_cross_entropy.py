@@ -146,6 +146,7 @@ class FuseLinearCrossEntropy(GraphPass):
             "dtype": head.compute_dtype,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
+            "gradient_filter": info.options.linear_cross_entropy,
         }
         seen = (max(sizes["N"], 1), sizes["D"], sizes["V"])
         b, w = sympy.symbols("B W", integer=True, positive=True)
@@ -223,9 +224,10 @@ def _engine(hidden: torch.Tensor, match: Site, options: Options) -> str:
     if mode == "exact":
         return sentence
     smooths = any(tail.label_smoothing > 0 for tail in match.tails)
-    minimal = op_folder.is_minimal(options.linear_cross_entropy_workspace)
-    if name != "fused" or smooths or minimal:
+    size = compat.size_hint(hidden.shape[-1]), options.linear_cross_entropy_workspace
+    is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16 and not smooths
+    if not (is_served and op_folder.leaves_out(mode, *size)):
         return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"
-    level = op_folder.filter_level(mode, options.filter_level, match.head.compute_dtype)
-    bound = "a row loses at most" if mode == "mass" else "leaves out tiles under"
+    level = op_folder.filter_level(mode, options.filter_level)
+    bound = "a row loses at most" if mode == "mass" else "leaves out classes under"
     return f"{sentence}; gradient filter '{mode}': {bound} {level:g}; dense where most tiles count"

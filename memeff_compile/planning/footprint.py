@@ -463,6 +463,7 @@ def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sym
         vocab, depth = (int(size) for size in value("weight").shape)
         how: dict[str, Any] = {"dtype": hidden.dtype, "workspace": given["workspace"]}
         how["has_softcap"] = bool(given["softcap"])
+        how["gradient_filter"] = given.get("gradient_filter", "exact")
         if name.endswith("_total"):
             held = op_folder.total_bytes(rows, depth, vocab, device=hidden.device, **how)
             return held + op_folder.TOTAL_BYTES_PER_ROW * rows

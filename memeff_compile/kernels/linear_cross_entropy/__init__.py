@@ -17,7 +17,6 @@ Means, sums, class weights of the target and shifts stay outside, in ordinary op
 
 from __future__ import annotations
 
-from .filters import filter_level as filter_level
 from .memory import Pieces as Pieces
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
@@ -27,6 +26,8 @@ from .op import engine_for as engine_for
 from .op import linear_cross_entropy as linear_cross_entropy
 from .op import linear_cross_entropy_backward as linear_cross_entropy_backward
 from .op import supports as supports
+from .selected import filter_level as filter_level
+from .selected import leaves_out as leaves_out
 from .shapes import is_minimal as is_minimal
 from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .total import linear_cross_entropy_total as linear_cross_entropy_total

@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .filters import DENSE_SHARE
-from .op import linear_cross_entropy
+from . import selected, total_fused
+from .op import engine_for
+from .pieces import spans
+from .total_reference import Loss
 
 
 class Activity(NamedTuple):
-    """What one call of the op would leave out of its gradients."""
+    """What engine T under a filter would leave out of its gradients."""
 
-    active: float  # share of 128 x 128 tiles that are computed
+    active: float  # share of 128 x 128 tiles that count
     dropped: Tensor  # per row: sum of |p_j - 1(j = target)| over what is left out
-    is_sparse: bool  # whether the sparse kernels run; else dense ones compute every tile
+    sparse: float  # share of pieces of rows of which not all tiles are computed
 
 
+@torch.no_grad()
 def measure(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    gradient_filter: str = "mass",
-    filter_level: float = 0.0,
     ignore_index: int | None = -100,
     scale: float = 1.0,
     softcap: float = 0.0,
-    sort_vocabulary: bool = False,
+    gradient_filter: str = "mass",
+    filter_level: float = 0.0,
+    sort_vocabulary: bool = True,
 ) -> Activity:
-    """Run the op forward and say what its filter decided. Waits for the GPU.
+    """Run engine T without its products and say what its filter decided. Waits for the GPU.
 
-    Arguments are those of the op. Where no filter runs (off CUDA, or in fp32), all is active.
+    Arguments are those of the op. Where no filter runs (off CUDA, in fp32, where rows are short),
+    all is active.
     """
-    with torch.no_grad():
-        *_, dropped, active, _order = linear_cross_entropy(
-            hidden,
-            weight,
-            bias,
-            target,
-            None,
-            ignore_index=ignore_index,
-            scale=scale,
-            softcap=softcap,
-            with_lse=False,
-            with_logit_sum=False,
-            gradient_filter=gradient_filter,
-            workspace=0,
-            filter_level=filter_level,
-            sort_vocabulary=sort_vocabulary,
-        )
-    if active.numel() == 0:
-        return Activity(1.0, hidden.new_zeros(target.shape, dtype=torch.float32), False)
-    share = float(active.float().mean())
-    return Activity(share, dropped, share < DENSE_SHARE)
+    serves = hidden.dtype in total_fused.DTYPES and total_fused.serves(weight)
+    depth = hidden.shape[-1]
+    serves = serves and selected.leaves_out(gradient_filter, depth, 0)
+    if engine_for(hidden.device, hidden.dtype, depth) != "fused" or not serves:
+        return Activity(1.0, hidden.new_zeros(target.shape, dtype=torch.float32), 0.0)
+    settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "workspace": 0}
+    settings |= {"gradient_filter": gradient_filter, "filter_level": filter_level}
+    settings |= {"output_mask": (False,) * 3, "sort_vocabulary": sort_vocabulary}
+    flat = hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1)
+    walk = total_fused._Total(Loss(*flat, None, None, ignore_index, **settings))
+    for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
+        walk.piece(index, first, stop - first)
+    return activity_of(walk, target)
+
+
+def activity_of(walk: total_fused.Walk, target: Tensor) -> Activity:
+    """Return what the filter of a walk decided, once it has seen every piece."""
+    found = walk.filter
+    assert found is not None
+    assert walk.selection.kept is not None
+    blocks = -(-int(walk.selection.kept) // found.tile)
+    sparse = float(found.is_sparse[:, 0].float().mean())
+    share = int(found.active.sum()) / max(blocks * found.tiles, 1)
+    return Activity(share, found.dropped.view(target.shape), sparse)

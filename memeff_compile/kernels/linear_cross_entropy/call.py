@@ -115,9 +115,6 @@ class Kept(NamedTuple):
 
     lse: Tensor  # (N,)
     entropy: Tensor  # (N,), or (0,) where it was not asked for
-    # as in `filters.LeftOut`
-    active: Tensor
-    row_order: Tensor
 
 
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -6,10 +6,8 @@ of logits again, this time written as G = dloss/dlogits in 16 bits; then dC of t
 complete in one write, and dE += G C in fp32, by one reduction per element and launch, so that
 nothing depends on the order in which programs run.
 
-Under a filter forward's statistics also say which tiles matter (`filters.py`). Backward then
-recomputes the listed tiles only, into a packed buffer of G, and sums the two products over the
-lists. Which of the two runs is decided on the GPU: both are launched and one finds no work. Ignored
-rows are left out before anything is computed, by an order of rows built on the GPU (`rows.py`).
+Ignored rows are left out before anything is computed, by an order of rows built on the GPU
+(`rows.py`). A filter is a matter of pieces of rows (`row_pieces.py`).
 
 No call waits for the GPU or reads a value on the host. 16-bit inputs with a depth that is a
 multiple of 8; the engine `hybrid` serves the rest.
@@ -20,7 +18,7 @@ Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * pi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +26,12 @@ from torch import Tensor
 from .._triton.compat import described
 from .._triton.launch import start
 from ..device import on_device
-from . import filters, tile_lists
 from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows, vector
 from .pieces import spans
 from .rows import Selection, gather, row_block, select_rows
 from .shapes import (
-    FILTER_FORWARD_BYTES,
     FORWARD_BYTES,
     Room,
-    fused_budget,
     is_minimal,
     piece_width,
     room_inside,
@@ -44,12 +39,7 @@ from .shapes import (
     shapes_for,
 )
 
-if TYPE_CHECKING:
-    from .tile_lists import TileLists
-
-
 DTYPES = (torch.bfloat16, torch.float16)
-NO_MAP = filters.found_shapes(0, 0, "exact")
 
 
 def serves(weight: Tensor) -> bool:
@@ -61,8 +51,8 @@ def serves(weight: Tensor) -> bool:
     )
 
 
-def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
-    """Compute what is asked for of every row, and what a filter may leave out of backward.
+def forward(given: Operands, knobs: Knobs) -> Rows:
+    """Compute what is asked for of every row.
 
     Hidden states are bf16 or fp16, the weight is contiguous, and top is not asked for.
     """
@@ -75,22 +65,16 @@ def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
     with on_device(hidden):
         hidden = aligned(hidden)
         selection = select_rows(target, knobs)
-        is_filtered = knobs.gradient_filter != "exact"
-        parts = shapes.columns // shapes.rows if is_filtered else 1
-        tiles = -(-vocab // shapes.columns) * parts
+        tiles = -(-vocab // shapes.columns)
         planes = 2 + knobs.with_logit_sum + knobs.with_entropy
         is_compact = selection.kept is not None
         bytes_per_row = 4 * planes * tiles + (2 * depth if is_compact else 0)
-        held = FILTER_FORWARD_BYTES if is_filtered else FORWARD_BYTES
-        groups = row_groups(rows, held // bytes_per_row, shapes)
+        groups = row_groups(rows, FORWARD_BYTES // bytes_per_row, shapes)
         stats = hidden.new_empty((planes, tiles, groups.size), dtype=torch.float32)
         gathered = hidden.new_empty((groups.size, depth)) if is_compact else hidden
         # Ignored rows, which no kernel writes, are zero.
         found = Rows.new(hidden, (rows,), knobs, of_zeros=is_compact)
         target_logit = torch.full((rows,), float("nan"), device=hidden.device)
-        chooser = None
-        if is_filtered:
-            chooser = filters.Chooser(hidden, vocab, shapes, selection, knobs)
         hidden_desc = tiles_of(gathered, shapes.rows, shapes.step)
         weight_desc = tiles_of(weight, shapes.columns, shapes.step)
         for first, stop in spans(0, rows, groups.size):
@@ -117,7 +101,6 @@ def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
                 knobs.softcap,
                 **given.flags(knobs),
                 HAS_KEPT=is_compact,
-                PARTS=parts,
                 FLATTEN=shapes.flatten,
                 **shapes.constants(shapes.columns),
             )
@@ -133,22 +116,17 @@ def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
                 found.lse,
                 found.logit_sum if knobs.with_logit_sum else None,
                 found.entropy if knobs.with_entropy else None,
-                None if chooser is None else chooser.compact_lse,
                 first,
                 here,
                 tiles,
                 HAS_KEPT=is_compact,
-                PARTS=parts,
-                WITH_COMPACT_LSE=chooser is not None,
                 WITH_LOGIT_SUM=knobs.with_logit_sum,
                 WITH_ENTROPY=knobs.with_entropy,
                 ROWS=ROWS,
                 TILES=TILES,
                 num_warps=4,
             )
-            if chooser is not None:
-                chooser.see(stats, target_logit, first, here)
-        return found, chooser.decide() if chooser else filters.nothing_left_out(hidden, NO_MAP)
+        return found
 
 
 # Row blocks whose tiles of G are computed side by side.
@@ -186,7 +164,7 @@ class _Backward:
         self.bias, self.column_weight = vector(bias, None), vector(column_weight, torch.float32)
         self.is_plain = is_plain(bias, knobs)
         needs_hidden, needs_weight, needs_bias = output_mask
-        self.selection = select_rows(target, knobs, kept.row_order)
+        self.selection = select_rows(target, knobs)
         self.grad_weight = torch.empty_like(weight) if needs_weight else None
         self.grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
         # The hidden gradient's own memory holds the gathered rows until it is written.
@@ -199,29 +177,10 @@ class _Backward:
         self.given = (self.bias, self.column_weight, self.selection.target, self.row_values)
         self.asked = given.flags(knobs)
 
-        tile = self.shapes.rows
         self.width = piece_width(self.rows, self.depth, self.vocab, knobs.workspace, self.shapes)
-        self.lists: TileLists | None = None
         elements = self.rows * self.width
-        if kept.active.numel():
-            row_blocks, columns = kept.active.shape
-            budget = fused_budget(self.rows, knobs.workspace)
-            slots = max(budget // (2 * tile * tile), 2 * row_blocks)
-            self.slots = min(slots, kept.active.numel() + row_blocks)
-            self.groups = tile_lists.group_count(
-                row_blocks, columns, self.slots, knobs.filter_parts, filters.DENSE_SHARE
-            )
-            rows_kept = self.selection.kept
-            self.lists = tile_lists.build(
-                kept.active,
-                row_blocks if rows_kept is None else (rows_kept + tile - 1) // tile,
-                knobs.filter_parts,
-                self.slots,
-                filters.DENSE_SHARE,
-            )
-            elements = max(elements, self.slots * tile * tile)
         self.inside: Room | None = None
-        if is_minimal(knobs.workspace) and self.grad_weight is not None and self.lists is None:
+        if is_minimal(knobs.workspace) and self.grad_weight is not None:
             self.inside = room_inside(
                 self.rows, self.depth, self.vocab, self.shapes, needs_hidden=needs_hidden
             )
@@ -243,9 +202,6 @@ class _Backward:
         else:
             for first, stop in spans(0, self.vocab, self.width):
                 self._dense(first, stop, adds=first > 0)
-            if self.lists is not None:
-                for group in range(self.groups):
-                    self._sparse(group, self.lists)
             grad_hidden = self._grad_hidden()
         return grad_hidden, self.grad_weight, self.grad_bias
 
@@ -307,11 +263,7 @@ class _Backward:
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
         width = -(-(stop - first) // columns) * columns
         g = self.piece[: self.rows * width].view(self.rows, width)
-        is_sparse = None if self.lists is None else self.lists.is_sparse
-        rows_are = {
-            "HAS_KEPT": self.selection.kept is not None,
-            "HAS_SPARSE": is_sparse is not None,
-        }
+        rows_are = {"HAS_KEPT": self.selection.kept is not None}
         where = (
             self.original if gathers else None,
             self.selection.order if gathers else None,
@@ -321,7 +273,7 @@ class _Backward:
         g_columns = shapes.gradient_columns(is_plain=self.is_plain and not gathers)
         grad_weight = self.grad_weight if needs_weight else None
         at = (0, self.rows, first, width)
-        write_gradient(self, hidden, g, g_columns, at, where=where, is_sparse=is_sparse)
+        write_gradient(self, hidden, g, g_columns, at, where=where)
         if self.sums is not None or grad_weight is not None:
             start(
                 kernels._linear_cross_entropy_dense_products_kernel,
@@ -334,7 +286,6 @@ class _Backward:
                 tiles_of(grad_weight, tile, columns // 4),
                 tiles_of(self.sums, tile, columns // 4),
                 self.selection.kept,
-                is_sparse,
                 first,
                 width,
                 self.rows,
@@ -351,7 +302,6 @@ class _Backward:
                 g,
                 self.grad_bias,
                 self.selection.kept,
-                is_sparse,
                 first,
                 width,
                 stop,
@@ -359,76 +309,6 @@ class _Backward:
                 **rows_are,
                 BLOCK=128,
                 ROWS=64,
-            )
-
-    def _sparse(self, group: int, lists: TileLists) -> None:
-        from . import sparse_kernels as kernels
-
-        shapes = self.shapes
-        tile, columns, step = shapes.rows, shapes.columns, shapes.step
-        g = self.piece[: self.slots * tile * tile].view(self.slots * tile, tile)
-        has_kept = self.selection.kept is not None
-        start(
-            kernels._linear_cross_entropy_sparse_gradient_kernel,
-            (2 * shapes.programs,),
-            tiles_of(self.hidden, tile, step),
-            tiles_of(self.weight, tile, step),
-            tiles_of(g, tile, tile // 4),
-            self.given,
-            self.selection.kept,
-            *lists[1:4],  # rows and columns of tiles, and where a group's start
-            group,
-            self.rows,
-            self.vocab,
-            self.depth,
-            (self.knobs.scale, self.knobs.softcap),
-            HAS_KEPT=has_kept,
-            TILE=tile,
-            BK=step,
-            FLATTEN=shapes.flatten,
-            UPCAST=shapes.is_interpreted,
-            **self.asked,
-            num_warps=shapes.gradient_square_warps(is_plain=self.is_plain),
-            num_stages=shapes.square_stages,
-        )
-        if self.sums is not None or self.grad_weight is not None:
-            start(
-                kernels._linear_cross_entropy_sparse_products_kernel,
-                (shapes.programs,),
-                tiles_of(g, step, tile),
-                tiles_of(g, tile, step),
-                tiles_of(self.hidden, step, columns),
-                tiles_of(self.weight, step, columns),
-                tiles_of(self.grad_weight, tile, columns // 4),
-                tiles_of(self.sums, tile, columns // 4),
-                self.selection.kept,
-                *lists[3:],  # the groups, then the lists of both products
-                group,
-                self.groups,
-                self.rows,
-                self.depth,
-                HAS_KEPT=has_kept,
-                NEEDS_WEIGHT=self.grad_weight is not None,
-                NEEDS_HIDDEN=self.sums is not None,
-                ADD=group > 0,
-                TILE=tile,
-                BN=columns,
-                BK=step,
-                UPCAST=shapes.is_interpreted,
-                num_warps=shapes.warps,
-                num_stages=shapes.sparse_stages,
-            )
-        if self.grad_bias is not None:
-            kernels._linear_cross_entropy_sparse_column_sums_kernel[(4 * shapes.programs,)](
-                g,
-                self.grad_bias,
-                lists.group_tile,
-                lists.group_column,
-                lists.weight_start,
-                lists.weight_tile,
-                group,
-                self.vocab,
-                TILE=tile,
             )
 
 
@@ -441,7 +321,6 @@ def write_gradient(
     *,
     # where hidden states lie that are not gathered, their order, and from one to the next
     where: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
-    is_sparse: Tensor | None = None,  # whether the sparse kernels do the work
 ) -> None:
     """Compute logits again and write their gradient."""
     from . import fused_kernels as kernels
@@ -456,7 +335,6 @@ def write_gradient(
         tiles_of(g, shapes.rows, columns // 4),
         walk.given,
         kept,
-        is_sparse,
         *at,
         walk.rows,
         walk.vocab,
@@ -464,7 +342,6 @@ def write_gradient(
         (walk.knobs.scale, walk.knobs.softcap),
         GATHER=hidden is None,
         HAS_KEPT=kept is not None,
-        HAS_SPARSE=is_sparse is not None,
         GROUP=GROUP,
         FLATTEN=shapes.flatten and hidden is not None,
         **shapes.constants(columns),

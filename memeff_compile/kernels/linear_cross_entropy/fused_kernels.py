@@ -222,13 +222,12 @@ def _linear_cross_entropy_forward_kernel(
     scale,
     softcap,
     C: tl.constexpr,
-    # PARTS: statistics per tile: 1, or 2 for one per half of its columns
 ):
     """Reduce each tile of logits to a maximum and a sum per row; pick out the target's logit."""
     rows_here = _rows_here(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
-    plane = tl.cast(column_blocks, tl.int64) * C.PARTS * group_rows
+    plane = tl.cast(column_blocks, tl.int64) * group_rows
     for tile in tl.range(
         tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=C.FLATTEN
     ):
@@ -247,7 +246,7 @@ def _linear_cross_entropy_forward_kernel(
         if tl.max(is_here.to(tl.int32), axis=0) > 0:
             z2_target = tl.sum(tl.where(offs[None, :] == target[:, None], z2, 0.0), axis=1)
             tl.store(target_logit_ptr + first_row + rows, z2_target, mask=is_row & is_here)
-        place = (column_block * C.PARTS).to(tl.int64) * group_rows + rows
+        place = column_block.to(tl.int64) * group_rows + rows
         if C.WITH_LOGIT_SUM:
             counted = tl.where(columns[None, :] < vocab, z2, 0.0)
             if C.HAS_COLUMN_WEIGHT:
@@ -258,31 +257,22 @@ def _linear_cross_entropy_forward_kernel(
         if (column_block + 1) * C.BN > vocab:
             z2 = tl.where(columns[None, :] < vocab, z2, float("-inf"))
         # tl.max passes over NaN; the sum keeps it.
-        if C.PARTS == 1:
-            peak = tl.max(z2, axis=1)
-            base = tl.where(peak == float("-inf"), 0.0, peak)
-            if C.WITH_ENTROPY:
-                mass = tl.zeros((C.BM,), tl.float32)
-                moment = tl.zeros((C.BM,), tl.float32)
-                for quarter in tl.static_range(4):
-                    away = _quarter(z2, quarter, C.BM, C.BN) - base[:, None]
-                    power = tl.exp2(away)
-                    mass += tl.sum(power, axis=1)
-                    moment += tl.sum(power * tl.maximum(away, LOWEST), axis=1)
-                last = (2 + C.WITH_LOGIT_SUM) * plane
-                tl.store(stats_ptr + last + place, moment, mask=is_row)
-            else:
-                mass = tl.sum(tl.exp2(z2 - base[:, None]), axis=1)
-            tl.store(stats_ptr + place, peak, mask=is_row)
-            tl.store(stats_ptr + plane + place, mass, mask=is_row)
+        peak = tl.max(z2, axis=1)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        if C.WITH_ENTROPY:
+            mass = tl.zeros((C.BM,), tl.float32)
+            moment = tl.zeros((C.BM,), tl.float32)
+            for quarter in tl.static_range(4):
+                away = _quarter(z2, quarter, C.BM, C.BN) - base[:, None]
+                power = tl.exp2(away)
+                mass += tl.sum(power, axis=1)
+                moment += tl.sum(power * tl.maximum(away, LOWEST), axis=1)
+            last = (2 + C.WITH_LOGIT_SUM) * plane
+            tl.store(stats_ptr + last + place, moment, mask=is_row)
         else:
-            halves = tl.reshape(z2, (C.BM, 2, C.BN // 2))
-            peak = tl.max(halves, axis=2)
-            base = tl.where(peak == float("-inf"), 0.0, peak)
-            mass = tl.sum(tl.exp2(halves - base[:, :, None]), axis=2)
-            half_place = place[:, None] + tl.arange(0, 2)[None, :] * group_rows
-            tl.store(stats_ptr + half_place, peak, mask=is_row[:, None])
-            tl.store(stats_ptr + plane + half_place, mass, mask=is_row[:, None])
+            mass = tl.sum(tl.exp2(z2 - base[:, None]), axis=1)
+        tl.store(stats_ptr + place, peak, mask=is_row)
+        tl.store(stats_ptr + plane + place, mass, mask=is_row)
 
 
 @triton.jit
@@ -296,7 +286,6 @@ def _linear_cross_entropy_rows_kernel(
     lse_ptr,  # (N,) fp32 out
     logit_sum_ptr,  # (N,) fp32 out, or None
     entropy_ptr,  # (N,) fp32 out, or None
-    compact_lse_ptr,  # (N,) fp32 out, base 2, compact, or None
     first_row,
     group_rows,
     tiles,  # T
@@ -331,8 +320,6 @@ def _linear_cross_entropy_rows_kernel(
         masses += tl.sum(mass * tl.exp2(peak - base[None, :]), axis=0)
         peaks = higher
         if C.WITH_LOGIT_SUM:
-            # One weighted sum per tile, beside its first maximum.
-            mask = mask & (offs % C.PARTS == 0)[:, None]
             part = tl.load(stats_ptr + 2 * plane + place, mask=mask, other=0.0)
             weighted += tl.sum(part, axis=0)
     target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
@@ -347,8 +334,6 @@ def _linear_cross_entropy_rows_kernel(
     tl.store(lse_ptr + out, (peaks + log_mass) * LN2, mask=is_row)
     if C.WITH_ENTROPY:
         tl.store(entropy_ptr + out, (log_mass - moments / masses) * LN2, mask=is_row)
-    if C.WITH_COMPACT_LSE:
-        tl.store(compact_lse_ptr + first_row + rows, peaks + log_mass, mask=is_row)
     if C.WITH_LOGIT_SUM:
         tl.store(logit_sum_ptr + out, tl.where(target >= 0, weighted * LN2, 0.0), mask=is_row)
 
@@ -398,7 +383,6 @@ def _linear_cross_entropy_dense_gradient_kernel(
     g_desc,  # (R, W) out, block BM x BN / 4
     given,  # (V,), (V,), (N,) int32, compact, and (5, N) fp32
     kept_ptr,
-    is_sparse_ptr,  # (1,) int32 or None: the sparse kernels do this call's work
     first_row,  # compact row where these rows start
     group_rows,  # R
     first_column,
@@ -417,8 +401,6 @@ def _linear_cross_entropy_dense_gradient_kernel(
             rows_here = tl.minimum(group_rows, tl.maximum(rows_here - first_row, 0))
     row_blocks = tl.cdiv(rows_here, C.BM)
     tiles = row_blocks * tl.cdiv(width, C.BN)
-    if C.HAS_SPARSE:
-        tiles = tl.where(tl.load(is_sparse_ptr) > 0, 0, tiles)
     column_blocks = tl.cdiv(width, C.BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=C.FLATTEN):
         # GROUP row blocks at a time: their rows and a few columns stay in the L2 cache.
@@ -480,7 +462,6 @@ def _linear_cross_entropy_dense_products_kernel(
     grad_weight_desc,  # (V, D) out, block BM x BN / 4, or None
     grad_hidden_desc,  # (N, D) fp32, block BM x BN / 4, or None
     kept_ptr,
-    is_sparse_ptr,
     first_column,
     width,
     rows,
@@ -495,14 +476,10 @@ def _linear_cross_entropy_dense_products_kernel(
     rows_here = rows
     if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
-    if C.HAS_SPARSE:
-        rows_here = tl.where(tl.load(is_sparse_ptr) > 0, 0, rows_here)
     depth_blocks = tl.cdiv(depth, C.BN)
     weight_tiles = 0
     if C.NEEDS_WEIGHT:
         weight_tiles = tl.cdiv(width, C.BM) * depth_blocks
-        if C.HAS_SPARSE:
-            weight_tiles = tl.where(tl.load(is_sparse_ptr) > 0, 0, weight_tiles)
     tiles = weight_tiles
     if C.NEEDS_HIDDEN:
         tiles += tl.cdiv(rows_here, C.BM) * depth_blocks
@@ -544,13 +521,11 @@ def _linear_cross_entropy_column_sums_kernel(
     g_ptr,  # (N, W) contiguous
     out_ptr,  # (V,) out
     kept_ptr,
-    is_sparse_ptr,
     first_column,
     width,
     stop_column,  # columns from here on do not exist
     rows,
     HAS_KEPT: tl.constexpr,
-    HAS_SPARSE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -558,11 +533,8 @@ def _linear_cross_entropy_column_sums_kernel(
     rows_here = rows
     if HAS_KEPT:
         rows_here = tl.load(kept_ptr)
-    runs = 1
-    if HAS_SPARSE:
-        runs = 1 - tl.load(is_sparse_ptr)
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (local < width) & (first_column + local < stop_column) & (runs > 0)
+    inside = (local < width) & (first_column + local < stop_column)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows_here, ROWS):
         offs = start + tl.arange(0, ROWS)

@@ -74,6 +74,7 @@ class How(NamedTuple):
     has_softcap: bool = False  # whether logits are capped
     with_entropy: bool = False  # whether the entropy of each row is computed
     training: bool = True  # whether a backward pass follows
+    gradient_filter: str = "exact"  # the op's
 
 
 class Pieces(NamedTuple):
@@ -99,7 +100,7 @@ def bytes_after(
     and of pieces of the weight, and on a CPU the copies of the rows that are not ignored.
     """
     n, d = sympy.sympify(rows), sympy.sympify(depth)
-    dtype, engine, device_type, *_, training = How(**how)
+    dtype, engine, device_type, *_, training, _ = How(**how)
     if pieces is None:
         pieces = piece_sizes(rows, depth, vocab, **how)
     itemsize = dtype.itemsize
@@ -115,7 +116,8 @@ def bytes_after(
 
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
     """Return an upper bound of the pieces of logits that are alive at once; how, as of `How`."""
-    dtype, engine, device_type, workspace, has_softcap, with_entropy, training = How(**how)
+    given = How(**how)
+    dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
     half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
     itemsize = dtype.itemsize
@@ -130,7 +132,11 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
         if engine == "fused" and training and not workspace and dtype in total_fused.DTYPES:
             # a backward by pieces of rows
-            by_rows = total_fused.bytes_held(n, int(depth), int(vocab), 0, is_plain=False)
+            by_rows = total_fused.bytes_held(
+                *(n, int(depth), int(vocab), 0),
+                is_plain=False,
+                gradient_filter=given.gradient_filter,
+            )
             held = sympy.Max(held, by_rows)
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)

@@ -1,8 +1,8 @@
 """memeff::linear_cross_entropy and its backward: schemas, validation, engines, fakes, autograd.
 
 The op is functional, opaque to Inductor and unaffected by autocast. It saves its inputs, one
-lse per row and, if asked for, one entropy, and what a filter decided; backward is an op of its own
-that recomputes products piece by piece.
+lse per row and, if asked for, one entropy; backward is an op of its own that recomputes products
+piece by piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...errors import DoubleBackwardError, TargetRangeError
 from .. import library
 from ..checks import FLOATING, INDICES, require, short, two_devices, two_dtypes, unfloating, unplain
 from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
-from . import filters, fused, hybrid, reference, row_pieces, sorting
+from . import fused, hybrid, reference, row_pieces
 from .call import Kept, Knobs, Operands, RowGradients, Rows
 from .shapes import is_minimal
 
@@ -203,12 +203,6 @@ def engine_for(
     return tuned(device, ENGINE, "fused") if fits and gpu(device).is_hopper else "hybrid"
 
 
-def _found_shapes(hidden: Tensor, vocab: int, rows: int, knobs: Knobs) -> tuple[Any, ...]:
-    """Return the shapes of what a filter decides; engines other than "fused" have no filter."""
-    has_filter = engine_for(hidden.device, hidden.dtype, hidden.shape[-1]) == "fused"
-    return filters.found_shapes(rows, vocab, knobs.gradient_filter if has_filter else "exact")
-
-
 def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
     """Refuse targets that are no column: at once on a CPU, by a device assertion on CUDA."""
     is_valid = (target >= 0) & (target < vocab)
@@ -275,9 +269,7 @@ def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Any:  # a module
     name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_top=knobs.with_top)
     if name != "fused":
         return hybrid if name == "hybrid" else reference
-    if not fused.serves(weight):
-        return hybrid
-    return sorting if knobs.sort_vocabulary and knobs.gradient_filter != "exact" else fused
+    return fused if fused.serves(weight) else hybrid
 
 
 def _forward(given: _Call) -> tuple[Tensor, ...]:
@@ -288,17 +280,9 @@ def _forward(given: _Call) -> tuple[Tensor, ...]:
     with without_autocast(hidden.device.type):
         flat = given.operands.flat()
         check_range(flat.target, weight.shape[0], knobs.ignore_index)
-        engine = _engine(flat.hidden, weight, knobs)
-        found = engine.forward(flat, knobs)
-        if engine in (fused, sorting):
-            found, left_out = found
-        else:
-            shapes = _found_shapes(hidden, weight.shape[0], rows, knobs)
-            left_out = filters.nothing_left_out(hidden, shapes)
+        found = _engine(flat.hidden, weight, knobs).forward(flat, knobs)
     parts = zip(found, knobs.wanted, strict=True)
-    shaped = (part.view(target.shape) if wanted else part for part, wanted in parts)
-    dropped = left_out.dropped.view(target.shape) if left_out.dropped.numel() else left_out.dropped
-    return *shaped, dropped, left_out.active, left_out.row_order
+    return tuple(part.view(target.shape) if wanted else part for part, wanted in parts)
 
 
 def _backward(given: _Gradients) -> tuple[Tensor, ...]:
@@ -334,15 +318,9 @@ def as_results(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tens
 
 
 def _fake_forward(given: _Call) -> tuple[Tensor, ...]:
-    (hidden, weight, _, target, _), knobs = given
+    (hidden, _, _, target, _), knobs = given
     check_sizes(given.operands)
-    dropped, *shapes = _found_shapes(hidden, weight.shape[0], target.numel(), knobs)
-    shapes = [dropped if dropped == (0,) else target.shape, *shapes]
-    left_out = [
-        hidden.new_empty(shape, dtype=dtype)
-        for shape, dtype in zip(shapes, filters.DTYPES, strict=True)
-    ]
-    return *Rows.new(hidden, target.shape, knobs), *left_out
+    return tuple(Rows.new(hidden, target.shape, knobs))
 
 
 def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
@@ -367,16 +345,16 @@ def _setup_context(
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
 ) -> None:
-    _, lse, _, entropy, top, dropped, active, row_order = output
-    ctx.mark_non_differentiable(top, dropped, active, row_order)
-    ctx.save_for_backward(*inputs, lse, entropy, active, row_order)
+    _, lse, _, entropy, top = output
+    ctx.mark_non_differentiable(top)
+    ctx.save_for_backward(*inputs, lse, entropy)
     ctx.settings = keyword_only_inputs
 
 
 def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     mask = list(ctx.needs_input_grad[:3])
     gradients = linear_cross_entropy_backward(
-        *grads[:4],  # behind them are indices, maps and measurements
+        *grads[:4],  # behind them are indices
         *ctx.saved_tensors,
         **ctx.settings,
         output_mask=mask,
@@ -401,8 +379,7 @@ _KNOBS = (
 linear_cross_entropy = library.op(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     f"Tensor? column_weight, *, {_KNOBS}) -> "
-    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top, "
-    "Tensor dropped, Tensor active, Tensor row_order)",
+    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)",
     *library.taking(_called, _forward, _fake_forward),
     backward=_link,
     setup_context=_setup_context,
@@ -410,7 +387,7 @@ linear_cross_entropy = library.op(
 linear_cross_entropy_backward = library.op(
     "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
     "Tensor grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    "Tensor? column_weight, Tensor lse, Tensor entropy, Tensor active, Tensor row_order, "
+    "Tensor? column_weight, Tensor lse, Tensor entropy, "
     f"*, {_KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     *library.taking(_called_back, _backward, _fake_backward),
     backward=refuse_double_backward,

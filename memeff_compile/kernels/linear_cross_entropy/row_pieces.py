@@ -4,6 +4,7 @@ It computes what `fused.backward` does, with the buffers and the products of eng
 is written by engine F's kernel and multiplied by the kernel that loads with a warp of its own. dE
 of a piece is complete, so no fp32 sums of it are kept; dC is added up over the pieces in the input
 dtype, as in engine T. That is faster and takes more memory, so it serves the automatic workspace.
+A filter leaves tiles of G out of the products (`selected.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .._triton import compat as triton_compat
+from .._triton.launch import start
 from ..device import on_device
-from . import fused, total_fused
+from . import fused, selected, total_fused
 from .call import Gradients, Kept, Knobs, Operands, RowGradients, vector
 from .pieces import spans
 from .rows import gather
@@ -23,8 +25,10 @@ from .rows import gather
 
 def serves(hidden: Tensor, knobs: Knobs) -> bool:
     """Say whether the rows of a backward that engine F serves are best taken in pieces."""
-    is_asked = knobs.workspace == 0 and knobs.gradient_filter == "exact"
-    return is_asked and hidden.dtype in total_fused.DTYPES and triton_compat.has_gluon()
+    is_filtered = selected.leaves_out(knobs.gradient_filter, hidden.shape[1], 0)
+    if knobs.workspace or hidden.dtype not in total_fused.DTYPES:
+        return False
+    return is_filtered or triton_compat.has_gluon()
 
 
 def backward(
@@ -61,5 +65,21 @@ class _Backward(total_fused.Walk):
             gather(self.hidden, hidden, self.selection, first, self.shapes)
         at = (first, here, 0, self.width)
         fused.write_gradient(self, hidden, self.x, self.columns, at)
+        if self.filter is not None:
+            self.filter.choose(index, first, here)
         # Rows behind the last are zero in G, and behind the end of what is multiplied with it.
         self.add_products(index, first, here, hidden)
+
+    def weigh(
+        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
+    ) -> None:
+        from . import selected_kernels as kernels
+
+        start(
+            kernels._linear_cross_entropy_selected_weigh_rows_kernel,
+            (here,),
+            *(self.x, self.given[-1], self.selection.kept, inverse, light, rows_here),
+            *(first, here, self.rows, self.width, self.knobs.scale),
+            HAS_KEPT=True,
+            BLOCK=4096,
+        )

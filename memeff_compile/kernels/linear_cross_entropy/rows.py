@@ -23,16 +23,11 @@ class Selection(NamedTuple):
     kept: Tensor | None = None  # (1,) int32
 
 
-def select_rows(target: Tensor, knobs: Knobs, row_order: Tensor | None = None) -> Selection:
-    """Leave out the rows whose target is ignored, unless something else of them counts.
-
-    `row_order` is an order that forward's filter decided on; the rows that count come first in it.
-    """
+def select_rows(target: Tensor, knobs: Knobs) -> Selection:
+    """Leave out the rows whose target is ignored, unless something else of them counts."""
     target = target.contiguous()
     rows, ignore_index = target.numel(), knobs.ignore_index
     drops = ignore_index is not None and not knobs.keeps_ignored_rows
-    if row_order is not None and row_order.numel():
-        return _ordered(target, row_order, knobs, drops=drops)
     if not drops:
         if ignore_index is not None:
             target = target.masked_fill(target == ignore_index, -1)
@@ -43,25 +38,6 @@ def select_rows(target: Tensor, knobs: Knobs, row_order: Tensor | None = None) -
     kept = target.new_empty(1, dtype=torch.int32)
     kernels._linear_cross_entropy_compact_kernel[(1,)](
         target, order, place, compact, kept, rows, ignore_index, BLOCK=2048, num_warps=8
-    )
-    return Selection(compact, order, place, kept)
-
-
-def _ordered(target: Tensor, order: Tensor, knobs: Knobs, *, drops: bool) -> Selection:
-    from . import sparse_kernels as kernels
-
-    rows = target.numel()
-    if drops:
-        kept = target.ne(knobs.ignore_index or 0).sum(dtype=torch.int32).view(1)
-    else:
-        kept = torch.full((1,), rows, dtype=torch.int32, device=target.device)
-    place = torch.full((rows,), -1, dtype=torch.int32, device=target.device)
-    compact = torch.full_like(place, -1)
-    block = 512
-    kernels._linear_cross_entropy_place_kernel[(-(-rows // block),)](
-        *(target, order, kept, place, compact, rows, knobs.ignore_index or 0),
-        HAS_IGNORE=knobs.ignore_index is not None,
-        BLOCK=block,
     )
     return Selection(compact, order, place, kept)
 

@@ -10,15 +10,8 @@ import torch
 from ..device import processors
 from .pieces import MIB
 
-# Rows and columns of the tiles that a filter keeps or leaves out.
-TILE = 128
-
 # Forward: bytes of statistics, and of gathered rows, for one group of rows.
 FORWARD_BYTES = int(7.5 * MIB)
-
-# The same where a filter is on, which keeps a byte per row and tile besides. Fewer, larger groups
-# read the weight less often.
-FILTER_FORWARD_BYTES = 32 * MIB
 
 # Backward, automatic workspace. 13.5 KiB per row is a piece of 6912 columns in 16 bits.
 FUSED_AUTO_BYTES = 64 * MIB
@@ -38,9 +31,8 @@ INSIDE_WIDTH = 3072
 class Shapes(NamedTuple):
     """Tiles, warps and pipeline stages of the fused kernels on one kind of GPU.
 
-    `rows` x `columns` is an output tile and `step` a step along the summed axis; the sparse
-    kernels compute logits in squares of `rows`. `programs` is how many run at a time: one per
-    multiprocessor for the large tiles, two for the squares.
+    `rows` x `columns` is an output tile and `step` a step along the summed axis. `programs` is how
+    many run at a time: one per multiprocessor.
     """
 
     rows: int
@@ -48,9 +40,6 @@ class Shapes(NamedTuple):
     step: int
     warps: int
     stages: int
-    square_warps: int
-    square_stages: int
-    sparse_stages: int
     flatten: bool
     programs: int
     is_interpreted: bool = False
@@ -70,22 +59,18 @@ class Shapes(NamedTuple):
         """Return how wide a tile of G is: a softcap, a bias or gathered rows take registers."""
         return self.columns if is_plain else self.rows
 
-    def gradient_square_warps(self, *, is_plain: bool) -> int:
-        """Return the warps that share a square tile of G."""
-        return self.square_warps if is_plain else self.warps
-
 
 @lru_cache(maxsize=64)
 def shapes_for(device: torch.device) -> Shapes:
     """Return the tile shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
     if device.type != "cuda":
-        return Shapes(32, 64, 16, 4, 1, 4, 1, 1, False, 2, is_interpreted=True)
+        return Shapes(32, 64, 16, 4, 1, False, 2, is_interpreted=True)
     return shapes_for_programs(processors(device))
 
 
 def shapes_for_programs(programs: int) -> Shapes:
     """Return the tile shapes for compute capability 9.0, where they were measured."""
-    return Shapes(128, 256, 64, 8, 3, 4, 3, 5, True, programs)
+    return Shapes(128, 256, 64, 8, 3, True, programs)
 
 
 class RowGroups(NamedTuple):

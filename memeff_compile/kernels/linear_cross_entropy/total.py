@@ -52,16 +52,19 @@ def makes_gradients_in_forward(
     depth: int,  # likewise
     *,
     gradient_filter: str = "exact",  # as for `linear_cross_entropy`
+    filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
     """Say whether a loss that is one number is best served with its gradients in the forward.
 
-    A filter and the minimal workspace belong to engines that recompute the logits. fp16 has not
-    the range for gradients that are scaled afterwards.
+    A filter of one gradient alone and the minimal workspace belong to engines that recompute the
+    logits. fp16 has not the range for gradients that are scaled afterwards.
     """
-    if gradient_filter != "exact" or is_minimal(workspace) or dtype == torch.float16:
+    if filter_parts != "both" or is_minimal(workspace) or dtype == torch.float16:
         return False
     has_kernels = kernels_serve(device, dtype)
+    if gradient_filter != "exact" and not has_kernels:
+        return False
     usual = "forward" if has_kernels else "backward"
     if tuned(where_it_runs(device), GRADIENTS, usual) != "forward":
         return False
@@ -85,6 +88,7 @@ def total_bytes(
     device: torch.device,  # likewise
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
+    gradient_filter: str = "exact",  # likewise
 ) -> sympy.Expr:
     """Return a bound of what a call holds beside inputs, gradients and 64 bytes per row.
 
@@ -94,7 +98,11 @@ def total_bytes(
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
-        return total_fused.bytes_held(n, depth, vocab, workspace, is_plain=not has_softcap)
+        return total_fused.bytes_held(
+            *(n, depth, vocab, workspace),
+            is_plain=not has_softcap,
+            gradient_filter=gradient_filter,
+        )
     height = total_reference.rows_per_piece(
         n, vocab, wide * (1 + has_softcap), workspace, where_it_runs(device).type
     )
@@ -107,7 +115,11 @@ def total_bytes(
 def _require_support(given: Loss) -> None:
     hidden, weight, bias, target, row_weight, norm, *_ = given
     sentence = rows_op.supports(
-        hidden, weight, bias, target, softcap=given.softcap, workspace=given.workspace
+        *(hidden, weight, bias, target),
+        softcap=given.softcap,
+        workspace=given.workspace,
+        gradient_filter=given.gradient_filter,
+        filter_level=given.filter_level,
     )
     if sentence is None and row_weight is not None and row_weight.dim() != target.dim():
         sentence = (
@@ -158,12 +170,12 @@ def _of_nothing(given: Loss) -> Totals:
 def _by_recomputing(given: Loss) -> Totals:
     """Run an engine's forward and its backward behind it, where none makes both at once."""
     operands, modifiers = (*given[:4], None), (given.ignore_index, given.scale, given.softcap)
-    settings = Knobs(*modifiers, False, False, "exact", given.workspace)._asdict()
-    nll, lse, nothing, entropy, _, _, active, row_order = rows_op.linear_cross_entropy(
-        *operands, **settings
-    )
+    knobs = Knobs(*modifiers, False, False, given.gradient_filter, given.workspace)
+    level, sorts = given.filter_level, given.sort_vocabulary
+    settings = knobs._replace(filter_level=level, sort_vocabulary=sorts)._asdict()
+    nll, lse, nothing, entropy, _ = rows_op.linear_cross_entropy(*operands, **settings)
     of_rows = (given.row_gradients(nll.dtype), torch.zeros_like(lse), nothing, entropy)
-    kept = (lse, entropy, active, row_order)
+    kept = (lse, entropy)
     mask = list(given.output_mask)
     gradients = rows_op.linear_cross_entropy_backward(
         *of_rows, *operands, *kept, **settings, output_mask=mask
@@ -260,7 +272,8 @@ def _link(
 linear_cross_entropy_total = library.op(
     "linear_cross_entropy_total(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "Tensor? row_weight, Tensor? norm, *, int? ignore_index, float scale, float softcap, "
-    "int workspace, bool[3] output_mask) -> "
+    "int workspace, bool[3] output_mask, "
+    'str gradient_filter="exact", float filter_level=0.0, bool sort_vocabulary=False) -> '
     "(Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     *library.taking(Loss, _forward, _fake_forward),
     backward=_link,

@@ -27,7 +27,7 @@ from torch import Tensor
 from .._triton import compat as triton_compat
 from .._triton.launch import start
 from ..device import DEFAULT_PROCESSORS, on_device, processors
-from . import fused
+from . import fused, selected
 from .call import Gradients, Knobs, Operands
 from .pieces import MIB, spans
 from .rows import gather, row_block, select_rows
@@ -78,14 +78,17 @@ def auto_bytes(rows: sympy.Expr, width: int) -> sympy.Expr:
 
 
 @lru_cache(maxsize=1024)
-def piece_rows(rows: int, vocab: int, workspace: int, tile: int, columns: int) -> int:
-    """Return how many rows a piece has: whole blocks, in even shares.
+def piece_rows(
+    rows: int, vocab: int, workspace: int, tile: int, columns: int, blocks: int = 0
+) -> int:
+    """Return how many rows a piece has: whole blocks, at most so many if not 0, in even shares.
 
     A workspace of 0 is automatic; a tile of logits has `tile` rows and so many columns.
     """
     width = -(-vocab // columns) * columns
     budget = workspace or int(auto_bytes(sympy.Integer(rows), width))
     fitting = max(budget // (2 * width) // tile, 1)
+    fitting = min(fitting, blocks or fitting)
     blocks = -(-rows // tile)
     return -(-blocks // -(-blocks // fitting)) * tile
 
@@ -130,15 +133,30 @@ def parts_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sym
 
 
 def bytes_held(
-    rows: sympy.Expr, depth: int, vocab: int, workspace: int, *, is_plain: bool
+    rows: sympy.Expr,
+    depth: int,
+    vocab: int,
+    workspace: int,
+    *,
+    is_plain: bool,
+    gradient_filter: str = "exact",
 ) -> sympy.Expr:
-    """Return a bound of the bytes of X, its statistics and the scaled rows of one piece."""
+    """Return a bound of the bytes of X, its statistics and the scaled rows of one piece.
+
+    A filter holds the tiles that count besides.
+    """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     columns = shapes.gradient_columns(is_plain=is_plain)
     width = -(-vocab // shapes.columns) * shapes.columns
     budget = workspace or auto_bytes(rows, width)
     height = sympy.Max(budget / (2 * width), shapes.rows)
+    is_filtered = selected.leaves_out(gradient_filter, depth, workspace)
+    if is_filtered:
+        height = sympy.Min(height, selected.BLOCKS * shapes.rows)
     held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
+    if is_filtered:
+        # A selection has an order of rows, and every one of them may be copied in it.
+        held += selected.bytes_held(height, depth, vocab) + 12 * rows
     return held + parts_bytes(rows, depth, vocab, workspace)
 
 
@@ -191,6 +209,10 @@ class Walk:
         self.shapes: Shapes = shapes_for(hidden.device)
         needs_hidden, needs_weight, needs_bias = output_mask
         self.selection = select_rows(target, knobs)
+        is_filtered = selected.leaves_out(knobs.gradient_filter, self.depth, knobs.workspace)
+        if is_filtered:
+            self.selection = selected.all_rows(self.selection)
+        self.filter: selected.Filter | None = None
         self.is_compact = self.selection.kept is not None
         self.cap = (knobs.scale, knobs.softcap)
         self.flags = {
@@ -200,14 +222,20 @@ class Walk:
         }
         tile = self.shapes.rows
         self.columns = self.shapes.gradient_columns(is_plain=fused.is_plain(bias, knobs))
-        self.height = piece_rows(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns)
+        self.height = piece_rows(
+            *(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns),
+            *([selected.BLOCKS] if is_filtered else []),
+        )
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
 
         # Ignored rows, which no kernel writes, have a gradient of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like
         self.grad_hidden = new(hidden) if needs_hidden else None
-        self.grad_weight = torch.empty_like(weight) if needs_weight else None
+        # Columns that a filter leaves out of every piece have one as well.
+        new = torch.zeros_like if is_filtered else torch.empty_like
+        self.grad_weight = new(weight) if needs_weight else None
+        self.adds_first = is_filtered
         self.bias_sums = None
         if needs_bias:
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
@@ -224,7 +252,9 @@ class Walk:
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.height, self.depth)
         # multiples of 16 bytes, so that every piece's launches are compiled alike
-        self.counters = self.marks(pieces, 4 + tiles // 4 * 4)
+        self.counters = self.marks(2 * pieces, 4 + tiles // 4 * 4)
+        if is_filtered:
+            self.filter = selected.Filter(self, pieces)
 
     def floats(self, *sizes: int) -> Tensor:
         """Return memory for numbers in fp32."""
@@ -233,6 +263,12 @@ class Walk:
     def marks(self, *sizes: int) -> Tensor:
         """Return zeros that kernels write to."""
         return self.hidden.new_zeros(sizes, dtype=torch.int32)
+
+    def weigh(
+        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
+    ) -> None:
+        """Tell a filter what X of a row is times, what is light in it, and how many rows count."""
+        raise NotImplementedError
 
     def gradients(self) -> Gradients:
         """Return what was asked for, behind the last piece."""
@@ -243,12 +279,19 @@ class Walk:
         """Sum what X gives to the gradients, by the kernels that this Triton has.
 
         A piece has a number, a first compact row, and may have so many. For dC X is multiplied with
-        the factor, (R, D), which is zero behind the last row.
+        the factor, (R, D), which is zero behind the last row. A filter leaves out what it may.
         """
         from . import total_kernels as kernels
 
-        if self.grad_weight is not None or self.grad_hidden is not None:
-            self._multiply(index, first, here, factor)
+        needs = self.grad_hidden is not None, self.grad_weight is not None
+        if self.filter is not None and factor is not None and any(needs):
+            filtered = self.filter.add_products(index, first, here, factor)
+            whole = needs[0] and not filtered[0], needs[1] and not filtered[1]
+            self._multiply((index, 0), first, here, factor, filtered, self.filter.dense_kept[index])
+        else:
+            whole = needs
+        if any(whole):
+            self._multiply((index, 1), first, here, factor, whole, self.selection.kept)
         if self.bias_sums is not None:
             start(
                 kernels._linear_cross_entropy_total_bias_kernel,
@@ -260,7 +303,16 @@ class Walk:
                 **self.flags,
             )
 
-    def _multiply(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+    def _multiply(
+        self,
+        number: tuple[int, int],  # of the piece, and which launch of it this is
+        first: int,
+        here: int,
+        factor: Tensor | None,
+        needs: tuple[bool, bool],  # which gradients are asked for, of hidden states and weight
+        kept: Tensor | None,  # how many rows count
+    ) -> None:
+        needs_hidden, needs_weight = needs
         shapes, selection = self.shapes, self.selection
         rows, columns, step = shapes.rows, shapes.columns, shapes.step
         kernel: Any
@@ -287,12 +339,20 @@ class Walk:
             tiles_of(scaled, step, columns),
             tiles_of(self.weight, step, columns),
             tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
-            *(self.grad_hidden, *parts, selection.order, selection.kept, self.row_scale),
-            *(self.counters[index], first, here, self.width, self.vocab, self.depth, *splits),
-            ADD=index > 0,
+            *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
+            *(
+                self.counters[2 * number[0] + number[1]],
+                first,
+                here,
+                self.width,
+                self.vocab,
+                self.depth,
+                *splits,
+            ),
+            ADD=number[0] > 0 or self.adds_first,
             HAS_PARTS=self.parts is not None,
-            NEEDS_WEIGHT=self.grad_weight is not None,
-            NEEDS_HIDDEN=self.grad_hidden is not None,
+            NEEDS_WEIGHT=needs_weight,
+            NEEDS_HIDDEN=needs_hidden,
             STAGES=shapes.stages,
             WARPS=shapes.warps,
             **constants,
@@ -305,7 +365,9 @@ class _Total(Walk):
 
     def __init__(self, given: Loss) -> None:
         modifiers = given.ignore_index, given.scale, given.softcap
-        knobs = Knobs(*modifiers, False, False, "exact", given.workspace)
+        knobs = Knobs(*modifiers, False, False, given.gradient_filter, given.workspace)
+        level, sorts = given.filter_level, given.sort_vocabulary
+        knobs = knobs._replace(filter_level=level, sort_vocabulary=sorts)
         super().__init__(Operands(*given[:4]), knobs, given.output_mask)
         self.factor = given.row_gradients(torch.float32)
         # Ignored rows, which no kernel writes, have a loss of zero.
@@ -340,6 +402,8 @@ class _Total(Walk):
         self._rows(first, here, again, is_final=False)
         self._logits(first, here, again)
         self._rows(first, here, again, is_final=True)
+        if self.filter is not None:
+            self.filter.choose(index, first, here)
         if self.grad_weight is not None:
             assert self.scaled is not None
             start(
@@ -352,6 +416,21 @@ class _Total(Walk):
                 **self.flags,
             )
         self.add_products(index, first, here, self.scaled)
+
+    def weigh(
+        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
+    ) -> None:
+        from . import selected_kernels as kernels
+
+        start(
+            kernels._linear_cross_entropy_selected_weigh_kernel,
+            (-(-here // ROWS),),
+            *(self.stats, self.base, self.selection.kept, inverse, light, rows_here),
+            *(first, here, self.tiles, self.knobs.scale),
+            HAS_KEPT=True,
+            ROWS=ROWS,
+            TILES=TILES,
+        )
 
     def _padded(self, rows: int) -> int:
         return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)

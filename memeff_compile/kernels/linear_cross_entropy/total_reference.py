@@ -50,6 +50,10 @@ class Loss(NamedTuple):
     softcap: float
     workspace: int
     output_mask: Sequence[bool]  # which gradients are asked for: of hidden, weight and bias
+    # as for `linear_cross_entropy`; engines but T leave nothing out
+    gradient_filter: str = "exact"
+    filter_level: float = 0.0
+    sort_vocabulary: bool = False
 
     @property
     def wide(self) -> torch.dtype:

@@ -101,15 +101,10 @@ class Loss:
         operands = Operands(hidden, weight, None, self.target)
         nothing, mask = self.grad_nll.new_empty(0), (True, True, False)
         grads = RowGradients(self.grad_nll, torch.zeros_like(self.grad_nll), nothing, nothing)
-        if engine == "fused":
-            rows, (_, *left_out) = fused.forward(operands, self.knobs)
-            kept = Kept(rows.lse, nothing, *left_out)
-            found = fused.backward(grads, operands, kept, self.knobs, mask)
-        else:
-            other = hybrid if engine == "hybrid" else reference
-            rows = other.forward(operands, self.knobs)
-            kept = Kept(rows.lse, nothing, nothing, nothing)
-            found = other.backward(grads, operands, kept, self.knobs, mask)
+        module: Any = {"fused": fused, "hybrid": hybrid}.get(engine, reference)
+        rows = module.forward(operands, self.knobs)
+        kept = Kept(rows.lse, nothing)
+        found = module.backward(grads, operands, kept, self.knobs, mask)
         return [rows.nll, *(part for part in found if part is not None)]
 
 

@@ -202,6 +202,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
         tail.chain.head.compute_dtype,
         hidden.shape[-1],
         gradient_filter=info.options.linear_cross_entropy,
+        filter_parts=info.options.linear_cross_entropy_parts,
         workspace=info.options.linear_cross_entropy_workspace,
     )
 
@@ -276,6 +277,10 @@ class GroupEmitter:
                 norm = row_weight = self._row_weights(tail.class_weight, kept, wide)
             norm = e.call(aten.sum.default, norm) if tail.reduction == 1 else None
         trained = map(self.info.tensor, operands[:3])
+        options = self.info.options
+        filtered: dict[str, Any] = {}
+        if options.linear_cross_entropy != "exact":
+            filtered = {"gradient_filter": options.linear_cross_entropy, **filter_settings(options)}
         self.op = e.call(
             op_folder.linear_cross_entropy_total,
             *operands,
@@ -284,8 +289,9 @@ class GroupEmitter:
             ignore_index=tail.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
-            workspace=self.info.options.linear_cross_entropy_workspace,
+            workspace=options.linear_cross_entropy_workspace,
             output_mask=[value is not None and value.requires_grad for value in trained],
+            **filtered,
         )
         self.total = e.item(self.op, 0)
 

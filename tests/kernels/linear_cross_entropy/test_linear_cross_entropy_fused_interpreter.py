@@ -1,4 +1,4 @@
-"""Engines F and S on a CPU: the same source, run by Triton's interpreter on tiles of 32 x 32.
+"""Engine F on a CPU: the same source, run by Triton's interpreter on tiles of 32 x 32.
 
 The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of the
 gradient of the products; most cases therefore run in fp16.
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import (
-    filters,
     fused,
     row_pieces,
-    sorting,
     total_fused,
 )
 from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
@@ -57,24 +55,22 @@ class _EngineF(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
-        engine = sorting if knobs.sort_vocabulary else fused
-        rows, left_out = engine.forward(Operands(*flat), knobs)
+        rows = fused.forward(Operands(*flat), knobs)
         ctx.save_for_backward(*flat, rows.lse, rows.entropy)
-        ctx.knobs, ctx.shape, ctx.left_out = knobs, hidden.shape, left_out
+        ctx.knobs, ctx.shape = knobs, hidden.shape
         wanted = zip(rows, knobs.wanted, strict=True)
         shaped = (part.view(target.shape) if asked else part for part, asked in wanted)
         ctx.mark_non_differentiable(rows.top)
-        return *shaped, left_out.dropped, left_out.active
+        return tuple(shaped)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *flat, lse, entropy = ctx.saved_tensors
         operands = Operands(*flat)
-        engine = sorting if ctx.knobs.sort_vocabulary else _EngineF.backwards
         cotangents = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
-        kept = Kept(lse, entropy, *ctx.left_out[1:])
+        kept = Kept(lse, entropy)
         mask = (True, True, operands.bias is not None)
-        grad_hidden, grad_weight, grad_bias = engine.backward(
+        grad_hidden, grad_weight, grad_bias = _EngineF.backwards.backward(
             cotangents, operands, kept, ctx.knobs, mask
         )
         assert grad_hidden is not None
@@ -122,10 +118,10 @@ def test_pieces_of_rows_skip_gradients_that_nobody_needs(
     inputs = make_inputs(case, shape=(75,), depth=24, vocab=201, dtype=torch.float16)
     knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
     operands = Operands(*inputs.tensors())
-    rows, left_out = fused.forward(operands, knobs)
+    rows = fused.forward(operands, knobs)
     nothing = torch.empty(0)
     grads = RowGradients(inputs.grad_nll, torch.zeros(75), nothing, nothing)
-    given = grads, operands, Kept(rows.lse, rows.entropy, *left_out[1:]), knobs
+    given = grads, operands, Kept(rows.lse, rows.entropy), knobs
     both = row_pieces.backward(*given, (True, True, False))
     one = row_pieces.backward(*given, (*needed, False))
     for found, expected, is_needed in zip(one, both, (*needed, False), strict=True):
@@ -188,161 +184,11 @@ def test_minimal_workspace_matches_the_oracle(share: float) -> None:
     _check(inputs, case, workspace=1)
 
 
-def _confident(
-    rows: int = 70, vocab: int = 400, depth: int = 32, *, ignored: float = 0.3
-) -> Inputs:
-    """Make rows that point at their targets' columns, so that most tiles are light."""
-    case = Case("filter", ignored_share=ignored, ignore_index=-100)
-    inputs = make_inputs(case, shape=(rows,), vocab=vocab, depth=depth, dtype=torch.float16)
-    near = inputs.weight[inputs.target.clamp(min=0)].float()
-    scale = torch.linspace(4, 14, rows).unsqueeze(1)
-    inputs.hidden = (near / near.norm(dim=1, keepdim=True) * scale).to(torch.float16)
-    return inputs
-
-
-def _lost(inputs: Inputs, active: Tensor, order: Tensor) -> Tensor:
-    """Return what each row loses by a map of tiles, computed densely."""
-    z = inputs.hidden.float() @ inputs.weight.float().T
-    away = z.softmax(-1)
-    kept = inputs.target != -100
-    away[kept, inputs.target[kept]] -= 1
-    lost = torch.zeros(len(away))
-    tile = shapes_for(inputs.hidden.device).rows
-    for place, row in enumerate(order.tolist()):
-        columns = active[place // tile].repeat_interleave(tile)[: away.shape[1]] == 0
-        lost[row] = away[row, columns].abs().sum()
-    return lost * kept
-
-
-def _order(inputs: Inputs, row_order: Tensor) -> Tensor:
-    kept = (inputs.target != -100).nonzero()[:, 0]
-    return row_order[: len(kept)] if row_order.numel() else kept
-
-
-@pytest.mark.parametrize("tau", [0.05, 1e-3])
-def test_mass_never_drops_more_than_tau_and_says_what_it_drops(tau: float) -> None:
-    inputs = _confident()
-    knobs = Knobs(-100, 1.0, 0.0, False, False, "mass", 0, filter_level=tau)
-    flat = Operands(inputs.hidden, inputs.weight, None, inputs.target)
-    _, left_out = fused.forward(flat, knobs)
-    lost = _lost(inputs, left_out.active, _order(inputs, left_out.row_order))
-    assert float(left_out.dropped.max()) <= tau
-    # lse is one fp32 number of this size: the last bits of a probability near 1 are its.
-    assert bool((lost <= left_out.dropped * 1.0001 + 3e-5).all())
-    if tau >= 0.05:
-        assert float(left_out.active.float().mean()) < 0.75
-
-
-def test_flat_rows_lose_nothing_to_mass() -> None:
-    inputs = make_inputs(Case("flat"), shape=(40,), vocab=400, depth=32, dtype=torch.float16)
-    inputs.hidden = inputs.hidden * 0.1
-    knobs = Knobs(None, 1.0, 0.0, False, False, "mass", 0)
-    _, left_out = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
-    assert bool(left_out.active.all())
-    assert float(left_out.dropped.max()) == 0
-
-
-def test_block_leaves_out_what_is_everywhere_below_eps() -> None:
-    inputs = _confident(ignored=0.0)
-    eps = filters.filter_level("block", 0.0, torch.float16) * 16
-    knobs = Knobs(None, 1.0, 0.0, False, False, "block", 0, filter_level=eps)
-    _, left_out = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
-    away = (inputs.hidden.float() @ inputs.weight.float().T).softmax(-1)
-    away[torch.arange(len(away)), inputs.target] -= 1
-    tile = 32
-    padded = torch.zeros(96, 416)
-    padded[:70, :400] = away.abs()
-    largest = padded.view(3, tile, 13, tile).amax((1, 3))
-    sure = (largest < eps * 0.999) | (largest > eps * 1.001)
-    assert torch.equal(left_out.active.bool()[sure], (largest >= eps)[sure])
-    lost = _lost(inputs, left_out.active, torch.arange(70))
-    torch.testing.assert_close(left_out.dropped, lost, rtol=1e-3, atol=3e-5)
-
-
-@pytest.mark.usefixtures("nan_filled_empty")
-@pytest.mark.parametrize(("parts", "sorts"), [("both", True), ("hidden", False), ("weight", False)])
-def test_filtered_gradients_are_exact_without_the_tiles_left_out(parts: str, sorts: bool) -> None:
-    inputs = _confident()
-    # lse has a gradient of its own here, as with a z-loss.
-    case = Case("filter", ignored_share=0.3, ignore_index=-100, with_lse=True)
-    knobs = {
-        "gradient_filter": "mass",
-        "filter_level": 1e-5,
-        "filter_parts": parts,
-        "sort_vocabulary": sorts,
-    }
-
-    def filtered(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
-        return engine_f(*tensors, **{**arguments, **knobs})
-
-    # What 1e-5 of the mass can change is far below the rounding of fp16.
-    assert_matches_oracle(filtered, inputs, case.arguments(2**20), slack=20)
-
-
-def test_groups_of_tiles_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = _confident(rows=70, vocab=300)
-    flat = Operands(inputs.hidden, inputs.weight, None, inputs.target)
-    knobs = Knobs(-100, 1.0, 0.0, False, False, "mass", 0, filter_level=0.05)
-    rows, left_out = fused.forward(flat, knobs)
-    kept = Kept(rows.lse, rows.entropy, *left_out[1:])
-    grads = RowGradients(inputs.grad_nll, torch.zeros(70), torch.zeros(0), torch.zeros(0))
-    mask = (True, True, False)
-    whole = fused.backward(grads, flat, kept, knobs, mask)
-    monkeypatch.setattr(fused, "fused_budget", lambda *sizes: 0)
-    cut = fused.backward(grads, flat, kept, knobs, mask)
-    for one, other in zip(whole[:2], cut[:2], strict=True):
-        assert one is not None
-        assert other is not None
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize(("dense_share", "sparse"), [(0.5, True), (0.2, False)])
-def test_the_share_of_tiles_that_count_says_which_kernels_run(
-    dense_share: float, sparse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sparse kernels compute the formula with its holes; the dense ones leave nothing out."""
-    monkeypatch.setattr(filters, "DENSE_SHARE", dense_share)
-    (rows, depth, vocab), tile = (70, 16, 300), shapes_for(torch.device("cpu")).rows
-    source = torch.Generator().manual_seed(0)
-    hidden = torch.randn(rows, depth, generator=source).bfloat16()
-    weight = torch.randn(vocab, depth, generator=source).bfloat16() * depth**-0.5
-    target = torch.randint(vocab, (rows,), generator=source)
-    grad_nll, none = torch.full((rows,), 1.0 / rows), torch.empty(0)
-    logits = hidden.float() @ weight.float().t()
-    tiles = -(-rows // tile), -(-vocab // tile)
-    active = torch.zeros(tiles[0] * tiles[1], dtype=torch.uint8)
-    active[torch.randperm(active.numel(), generator=source)[: int(0.35 * active.numel())]] = 1
-    active = active.view(tiles)
-
-    def gradients(kept: Tensor) -> tuple[Tensor, Tensor]:
-        g = torch.softmax(logits, -1) - torch.nn.functional.one_hot(target, vocab)
-        cells = kept.repeat_interleave(tile, 0).repeat_interleave(tile, 1)[:rows, :vocab]
-        g = g * grad_nll[:, None] * cells
-        return g @ weight.float(), g.t() @ hidden.float()
-
-    expected, whole = gradients(active), gradients(torch.ones_like(active))
-    found = fused.backward(
-        RowGradients(grad_nll, torch.zeros(rows), none, none),
-        Operands(hidden, weight, None, target),
-        Kept(logits.logsumexp(-1), none, active, torch.empty(0, dtype=torch.int32)),
-        Knobs(None, 1.0, 0.0, False, False, "block", 0),
-        (True, True, False),
-    )
-    for one, right, wrong in zip(
-        found[:2],
-        *((expected, whole) if sparse else (whole, expected)),
-        strict=True,
-    ):
-        assert one is not None
-        assert (one.float() - right).norm() <= 1e-2 * right.norm()
-        assert (one.float() - wrong).norm() > 1e-2 * wrong.norm()
-
-
 def test_poisoned_row_stays_visible_and_alone() -> None:
     inputs = make_inputs(PLAIN, shape=(20,), depth=16, vocab=100, dtype=torch.float16)
     inputs.hidden[3, 4] = float("nan")
     knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
-    rows, _ = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
+    rows = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
     assert rows.nll.isnan().tolist() == [row == 3 for row in range(20)]
 
 

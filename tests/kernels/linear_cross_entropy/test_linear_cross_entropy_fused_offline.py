@@ -1,4 +1,4 @@
-"""Engines F and S compiled for a GPU that is not there: no spills, shared memory in bounds."""
+"""Engine F compiled for a GPU that is not there: no spills, shared memory in bounds."""
 
 from __future__ import annotations
 
@@ -24,20 +24,7 @@ INT_POINTERS = (
     "target_ptr",
     "compact_target_ptr",
     "kept_ptr",
-    "is_sparse_ptr",
-    "tile_row_ptr",
-    "tile_column_ptr",
-    "group_tile_ptr",
-    "group_column_ptr",
-    "weight_start_ptr",
-    "weight_tile_ptr",
-    "weight_row_ptr",
-    "hidden_start_ptr",
-    "hidden_tile_ptr",
-    "hidden_column_ptr",
-    "rank_ptr",
 )
-BYTE_POINTERS = ("code_ptr", "active_ptr")
 HALF_POINTERS = ("hidden_ptr", "bias_ptr", "g_ptr", "source_ptr", "out_ptr")
 OPTIONAL = {
     "bias_ptr": "HAS_BIAS",
@@ -54,11 +41,6 @@ PARTS = {
     "given": ("bias_ptr", "column_weight_ptr", "target_ptr", "row_values_ptr"),
     "cap": ("scale", "softcap"),
 }
-SCORED = {
-    "given": ("stats_ptr", "compact_lse_ptr", "target_logit_ptr", "target_ptr"),
-    "group": ("first_row", "group_rows"),
-    "counts": ("stats_tiles", "tiles"),
-}
 
 
 def _blocks(name: str, shapes: Any, columns: int) -> dict[str, list[int]]:
@@ -71,12 +53,6 @@ def _blocks(name: str, shapes: Any, columns: int) -> dict[str, list[int]]:
             "hidden_desc": [rows, step],
             "weight_desc": [columns, step],
             "g_desc": [rows, columns // 4],
-        }
-    if name.endswith("sparse_gradient_kernel"):
-        return {
-            "hidden_desc": [rows, step],
-            "weight_desc": [rows, step],
-            "g_desc": [rows, rows // 4],
         }
     return {
         "g_by_column_desc": [step, rows],
@@ -91,9 +67,9 @@ def _blocks(name: str, shapes: Any, columns: int) -> dict[str, list[int]]:
 def _compile(
     name: str, capability: int, constants: dict[str, Any], *, warps: int, stages: int, dtype: str
 ) -> Any:
-    from memeff_compile.kernels.linear_cross_entropy import fused_kernels, sparse_kernels
+    from memeff_compile.kernels.linear_cross_entropy import fused_kernels
 
-    kernel = getattr(fused_kernels, name, None) or getattr(sparse_kernels, name)
+    kernel = getattr(fused_kernels, name)
     shapes = _shapes(capability)
 
     def type_of(argument: str) -> str | None:
@@ -108,14 +84,13 @@ def _compile(
             return f"tensordesc<{of}[{block}]>"
         if argument.endswith("_ptr"):
             of = dtype if argument in HALF_POINTERS else "fp32"
-            of = "i32" if argument in INT_POINTERS else "u8" if argument in BYTE_POINTERS else of
+            of = "i32" if argument in INT_POINTERS else of
             return f"*{of}"
-        return "fp32" if argument in ("scale", "softcap", "threshold", "limit") else "i32"
+        return "fp32" if argument in ("scale", "softcap") else "i32"
 
     settings = {"num_warps": warps, "num_stages": stages}
-    parts = SCORED if "score" in name or "code" in name else PARTS
     return compile_for(
-        capability, kernel, constants, type_of, lambda name: False, parts, **settings
+        capability, kernel, constants, type_of, lambda name: False, PARTS, **settings
     )
 
 
@@ -134,14 +109,11 @@ def _check(kernel: Any, capability: int, *, multiplies: bool) -> None:
 
 
 PRODUCTS = [
-    ("_linear_cross_entropy_forward_kernel", {"PARTS": 1}),
-    ("_linear_cross_entropy_forward_kernel", {"PARTS": 2}),
+    ("_linear_cross_entropy_forward_kernel", {}),
     ("_linear_cross_entropy_dense_gradient_kernel", {"GATHER": False}),
     ("_linear_cross_entropy_dense_gradient_kernel", {"GATHER": True}),
     ("_linear_cross_entropy_dense_products_kernel", {"GATHER": False}),
     ("_linear_cross_entropy_dense_products_kernel", {"GATHER": True}),
-    ("_linear_cross_entropy_sparse_gradient_kernel", {}),
-    ("_linear_cross_entropy_sparse_products_kernel", {}),
 ]
 
 
@@ -149,16 +121,13 @@ def _cases(name: str, flags: dict[str, Any], epilogue: str) -> list[Any]:
     """Return a form to the end where none with its tiles is larger; the least of all are slow."""
     case = name, flags, epilogue
     is_least, is_largest = False, True
-    if "forward" in name:  # one part of the vocabulary, or one of two
-        is_least = epilogue == ("everything" if flags["PARTS"] == 1 else "plain")
+    if "forward" in name:
         is_largest = epilogue == "everything"
     elif "dense_gradient" in name:
         is_least = epilogue == "plain" and flags["GATHER"]
         is_largest = epilogue == ("everything" if flags["GATHER"] else "entropy")
-    elif "sparse_gradient" in name:
-        is_largest = epilogue != "plain"
     else:
-        is_least = "dense_products" in name and not flags["GATHER"]
+        is_least = not flags["GATHER"]
     if is_least or epilogue == "softcap":
         return [pytest.param(*case, marks=pytest.mark.slow)]
     return [case] if is_largest else twice(*case)
@@ -177,19 +146,15 @@ EPILOGUES = [
 
 def _product(name: str, flags: dict[str, Any], capability: int, epilogue: str) -> Any:
     shapes = _shapes(capability)
-    is_square = name.endswith("sparse_gradient_kernel")
     is_plain = epilogue in ("plain", "entropy")
     columns, warps = shapes.columns, shapes.warps
     if name.endswith("dense_gradient_kernel"):
         columns = shapes.gradient_columns(is_plain=is_plain and not flags["GATHER"])
-    if is_square:
-        warps = shapes.gradient_square_warps(is_plain=is_plain)
     constants = {
         **dict.fromkeys(EPILOGUE, epilogue == "everything"),
         "HAS_SOFTCAP": epilogue in ("softcap", "everything"),
         "WITH_ENTROPY": epilogue in ("entropy", "everything"),
         "HAS_KEPT": True,
-        "HAS_SPARSE": True,
         "NEEDS_WEIGHT": True,
         "NEEDS_HIDDEN": True,
         "ADD": True,
@@ -197,16 +162,12 @@ def _product(name: str, flags: dict[str, Any], capability: int, epilogue: str) -
         "BM": shapes.rows,
         "BN": columns,
         "BK": shapes.step,
-        "TILE": shapes.rows,
         "FLATTEN": shapes.flatten and not flags.get("GATHER"),
         "UPCAST": False,
         **flags,
     }
-    stages = shapes.square_stages if is_square else shapes.stages
-    if name.endswith("sparse_products_kernel"):
-        stages = shapes.sparse_stages
     dtype = "fp16" if epilogue == "everything" else "bf16"
-    return _compile(name, capability, constants, warps=warps, stages=stages, dtype=dtype)
+    return _compile(name, capability, constants, warps=warps, stages=shapes.stages, dtype=dtype)
 
 
 @pytest.mark.parametrize(("name", "flags", "epilogue"), EPILOGUES, ids=str)
@@ -232,14 +193,8 @@ SMALL = [
     ("_linear_cross_entropy_gather_kernel", {"PAD": 128, "BLOCK": 4096}, 4),
     ("_linear_cross_entropy_scatter_kernel", {"BLOCK": 4096}, 4),
     ("_linear_cross_entropy_cotangents_kernel", {"BLOCK": 512}, 4),
-    ("_linear_cross_entropy_rows_kernel", {"PARTS": 2, "ROWS": 8, "TILES": 128}, 4),
+    ("_linear_cross_entropy_rows_kernel", {"ROWS": 8, "TILES": 128}, 4),
     ("_linear_cross_entropy_column_sums_kernel", {"BLOCK": 128, "ROWS": 64}, 4),
-    ("_linear_cross_entropy_sparse_column_sums_kernel", {}, 4),
-    ("_linear_cross_entropy_block_score_kernel", {"CHUNK": 64}, 8),
-    ("_linear_cross_entropy_mass_code_kernel", {"CHUNK": 64}, 8),
-    ("_linear_cross_entropy_mass_score_kernel", {"CHUNK": 64}, 8),
-    ("_linear_cross_entropy_select_kernel", {"CHUNK": 256}, 4),
-    ("_linear_cross_entropy_place_kernel", {"BLOCK": 512}, 4),
 ]
 
 
@@ -248,15 +203,9 @@ def _helper(
 ) -> Any:
     constants = {
         **sizes,
-        "TILE": 128,
-        "LEVELS": 16,
         "HAS_KEPT": has_kept,
-        "HAS_SPARSE": True,
-        "HAS_IGNORE": True,
         "WITH_LOGIT_SUM": True,
         "WITH_ENTROPY": True,
-        "WITH_COMPACT_LSE": True,
-        "KEEP_TARGETS": True,
     }
     return _compile(name, capability, constants, warps=warps, stages=3, dtype="bf16")
 

@@ -20,7 +20,6 @@ from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, ma
 
 pytestmark = pytest.mark.interpreter
 
-NO_MAP = torch.empty(0), torch.empty(0)
 NARROW_PIECES = 21 * 64 * 6
 IN_BF16 = {"plain", "weighted logit sum", "entropy of ignored rows", "everything"}
 """Cases for bf16, whose strips and pieces are two buffers; fp32, where they are one, has them all."""
@@ -58,7 +57,7 @@ class _EngineH(torch.autograd.Function):
         mask = (True, True, ctx.has_bias)
         *flat, lse, entropy = ctx.saved_tensors
         grad_hidden, grad_weight, grad_bias = hybrid.backward(
-            flat_grads, Operands(*flat), Kept(lse, entropy, *NO_MAP), ctx.knobs, mask
+            flat_grads, Operands(*flat), Kept(lse, entropy), ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
@@ -143,7 +142,7 @@ def test_frozen_inputs_are_skipped(mask: tuple[bool, bool, bool]) -> None:
     knobs = Knobs(**case.arguments(NARROW_PIECES))
     operands = Operands(*inputs.tensors())
     rows = hybrid.forward(operands, knobs)
-    given = operands, Kept(rows.lse, rows.entropy, *NO_MAP), knobs
+    given = operands, Kept(rows.lse, rows.entropy), knobs
     grads = RowGradients(*inputs.cotangents())
     wanted = hybrid.backward(grads, *given, (True, True, True))
     found = hybrid.backward(grads, *given, mask)

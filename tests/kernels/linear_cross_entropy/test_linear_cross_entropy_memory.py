@@ -26,8 +26,8 @@ def run(inputs: Inputs, knobs: Knobs) -> tuple[LiveBytes, LiveBytes, int]:
     with LiveBytes() as forward:
         outputs = reference.forward(Operands(*inputs.tensors()), knobs)
     grads = RowGradients(*inputs.cotangents())
-    mask, no_map = (True, True, inputs.bias is not None), 2 * [torch.empty(0)]
-    kept = Kept(outputs.lse, outputs.entropy, *no_map)
+    mask = (True, True, inputs.bias is not None)
+    kept = Kept(outputs.lse, outputs.entropy)
     with LiveBytes() as backward:
         gradients = reference.backward(grads, Operands(*inputs.tensors()), kept, knobs, mask)
     returned = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)

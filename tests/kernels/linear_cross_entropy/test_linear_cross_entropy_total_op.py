@@ -277,7 +277,7 @@ def test_bad_input_is_refused() -> None:
         linear_cross_entropy_total(hidden, weight, bias, target, None, weight[0], **SETTINGS)
 
 
-def test_it_serves_exact_losses_alone_on_gpus_that_have_its_kernels(
+def test_it_serves_gpus_that_have_its_kernels_and_filters_there_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu, fp32 = torch.device("cpu"), torch.float32
@@ -287,7 +287,9 @@ def test_it_serves_exact_losses_alone_on_gpus_that_have_its_kernels(
         patch.setattr(total, "_fused_serves", lambda device, dtype, depth: depth % 8 == 0)
         assert makes_gradients_in_forward(cpu, torch.bfloat16, 8)
         assert not makes_gradients_in_forward(cpu, torch.bfloat16, 9)
-        assert not makes_gradients_in_forward(cpu, torch.bfloat16, 8, gradient_filter="mass")
+        assert makes_gradients_in_forward(cpu, torch.bfloat16, 8, gradient_filter="mass")
+        one = {"gradient_filter": "mass", "filter_parts": "hidden"}
+        assert not makes_gradients_in_forward(cpu, torch.bfloat16, 8, **one)
     measured_forward(monkeypatch)
     assert makes_gradients_in_forward(cpu, fp32, 8)
     assert not makes_gradients_in_forward(cpu, torch.float16, 8)

@@ -4,8 +4,6 @@ from wrong. No GPU: what the table says is put in its place.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels.device import machine_of, planned_for, speed_note
 from memeff_compile.kernels.linear_cross_entropy import (
     engine_for,
-    linear_cross_entropy,
     op,
     trials,
 )
@@ -48,34 +45,6 @@ def test_a_measured_engine_serves_what_both_could_and_nothing_else(
         assert engine_for(GPU, HALF, 60) == "hybrid"
         assert engine_for(GPU, HALF, 64, with_top=True) == "hybrid"
     assert engine_for(torch.device("cpu"), HALF, 64) == "reference"
-
-
-def test_what_a_filtered_loss_returns_depends_on_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So a graph of another engine may not be taken from a cache: `decisions.fingerprint`."""
-
-    def sizes() -> list[torch.Size]:
-        hidden = torch.empty(300, 64, dtype=HALF, device="meta")
-        weight = torch.empty(1000, 64, dtype=HALF, device="meta")
-        target = torch.empty(300, dtype=torch.int64, device="meta")
-        settings: dict[str, Any] = {
-            "ignore_index": -100,
-            "scale": 1.0,
-            "softcap": 0.0,
-            "with_lse": False,
-            "with_logit_sum": False,
-            "gradient_filter": "block",
-            "workspace": 0,
-        }
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-            found = linear_cross_entropy(hidden, weight, None, target, None, **settings)
-        return [part.shape for part in found]
-
-    with planned_for(GPU):
-        fused = sizes()
-        measured(monkeypatch, "hybrid")
-        assert fused != sizes()
 
 
 def test_nothing_is_known_of_a_gpu_that_is_not_here() -> None:

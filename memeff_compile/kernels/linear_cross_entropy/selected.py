@@ -1,0 +1,211 @@
+"""A gradient filter on a piece of X: products of the tiles that count, of columns gathered.
+
+Where a piece of R rows meets the whole vocabulary and X stands in memory, what a column holds is
+known exactly. Rows are ranked, those with much of their mass in light tiles last, and taken 128 at
+a time. `block` keeps a column in a block if one of its |p - 1(target)| reaches eps; `mass` keeps it
+above the highest level at which every row of the block loses at most tau. Columns are then ordered
+by the blocks that they count in, so that tiles of 128 x 128 are full or empty whatever the ids are:
+an order is V numbers, and rows of the weight and of its gradient are read and written in place.
+Bias gradients are exact. Where more than `DENSE_SHARE` of the tiles count, nothing is left out and
+the products of engine T run; that is decided on the GPU.
+
+|p - 1(target)| is what stands in a row of X over what the gradient of its loss is times: with a
+softcap, times the cap's slope; where lse has a gradient of its own, over the larger of both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from .._triton.launch import start
+from . import fused
+from .rows import Selection, gather
+
+if TYPE_CHECKING:
+    from .total_fused import Walk
+
+# eps of `block`, as the paper's code chooses it: the spacing of bf16 at 1, over 32.
+BLOCK_EPS = 2.0**-12
+# tau of `mass`: at most 1/64 of a row's softmax.
+MASS_TAU = 2.0**-6
+# Where rows of the weight are shorter, finding tiles takes longer than the products it saves.
+LEAST_DEPTH = 2048
+# Row blocks of a piece: a bit each of a word of 16.
+BLOCKS = 16
+# Share of tiles that may count; the packed ones take as much of the bytes of X.
+DENSE_SHARE = 0.5
+# Levels that `mass` tries, from below its tau on, in steps of 2^(-15/16).
+LEVELS, STEP = 16, 0.9375
+# Sums of dropped mass are of numbers that were rounded to bf16; the bound allows for that.
+ROUNDING = 1.0 - 2.0**-8
+# Columns of a program that scores, of a step of it, and tiles that one lists at a time.
+CHUNK, STRIP, LISTED = 4096, 64, 512
+# Bytes of dE's shares, and shares of tiles per program.
+SHARES_BYTES = 64 << 20
+ITEMS = 4
+
+
+def filter_level(gradient_filter: str, level: float) -> float:
+    """Return the eps or tau that a filter goes by: the caller's, or for 0 the automatic one."""
+    if level > 0:
+        return level
+    return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS
+
+
+def leaves_out(gradient_filter: str, depth: int, workspace: int) -> bool:
+    """Say whether a filter leaves anything out of rows of so many features, in bf16.
+
+    In a workspace of the caller's there is no room for what it holds.
+    """
+    return gradient_filter != "exact" and depth >= LEAST_DEPTH and workspace == 0
+
+
+def all_rows(selection: Selection) -> Selection:
+    """Return a selection with an order, whichever rows count."""
+    if selection.kept is not None:
+        return selection
+    rows = torch.arange(len(selection.target), device=selection.target.device, dtype=torch.int32)
+    return Selection(selection.target, rows, rows, rows.new_full((1,), len(rows)))
+
+
+def bytes_held(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
+    """Return a bound of what a filter holds: packed tiles, scores, orders, shares of dE."""
+    tiles = height * vocab * 5 / 4 + 128 * (vocab + height)
+    return tiles + 64 * vocab + 2 * height * depth + SHARES_BYTES + 4 * height * depth
+
+
+class Filter:
+    """What a walk under a filter holds, and its launches for each of so many pieces."""
+
+    def __init__(self, walk: Walk, pieces: int) -> None:
+        self.walk, self.tile, knobs = walk, walk.shapes.rows, walk.knobs
+        self.blocks, self.tiles = walk.height // self.tile, -(-walk.vocab // self.tile)
+        level = filter_level(knobs.gradient_filter, knobs.filter_level)
+        is_mass = knobs.gradient_filter == "mass"
+        self.highest, self.step = (level / 2, STEP) if is_mass else (level, 0.0)
+        self.limit = level * ROUNDING if is_mass else float("inf")
+        self.chunks = -(-walk.vocab // CHUNK)
+        self.capacity = max(int(DENSE_SHARE * self.blocks * self.tiles), 1)
+        items = self.blocks * -(-walk.depth // walk.shapes.columns)
+        fitting = SHARES_BYTES // (4 * walk.height * walk.depth)
+        self.splits = max(1, min(-(-ITEMS * walk.shapes.programs // items), fitting))
+
+        ints, floats, slots = walk.marks, walk.floats, self.blocks * self.tiles
+        self.inverse, self.light = floats(walk.height), floats(walk.height)
+        self.rank, self.here = ints(walk.height), ints(1)
+        self.score = floats(self.blocks, walk.vocab)
+        self.part = floats(self.blocks, self.chunks, LEVELS, self.tile)
+        self.level = floats(self.blocks)
+        self.word = walk.hidden.new_empty(walk.vocab, dtype=torch.int16)
+        self.tile_word, self.tile_start = ints(self.tiles), ints(self.tiles + 1)
+        self.block_start = ints(self.blocks + 1)
+        self.slot_tile, self.slot_block = ints(slots), ints(slots)
+        self.tile_slot, self.tile_block = ints(slots), ints(slots)
+        self.packed = walk.hidden.new_empty((self.capacity * self.tile, self.tile))
+        self.slot_column = ints(self.capacity * self.tile)
+        self.ranked = walk.hidden.new_empty((walk.height, walk.depth))
+        parts = knobs.filter_parts
+        self.needs_weight = walk.grad_weight is not None and parts != "hidden"
+        self.needs_hidden = walk.grad_hidden is not None and parts != "weight"
+        self.sums = None
+        if self.needs_hidden:
+            self.sums = floats(self.splits, walk.height, walk.depth)
+        self.column_order = torch.arange(walk.vocab, device=walk.hidden.device)
+        self.is_sparse, self.dense_kept = ints(pieces, 4), ints(pieces, 4)
+        self.counters, self.active = ints(pieces, 4), ints(pieces)
+        self.dropped = walk.hidden.new_zeros(walk.rows, dtype=torch.float32)
+
+    def choose(self, index: int, first: int, here: int) -> None:
+        """Find the tiles that count in a piece, as `add_products` has it, and pack them."""
+        from . import selected_kernels as kernels
+
+        walk, tile = self.walk, self.tile
+        kept, order = walk.selection.kept, walk.selection.order
+        sizes = {"TILE": tile, "LEVELS": LEVELS, "STEP": self.step}
+        is_sparse, dense_kept = self.is_sparse[index], self.dense_kept[index]
+        walk.weigh(self.inverse, self.light, self.here, first, here)
+        kernels._linear_cross_entropy_selected_rank_kernel[(-(-here // tile),)](
+            self.light, self.here, self.rank, BLOCK=tile, OTHERS=32
+        )
+        start(
+            kernels._linear_cross_entropy_selected_score_kernel,
+            (self.blocks, self.chunks),
+            *(walk.x, self.rank, self.here, self.inverse, self.score, self.part),
+            *(walk.vocab, walk.width, self.highest),
+            CHUNK=CHUNK,
+            BLOCK=STRIP,
+            STAGES=3,
+            UPCAST=walk.shapes.is_interpreted,
+            **sizes,
+            num_warps=8,
+        )
+        start(
+            kernels._linear_cross_entropy_selected_level_kernel,
+            (self.blocks,),
+            *(self.part, self.rank, order, self.here, self.level, self.dropped),
+            *(first, self.chunks, self.highest, self.limit),
+            **sizes,
+        )
+        kernels._linear_cross_entropy_selected_word_kernel[(-(-walk.vocab // 512),)](
+            *(self.score, self.level, self.word, self.blocks, walk.vocab), BLOCK=512
+        )
+        words = self.word
+        if walk.knobs.sort_vocabulary:
+            words, self.column_order = torch.sort(words, stable=True)
+        kernels._linear_cross_entropy_selected_tile_kernel[(self.tiles,)](
+            *(words, self.tile_word, walk.vocab), TILE=tile, num_warps=1
+        )
+        kernels._linear_cross_entropy_selected_list_kernel[(self.blocks,)](
+            *(self.tile_word, kept, is_sparse, dense_kept, self.block_start, self.slot_tile),
+            self.slot_block,
+            *(self.tile_start, self.tile_slot, self.tile_block, self.tiles, self.capacity),
+            BLOCK=LISTED,
+        )
+        self.active[index : index + 1].copy_(self.tile_start[-1:])
+        kernels._linear_cross_entropy_selected_pack_kernel[(2 * walk.shapes.programs,)](
+            *(walk.x, self.packed, self.slot_column, self.rank, self.here, self.column_order),
+            *(is_sparse, self.tile_start[-1:], self.slot_tile, self.slot_block),
+            *(walk.vocab, walk.width),
+            TILE=tile,
+            num_warps=8,
+        )
+
+    def add_products(self, index: int, first: int, here: int, factor: Tensor) -> tuple[bool, bool]:
+        """Sum what the packed tiles give to the gradients; return to which of the two.
+
+        A dense piece finds no work here: then `dense_kept` rows are left to others, else none.
+        """
+        from . import selected_kernels as kernels
+
+        walk, shapes = self.walk, self.walk.shapes
+        tile, columns, step = shapes.rows, shapes.columns, shapes.step
+        ranks = Selection(walk.selection.target, self.rank, None, self.here)
+        gather(factor, self.ranked, ranks, 0, shapes)
+        constants: dict[str, Any] = shapes.constants(columns)
+        start(
+            kernels._linear_cross_entropy_selected_products_kernel,
+            (shapes.programs,),
+            fused.tiles_of(self.packed, step, tile),
+            fused.tiles_of(self.packed, tile, step),
+            fused.tiles_of(self.ranked, step, columns),
+            *(walk.weight, walk.grad_weight, self.sums, self.slot_column, self.column_order),
+            *(self.is_sparse[index], self.block_start, self.tile_start),
+            *(self.tile_slot, self.tile_block, self.counters[index]),
+            *(self.blocks, self.tiles, self.splits, walk.height, walk.vocab, walk.depth),
+            TILE=tile,
+            NEEDS_HIDDEN=self.needs_hidden,
+            NEEDS_WEIGHT=self.needs_weight,
+            **constants,
+        )
+        if self.sums is not None:
+            kernels._linear_cross_entropy_selected_rows_kernel[(here,)](
+                *(self.sums, walk.grad_hidden, self.rank, walk.selection.order, self.here),
+                *(self.is_sparse[index], walk.row_scale, first, walk.height),
+                *(self.splits, walk.depth),
+                BLOCK=16 if shapes.is_interpreted else 1024,
+            )
+        return self.needs_hidden, self.needs_weight

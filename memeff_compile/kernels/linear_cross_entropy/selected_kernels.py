@@ -1,0 +1,470 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The kernels of `selected`: which columns of a piece of X count, and products of those alone.
+
+Rows of a piece are ranked by what they hold in light tiles, and TILE of them at a time are a block.
+A column counts in a block or it does not, so 16 blocks make a word of bits per column; columns in
+the order of their words make tiles that count whole or not at all. A tile that counts is packed,
+and its columns are rows of the weight and of its gradient, read and added to where they lie.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._triton.products_kernels import dot
+from .fused_kernels import _quarter, _rows_here
+
+# A tile of statistics is light in a row if none of its probabilities reaches this.
+LIGHT = tl.constexpr(2.0**-10)
+# Bits of a word: row blocks of a piece.
+BLOCKS = tl.constexpr(16)
+
+
+@triton.jit
+def _linear_cross_entropy_selected_weigh_kernel(
+    stats_ptr,  # (2, T, R) fp32: maximum, sum of exp2(z2 - base), as engine T has them
+    base_ptr,  # (R,) fp32
+    kept_ptr,
+    inverse_ptr,  # (R,) fp32 out: what |X| is times to be |p - 1(target)|, or less with a softcap
+    light_ptr,  # (R,) fp32 out: what the row holds in light tiles
+    here_ptr,  # (1,) int32 out: rows of this piece
+    first_row,
+    piece_rows,
+    tiles,  # T
+    scale,
+    C: tl.constexpr,
+):
+    """Say how much of each row may be left out, roughly."""
+    rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    tl.store(here_ptr, rows_here)
+    is_row = rows < rows_here
+    plane = tl.cast(tiles, tl.int64) * piece_rows
+    base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
+    masses = tl.zeros((C.ROWS,), tl.float32)
+    for start in range(0, tiles, C.TILES):
+        offs = start + tl.arange(0, C.TILES)
+        mask = (offs < tiles)[:, None] & is_row[None, :]
+        place = plane + offs.to(tl.int64)[:, None] * piece_rows + rows[None, :]
+        masses += tl.sum(tl.load(stats_ptr + place, mask=mask, other=0.0), axis=0)
+    light = tl.zeros((C.ROWS,), tl.float32)
+    for start in range(0, tiles, C.TILES):
+        offs = start + tl.arange(0, C.TILES)
+        mask = (offs < tiles)[:, None] & is_row[None, :]
+        place = offs.to(tl.int64)[:, None] * piece_rows + rows[None, :]
+        peak = tl.load(stats_ptr + place, mask=mask, other=float("-inf"))
+        mass = tl.load(stats_ptr + plane + place, mask=mask, other=0.0)
+        is_light = tl.exp2(peak - base[None, :]) < masses[None, :] * LIGHT
+        light += tl.sum(tl.where(is_light, mass, 0.0), axis=0)
+    tl.store(inverse_ptr + rows, 1.0 / (masses * tl.abs(scale)), mask=is_row)
+    tl.store(light_ptr + rows, light / masses, mask=is_row)
+
+
+@triton.jit
+def _linear_cross_entropy_selected_weigh_rows_kernel(
+    x_ptr,  # (R, W): gradients of logits
+    row_values_ptr,  # (5, N) fp32, compact, as engine F has them
+    kept_ptr,
+    inverse_ptr,  # (R,) fp32 out
+    light_ptr,  # (R,) fp32 out
+    here_ptr,  # (1,) int32 out
+    first_row,
+    piece_rows,
+    all_rows,
+    width,
+    scale,
+    C: tl.constexpr,
+):
+    """Say the same of rows of gradients, whose entries are light one by one."""
+    row = tl.program_id(0)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    tl.store(here_ptr, rows_here)
+    if row < rows_here:
+        place = row_values_ptr + first_row + row
+        factor = tl.abs(tl.load(place + all_rows))
+        factor = tl.maximum(factor, tl.abs(tl.load(place + 2 * all_rows))) * tl.abs(scale)
+        # A row without a gradient loses nothing; one of nan is nan times anything.
+        inverse = tl.where(factor > 0.0, 1.0 / factor, 0.0)
+        light = tl.zeros((C.BLOCK,), tl.float32)
+        for start in range(0, width, C.BLOCK):
+            columns = start + tl.arange(0, C.BLOCK)
+            there = x_ptr + row.to(tl.int64) * width + columns
+            x = tl.load(there, mask=columns < width, other=0.0).to(tl.float32)
+            weighed = tl.abs(x) * inverse
+            light += tl.where(weighed < LIGHT, weighed, 0.0)
+        tl.store(inverse_ptr + row, inverse)
+        tl.store(light_ptr + row, tl.sum(light, axis=0))
+
+
+@triton.jit
+def _linear_cross_entropy_selected_rank_kernel(
+    light_ptr,  # (R,) fp32
+    here_ptr,
+    rank_ptr,  # (R,) int32 out: the row of the piece that stands at each place
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """Order rows by their light mass; equals, and rows of nan at the end, stay in order."""
+    rows_here = tl.load(here_ptr)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(light_ptr + rows, mask=rows < rows_here, other=0.0)
+    own = tl.where(own == own, own, float("inf"))
+    place = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, rows_here, OTHERS):
+        offs = start + tl.arange(0, OTHERS)
+        other = tl.load(light_ptr + offs, mask=offs < rows_here, other=0.0)
+        other = tl.where(other == other, other, float("inf"))[None, :]
+        is_equal = (other == own[:, None]) & (offs[None, :] < rows[:, None])
+        is_before = ((other < own[:, None]) | is_equal) & (offs < rows_here)[None, :]
+        place += tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(rank_ptr + place, rows, mask=rows < rows_here)
+
+
+@triton.jit
+def _levels(highest, C: tl.constexpr):
+    return highest * tl.exp2(tl.arange(0, C.LEVELS).to(tl.float32) * (-C.STEP))
+
+
+@triton.jit
+def _linear_cross_entropy_selected_score_kernel(
+    x_ptr,  # (R, W)
+    rank_ptr,
+    here_ptr,
+    inverse_ptr,
+    score_ptr,  # (blocks, V) fp32 out
+    part_ptr,  # (blocks, chunks, LEVELS, TILE) fp32 out
+    vocab,
+    width,  # W
+    highest,  # of the levels
+    C: tl.constexpr,
+):
+    """Score columns by the most that a row of the block has there; sum what each level drops."""
+    block = tl.program_id(0)
+    chunk = tl.program_id(1)
+    rows_here = tl.load(here_ptr)
+    places = block * C.TILE + tl.arange(0, C.TILE)
+    is_row = places < rows_here
+    source = tl.load(rank_ptr + places, mask=is_row, other=0)
+    inverse = tl.load(inverse_ptr + source, mask=is_row, other=0.0)
+    row_ptr = x_ptr + source.to(tl.int64) * width
+    levels = _levels(highest, C)
+    sums = tl.zeros((C.TILE, C.LEVELS), tl.float32)
+    stop = tl.minimum((chunk + 1) * C.CHUNK, vocab)
+    for start in tl.range(chunk * C.CHUNK, stop, C.BLOCK, num_stages=C.STAGES):
+        columns = start + tl.arange(0, C.BLOCK)
+        # Behind the last column X is zero, in whole tiles.
+        there = row_ptr[:, None] + columns[None, :]
+        loaded = tl.load(there, mask=is_row[:, None], other=0.0)
+        x = tl.abs(loaded.to(tl.float32))
+        weighed = x * inverse[:, None]
+        weighed = tl.where(weighed == weighed, weighed, float("inf"))
+        score = tl.max(weighed, axis=0)
+        tl.store(score_ptr + block * vocab + columns, score, mask=columns < vocab)
+        is_under = score[:, None] < levels[None, :]
+        # Zeros and ones times what is rounded already: only the sums are rounded.
+        sums = dot(x.to(loaded.dtype), is_under.to(loaded.dtype), sums, C.UPCAST)
+    sums = tl.where(is_row[:, None], sums * inverse[:, None], 0.0)
+    out = (block * tl.num_programs(1) + chunk) * C.LEVELS * C.TILE
+    place = tl.arange(0, C.LEVELS)[None, :] * C.TILE + tl.arange(0, C.TILE)[:, None]
+    tl.store(part_ptr + out + place, sums)
+
+
+@triton.jit
+def _linear_cross_entropy_selected_level_kernel(
+    part_ptr,
+    rank_ptr,
+    order_ptr,  # (N,) int32
+    here_ptr,
+    level_ptr,  # (blocks,) fp32 out: columns with a score of this or more count
+    dropped_ptr,  # (N,) fp32 out, original rows
+    first_row,
+    chunks,
+    highest,
+    limit,  # what a row may lose
+    C: tl.constexpr,
+):
+    """Choose the highest level at which no row of the block loses too much."""
+    block = tl.program_id(0)
+    places = block * C.TILE + tl.arange(0, C.TILE)
+    is_row = places < tl.load(here_ptr)
+    index = tl.arange(0, C.LEVELS)
+    place = index[:, None] * C.TILE + tl.arange(0, C.TILE)[None, :]
+    sums = tl.zeros((C.LEVELS, C.TILE), tl.float32)
+    for chunk in range(chunks):
+        sums += tl.load(part_ptr + (block * chunks + chunk) * C.LEVELS * C.TILE + place)
+    # nan does not fit.
+    is_over = tl.where(sums <= limit, 0, 1)
+    fits = tl.max(is_over, axis=1) == 0
+    chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
+    level = tl.sum(tl.where(index == chosen, _levels(highest, C), 0.0), axis=0)
+    # Where no level fits, every column counts; in a block without rows, none does.
+    level = tl.where(chosen < C.LEVELS, level, -1.0)
+    level = tl.where(tl.max(is_row.to(tl.int32), axis=0) > 0, level, float("inf"))
+    tl.store(level_ptr + block, level)
+    lost = tl.sum(tl.where((index == chosen)[:, None], sums, 0.0), axis=0)
+    source = tl.load(rank_ptr + places, mask=is_row, other=0)
+    out = tl.load(order_ptr + first_row + source, mask=is_row, other=0)
+    tl.store(dropped_ptr + out, lost, mask=is_row)
+
+
+@triton.jit
+def _linear_cross_entropy_selected_word_kernel(
+    score_ptr,  # (blocks, V) fp32
+    level_ptr,
+    word_ptr,  # (V,) int16 out
+    blocks,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    """Write a column's word: a bit for each block that it counts in."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.zeros((BLOCK,), tl.int32)
+    for block in range(blocks):
+        score = tl.load(score_ptr + block * vocab + columns, mask=columns < vocab, other=0.0)
+        word |= (score >= tl.load(level_ptr + block)).to(tl.int32) << block
+    tl.store(word_ptr + columns, word.to(tl.int16), mask=columns < vocab)
+
+
+@triton.jit
+def _either(one, other):
+    return one | other
+
+
+@triton.jit
+def _linear_cross_entropy_selected_tile_kernel(
+    word_ptr,  # (V,) int16, sorted
+    tile_word_ptr,  # (T,) int32 out
+    vocab,
+    TILE: tl.constexpr,
+):
+    """Write a tile's word: a bit for each block that one of its columns counts in."""
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
+    tl.store(tile_word_ptr + tl.program_id(0), tl.reduce(words, 0, _either))
+
+
+@triton.jit
+def _bits(words):
+    count = words & 1
+    for bit in tl.static_range(1, BLOCKS):
+        count += (words >> bit) & 1
+    return count
+
+
+@triton.jit
+def _linear_cross_entropy_selected_list_kernel(
+    tile_word_ptr,  # (T,) int32
+    kept_ptr,
+    is_sparse_ptr,  # (1,) int32 out: whether what counts fits
+    dense_kept_ptr,  # (1,) int32 out: rows that are left to the dense kernels
+    block_start_ptr,  # (blocks + 1,) int32 out: where a block's slots start
+    slot_tile_ptr,  # (blocks * T,) int32 out: the tile of each slot, block by block
+    slot_block_ptr,  # (blocks * T,) int32 out: and its block
+    tile_start_ptr,  # (T + 1,) int32 out: where a tile's list starts
+    tile_slot_ptr,  # (blocks * T,) int32 out: its slots
+    tile_block_ptr,  # (blocks * T,) int32 out: and their blocks
+    tiles,
+    capacity,  # slots
+    BLOCK: tl.constexpr,
+):
+    """List tiles that count for both products; each block has a program."""
+    block = tl.program_id(0)
+    before = 0
+    total = 0
+    for start in range(0, tiles, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        words = tl.load(tile_word_ptr + offs, mask=offs < tiles, other=0)
+        before += tl.sum(_bits(words & ((1 << block) - 1)), axis=0)
+        total += tl.sum(_bits(words), axis=0)
+    tl.store(block_start_ptr + block, before)
+    if block == 0:
+        is_sparse = total <= capacity
+        tl.store(block_start_ptr + tl.num_programs(0), total)
+        tl.store(tile_start_ptr + tiles, total)
+        tl.store(is_sparse_ptr, is_sparse.to(tl.int32))
+        tl.store(dense_kept_ptr, tl.where(is_sparse, 0, tl.load(kept_ptr)))
+    slot = before
+    listed = 0
+    for start in range(0, tiles, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        words = tl.load(tile_word_ptr + offs, mask=offs < tiles, other=0)
+        count = _bits(words)
+        own = (words >> block) & 1
+        first = listed + tl.cumsum(count, axis=0) - count
+        here = slot + tl.cumsum(own, axis=0) - own
+        at = first + _bits(words & ((1 << block) - 1))
+        tl.store(slot_tile_ptr + here, offs, mask=own > 0)
+        tl.store(slot_block_ptr + here, tl.zeros((BLOCK,), tl.int32) + block, mask=own > 0)
+        tl.store(tile_slot_ptr + at, here, mask=own > 0)
+        tl.store(tile_block_ptr + at, tl.zeros((BLOCK,), tl.int32) + block, mask=own > 0)
+        tl.store(tile_start_ptr + offs, first, mask=(offs < tiles) & (block == 0))
+        slot += tl.sum(own, axis=0)
+        listed += tl.sum(count, axis=0)
+
+
+@triton.jit
+def _linear_cross_entropy_selected_pack_kernel(
+    x_ptr,  # (R, W)
+    packed_ptr,  # (slots * TILE, TILE) out
+    slot_column_ptr,  # (slots * TILE,) int32 out, -1 behind the last column
+    rank_ptr,
+    here_ptr,
+    column_order_ptr,  # (V,) int64
+    is_sparse_ptr,
+    slots_ptr,  # (1,) int32: how many there are
+    slot_tile_ptr,
+    slot_block_ptr,
+    vocab,
+    width,
+    TILE: tl.constexpr,
+):
+    """Copy tiles that count, row by row and column by column; what does not exist is zero.
+
+    All programs are in the same few blocks at a time, whose rows of X then stay in the L2 cache.
+    """
+    stop = tl.where(tl.load(is_sparse_ptr) > 0, tl.load(slots_ptr), 0)
+    rows_here = tl.load(here_ptr)
+    offs = tl.arange(0, TILE)
+    for slot in range(tl.program_id(0), stop, tl.num_programs(0)):
+        places = tl.load(slot_block_ptr + slot) * TILE + offs
+        is_row = places < rows_here
+        source = tl.load(rank_ptr + places, mask=is_row, other=0)
+        row_ptr = x_ptr + source.to(tl.int64) * width
+        column_place = tl.load(slot_tile_ptr + slot) * TILE + offs
+        is_column = column_place < vocab
+        column = tl.load(column_order_ptr + column_place, mask=is_column, other=0)
+        mask = is_row[:, None] & is_column[None, :]
+        x = tl.load(row_ptr[:, None] + column[None, :], mask=mask, other=0.0)
+        top = slot * TILE
+        out = (top + offs).to(tl.int64)[:, None] * TILE + offs[None, :]
+        tl.store(packed_ptr + out, x)
+        number = tl.where(is_column, column, -1).to(tl.int32)
+        tl.store(slot_column_ptr + top + offs, number)
+
+
+@triton.jit
+def _linear_cross_entropy_selected_products_kernel(
+    packed_by_column_desc,  # (slots * TILE, TILE), block BK x TILE
+    packed_by_row_desc,  # (slots * TILE, TILE), block TILE x BK
+    ranked_desc,  # (R, D) rows times their scale, ranked, block BK x BN
+    weight_ptr,  # (V, D) contiguous
+    grad_weight_ptr,  # (V, D) contiguous, in and out, or None
+    sums_ptr,  # (splits, R, D) fp32 out, ranked, or None
+    slot_column_ptr,
+    column_order_ptr,
+    is_sparse_ptr,
+    block_start_ptr,
+    tile_start_ptr,
+    tile_slot_ptr,
+    tile_block_ptr,
+    counter_ptr,  # (1,) int32, 0 at first
+    blocks,
+    tiles,
+    splits,  # programs that share the sum of a tile of dE
+    piece_rows,
+    vocab,
+    depth,
+    C: tl.constexpr,
+):
+    """Sum packed tiles times gathered rows of the weight, and add packed tiles times rows to dC.
+
+    Tiles of dE, the longest first, then those of dC; each is one program's, so that the order in
+    which programs take them changes no bit.
+    """
+    depth_blocks = tl.cdiv(depth, C.BN)
+    hidden_items = 0
+    if C.NEEDS_HIDDEN:
+        hidden_items = splits * blocks * depth_blocks
+    items = hidden_items
+    if C.NEEDS_WEIGHT:
+        items += tiles * depth_blocks
+    items = tl.where(tl.load(is_sparse_ptr) > 0, items, 0)
+    STEPS: tl.constexpr = C.TILE // C.BK
+    item = tl.atomic_add(counter_ptr, 1)
+    while item < items:
+        offs_d = (item % depth_blocks) * C.BN + tl.arange(0, C.BN)
+        if item < hidden_items:
+            if C.NEEDS_HIDDEN:
+                rest = item // depth_blocks
+                block = blocks - 1 - rest // splits
+                split = rest % splits
+                start = tl.load(block_start_ptr + block)
+                stop = tl.load(block_start_ptr + block + 1)
+                share = tl.cdiv(stop - start, splits)
+                first = start + split * share
+                stop = tl.minimum(stop, first + share)
+                acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
+                for step in range(first * STEPS, stop * STEPS):
+                    g = packed_by_row_desc.load([step // STEPS * C.TILE, step % STEPS * C.BK])
+                    column = tl.load(slot_column_ptr + step * C.BK + tl.arange(0, C.BK))
+                    mask = (column >= 0)[:, None] & (offs_d < depth)[None, :]
+                    place = column.to(tl.int64)[:, None] * depth + offs_d[None, :]
+                    c = tl.load(weight_ptr + place, mask=mask, other=0.0)
+                    acc = dot(g, c, acc, C.UPCAST)
+                rows = split * piece_rows + block * C.TILE + tl.arange(0, C.TILE)
+                for quarter in tl.static_range(4):
+                    part = _quarter(acc, quarter, C.TILE, C.BN)
+                    columns = (item % depth_blocks) * C.BN + quarter * (C.BN // 4)
+                    columns += tl.arange(0, C.BN // 4)
+                    place = rows.to(tl.int64)[:, None] * depth + columns[None, :]
+                    tl.store(sums_ptr + place, part, mask=(columns < depth)[None, :])
+        else:
+            if C.NEEDS_WEIGHT:
+                tile = (item - hidden_items) // depth_blocks
+                depth_block = (item - hidden_items) % depth_blocks
+                start = tl.load(tile_start_ptr + tile)
+                stop = tl.load(tile_start_ptr + tile + 1)
+                if stop > start:
+                    acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
+                    for step in range(start * STEPS, stop * STEPS):
+                        slot = tl.load(tile_slot_ptr + step // STEPS)
+                        block = tl.load(tile_block_ptr + step // STEPS)
+                        k = step % STEPS * C.BK
+                        g = packed_by_column_desc.load([slot * C.TILE + k, 0])
+                        e = ranked_desc.load([block * C.TILE + k, depth_block * C.BN])
+                        acc = dot(g.T, e, acc, C.UPCAST)
+                    places = tile * C.TILE + tl.arange(0, C.TILE)
+                    is_column = places < vocab
+                    column = tl.load(column_order_ptr + places, mask=is_column, other=0)
+                    for quarter in tl.static_range(4):
+                        part = _quarter(acc, quarter, C.TILE, C.BN)
+                        columns = depth_block * C.BN + quarter * (C.BN // 4)
+                        columns += tl.arange(0, C.BN // 4)
+                        mask = is_column[:, None] & (columns < depth)[None, :]
+                        out_ptrs = grad_weight_ptr + column[:, None] * depth + columns[None, :]
+                        part += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+                        tl.store(out_ptrs, part.to(out_ptrs.dtype.element_ty), mask=mask)
+        item = tl.atomic_add(counter_ptr, 1)
+
+
+@triton.jit
+def _linear_cross_entropy_selected_rows_kernel(
+    sums_ptr,  # (splits, R, D) fp32, ranked
+    grad_hidden_ptr,  # (N, D) contiguous out, original rows
+    rank_ptr,
+    order_ptr,  # (N,) int32
+    here_ptr,
+    is_sparse_ptr,
+    row_scale_ptr,  # (R,) fp32
+    first_row,
+    piece_rows,
+    splits,
+    depth,
+    BLOCK: tl.constexpr,
+):
+    """Add the shares of dE in a fixed order, times the row's scale, where the rows belong."""
+    place = tl.program_id(0)
+    if (place < tl.load(here_ptr)) & (tl.load(is_sparse_ptr) > 0):
+        source = tl.load(rank_ptr + place)
+        scale = tl.load(row_scale_ptr + source)
+        out = tl.load(order_ptr + first_row + source).to(tl.int64) * depth
+        for start in range(0, depth, BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            inside = offs < depth
+            sums = tl.zeros((BLOCK,), tl.float32)
+            for split in range(splits):
+                here = (split * piece_rows + place).to(tl.int64) * depth + offs
+                sums += tl.load(sums_ptr + here, mask=inside, other=0.0)
+            values = (sums * scale).to(grad_hidden_ptr.dtype.element_ty)
+            tl.store(grad_hidden_ptr + out + offs, values, mask=inside)

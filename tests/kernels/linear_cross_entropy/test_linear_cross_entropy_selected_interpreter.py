@@ -1,0 +1,242 @@
+"""A gradient filter on pieces of engine T, under Triton's interpreter: fp32, tiles of 32 x 32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.linear_cross_entropy import (
+    row_pieces,
+    selected,
+    total_fused,
+    total_reference,
+)
+from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals
+
+pytestmark = pytest.mark.interpreter
+
+IGNORED = -100
+ROWS, DEPTH, VOCAB = 150, 24, 500
+
+
+def _inputs(kind: str, ignored: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw rows that mix a few shuffled ids each; among them flat ones, or rows of a few extremes."""
+    source = torch.Generator().manual_seed(1)
+    weight = torch.randn(VOCAB, DEPTH, generator=source)
+    target = torch.randint(VOCAB, (ROWS,), generator=source)
+    ids = torch.randint(VOCAB, (ROWS, 3), generator=source)
+    amount = torch.linspace(0.2, 1.4, ROWS)[torch.randperm(ROWS, generator=source)]
+    hidden = amount[:, None] * weight[ids].mean(1) + 0.6 * amount[:, None] * weight[target]
+    if kind == "flat":
+        hidden *= 0.01
+    elif kind == "flat among peaked":
+        hidden[::17] *= 0.01
+    elif kind == "far":
+        hidden[5], hidden[60] = 40 * weight[7], -40 * weight[target[60]]
+    target[torch.rand(ROWS, generator=source) < ignored] = IGNORED
+    return hidden, weight, target
+
+
+def _run(
+    inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[Totals, total_fused._Total]:
+    walks: list[total_fused._Total] = []
+
+    class Seen(total_fused._Total):
+        def __init__(self, given: Loss) -> None:
+            super().__init__(given)
+            walks.append(self)
+
+    monkeypatch.setattr(total_fused, "_Total", Seen)
+    hidden, weight, target = inputs
+    norm = (target != IGNORED).sum()
+    given = {"scale": 1.0, "softcap": 0.0, "output_mask": (True, True, False)}
+    given |= {"sort_vocabulary": True} | settings
+    loss = Loss(hidden, weight, None, target, None, norm, IGNORED, workspace=0, **given)
+    return total_fused.run(loss), walks[0]
+
+
+def _exact(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p - 1(target) of the rows that count, others zero, and both gradients' factors."""
+    hidden, weight, target = (
+        part.double() if part.is_floating_point() else part for part in inputs
+    )
+    away = (hidden @ weight.t()).softmax(-1)
+    counts = target != IGNORED
+    away[counts, target[counts]] -= 1
+    return away * counts[:, None], hidden, weight
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filter rows of few features, in pieces of 64 rows, two blocks each; the last is ragged."""
+    monkeypatch.setattr(selected, "LEAST_DEPTH", 8)
+    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes: 64)
+
+
+HOSTILE = ["plain", "flat", "flat among peaked", "far"]
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_row_loses_more_than_the_bound_of_mass(
+    kind: str, ignored: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    inputs = _inputs(kind, ignored)
+    tau = 2.0**-6
+    found, walk = _run(inputs, monkeypatch, gradient_filter="mass")
+    assert walk.filter is not None
+    assert bool((walk.filter.is_sparse[:, 0] == 1).all())
+    away, hidden, weight = _exact(inputs)
+    # What each row's gradient lacks is a combination of weight rows whose amounts sum to tau.
+    assert found.grad_hidden is not None
+    assert found.grad_weight is not None
+    count = int((inputs[2] != IGNORED).sum())
+    lacks = (found.grad_hidden.double() * count - away @ weight).norm(dim=1)
+    assert bool((lacks <= tau * weight.norm(dim=1).max() + 1e-5).all())
+    dropped = walk.filter.dropped
+    assert float(dropped.max()) <= tau
+    # And each class's lacks at most what its rows drop of it: in all, tau of every row.
+    lost = (found.grad_weight.double() * count - away.t() @ hidden).abs().sum()
+    assert lost <= float((dropped.double() * hidden.abs().sum(1)).sum()) * 1.01 + 1e-3
+    share = int(walk.filter.active.sum()) / (-(-count // walk.filter.tile) * walk.filter.tiles)
+    assert share == 1 if kind.startswith("flat") else share < 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "flat among peaked"])
+def test_block_drops_what_is_below_eps_in_all_rows_of_a_block(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    inputs, eps = _inputs(kind), 2.0**-7
+    found, walk = _run(inputs, monkeypatch, gradient_filter="block", filter_level=eps)
+    away, _, weight = _exact(inputs)
+    assert walk.filter is not None
+    assert found.grad_hidden is not None
+    # Nothing of eps or more is missing: without the entries below it, the rest is what is lost.
+    below = torch.where(away.abs() < eps, away.abs(), 0).sum(1)
+    lacks = (found.grad_hidden.double() * ROWS - away @ weight).norm(dim=1)
+    assert bool((lacks <= below * weight.norm(dim=1).max() + 1e-5).all())
+    assert bool((walk.filter.dropped <= below + 1e-5).all())
+    assert float(walk.filter.dropped.max()) > 0
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("dense_share", [1.0, 0.0], ids=["packed", "dense"])
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, False)])
+def test_gradients_are_exact_where_nothing_may_be_lost(
+    mask: tuple[bool, bool, bool], dense_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bias, softcap, scale, weights of rows, ignored rows: all of T's epilogue, packed or not."""
+    monkeypatch.setattr(selected, "DENSE_SHARE", dense_share)
+    hidden, weight, target = _inputs("plain", 0.3)
+    source = torch.Generator().manual_seed(2)
+    bias, weights = torch.randn(VOCAB, generator=source), torch.rand(ROWS, generator=source)
+    norm = (target != IGNORED).sum()
+    settings = IGNORED, 1.5, 20.0, 0, mask
+    given = hidden, weight, bias, target, weights, norm, *settings
+    found = total_fused.run(Loss(*given, "mass", 1e-7, True))
+    wide = [part.double() for part in (hidden, weight, bias)]
+    expected = total_reference.run(Loss(*wide, target, weights, norm, *settings))
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert float((one.double() - other).norm()) <= 2e-5 * float(other.norm())
+
+
+def _of_rows(
+    inputs: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, bool] = (True, True), **changes: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of engine F by pieces of rows; nll and lse each have one of their own."""
+    knobs = Knobs(IGNORED, 1.0, 0.0, True, False, "mass", 0, sort_vocabulary=True)
+    knobs = knobs._replace(**changes)
+    operands, source = Operands(*inputs[:2], None, inputs[2]), torch.Generator().manual_seed(4)
+    cotangents = torch.rand(2, ROWS, generator=source)
+    cotangents[:, ::9] = 0
+    nothing = torch.empty(0)
+    grads = RowGradients(*cotangents, nothing, nothing)
+    lse = (inputs[0] @ inputs[1].t()).logsumexp(-1)
+    return row_pieces.backward(grads, operands, Kept(lse, nothing), knobs, (*needs, False))
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize(
+    ("parts", "sorts", "dense_share"),
+    [
+        ("both", True, 1.0),
+        ("both", False, 1.0),
+        ("hidden", True, 1.0),
+        ("weight", True, 1.0),
+        ("hidden", True, 0.0),
+    ],
+)
+def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_asked_for(
+    dense_share: float, parts: str, sorts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By |p - 1(target)| of a loss whose lse has a gradient, too; in rows without one, nothing."""
+    monkeypatch.setattr(selected, "DENSE_SHARE", dense_share)
+    inputs, tau = _inputs("plain", 0.2), 2.0**-3
+    exact = _of_rows(inputs, gradient_filter="exact")
+    given = {"filter_level": tau, "filter_parts": parts, "sort_vocabulary": sorts}
+    found = _of_rows(inputs, **given)
+    bounds = tau * inputs[1].norm(dim=1).max(), tau * inputs[0].norm(dim=1).max() * ROWS
+    for place, bound in enumerate(bounds):
+        right, filtered = exact[place], found[place]
+        assert right is not None
+        assert filtered is not None
+        lacks = (filtered - right).norm(dim=1)
+        assert bool((lacks <= bound + 1e-4).all())
+        is_filtered = dense_share == 1 and parts in ("both", ("hidden", "weight")[place])
+        # Columns as they lie are in tiles that all count.
+        assert (float(lacks.max()) > 1e-3) == (is_filtered and sorts)
+
+
+def test_a_row_of_nan_spoils_what_it_spoils_without_a_filter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    hidden, weight, target = _inputs("plain")
+    hidden[3] = torch.nan
+    found, _ = _run((hidden, weight, target), monkeypatch, gradient_filter="mass")
+    assert found.total.isnan()
+    assert found.grad_hidden is not None
+    assert found.grad_weight is not None
+    assert found.grad_hidden.isnan().any(1).nonzero()[:, 0].tolist() == [3]
+    assert found.grad_weight.isnan().all()
+
+
+def test_ids_in_any_order_give_like_tiles_and_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    hidden, weight, target = _inputs("flat among peaked")
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
+    moved = torch.empty_like(order).scatter_(0, order, torch.arange(VOCAB))[target]
+    given = {"gradient_filter": "block", "filter_level": 2.0**-7}
+    one, first = _run((hidden, weight, target), monkeypatch, **given)
+    other, second = _run((hidden, weight[order], moved), monkeypatch, **given)
+    assert first.filter is not None
+    assert second.filter is not None
+    counts = [int(walk.filter.active.sum()) for walk in (first, second) if walk.filter]
+    assert min(counts) > 0
+    assert max(counts) <= 1.25 * min(counts)
+    for a, b in ((one.grad_hidden, other.grad_hidden), (one.grad_weight, other.grad_weight)):
+        assert a is not None
+        assert b is not None
+        b = b if b is other.grad_hidden else torch.empty_like(b).index_copy_(0, order, b)
+        # Columns that fill up a tile are others.
+        assert float((a - b).norm()) <= 5e-2 * float(a.norm())
+
+
+def test_runs_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = _inputs("plain", 0.3)
+    first, second = (_run(inputs, monkeypatch, gradient_filter="mass")[0] for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)

@@ -1,0 +1,82 @@
+"""The filter on pieces of engine T compiled for GPUs that are not there: no spills, room enough."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.offline import compile_for, gpus, within_limits
+
+pytestmark = pytest.mark.offline
+
+CAPABILITIES = gpus(80, 90, 100)
+HALVES = ("x_ptr", "packed_ptr", "weight_ptr", "grad_weight_ptr", "grad_hidden_ptr")
+FLOATS = ("part_ptr", "level_ptr", "score_ptr", "sums_ptr", "stats_ptr", "base_ptr", "light_ptr")
+FLOATS += ("inverse_ptr", "dropped_ptr", "row_scale_ptr", "row_values_ptr")
+WIDTHS = {"word_ptr": "*i16", "column_order_ptr": "*i64"}
+LEVELS = {"TILE": 128, "LEVELS": 16, "STEP": 0.9375}
+HELPERS = {
+    "weigh": ({"HAS_KEPT": True, "ROWS": 8, "TILES": 128}, 4),
+    "weigh_rows": ({"HAS_KEPT": True, "BLOCK": 4096}, 4),
+    "rank": ({"BLOCK": 128, "OTHERS": 32}, 4),
+    "score": ({**LEVELS, "CHUNK": 4096, "BLOCK": 64, "STAGES": 3, "UPCAST": False}, 8),
+    "level": (LEVELS, 4),
+    "word": ({"BLOCK": 512}, 4),
+    "tile": ({"TILE": 128}, 1),
+    "list": ({"BLOCK": 512}, 4),
+    "pack": ({"TILE": 128}, 8),
+    "rows": ({"BLOCK": 1024}, 4),
+}
+
+
+def _compile(capability: int, name: str, constants: dict[str, Any], warps: int, stages: int) -> Any:
+    from memeff_compile.kernels.linear_cross_entropy import selected_kernels
+
+    blocks = {
+        "packed_by_column_desc": (64, 128),
+        "packed_by_row_desc": (128, 64),
+        "ranked_desc": (64, 256),
+    }
+
+    def type_of(argument: str) -> str | None:
+        if argument in blocks:
+            return f"tensordesc<bf16[{', '.join(map(str, blocks[argument]))}]>"
+        if argument.endswith("_ptr"):
+            kind = "bf16" if argument in HALVES else "fp32" if argument in FLOATS else "i32"
+            return WIDTHS.get(argument, f"*{kind}")
+        return "fp32" if argument in ("scale", "highest", "limit") else "i32"
+
+    kernel = getattr(selected_kernels, f"_linear_cross_entropy_selected_{name}_kernel")
+    aligned = ("depth", "width")
+    return compile_for(
+        *(capability, kernel, constants, type_of, lambda argument: argument in aligned),
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", HELPERS)
+def test_helpers_compile_within_the_limits(name: str, capability: int) -> None:
+    constants, warps = HELPERS[name]
+    ptx = within_limits(_compile(capability, name, constants, warps, 3), capability)
+    # What is scored next is on its way.
+    assert name != "score" or "cp.async" in ptx
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+def test_products_compile_within_the_limits(needs: tuple[bool, bool]) -> None:
+    from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
+
+    shapes = shapes_for_programs(132)
+    constants = {"TILE": 128, "NEEDS_HIDDEN": needs[0], "NEEDS_WEIGHT": needs[1]}
+    constants |= shapes.constants(256)
+    ptx = within_limits(_compile(90, "products", constants, shapes.warps, shapes.stages), 90)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    # Rows of the weight are gathered ahead of the sum.
+    assert not needs[0] or "cp.async.cg" in ptx
+    # Programs count tiles; nothing that is a result is added in any order.
+    assert {kind[-3:] for kind in re.findall(r"atom\.\S+", ptx)} == {"u32"}
