@@ -24,7 +24,7 @@ graph(
     head.weight: param f32[64, 16],
 ):
     %0: f32[8, 16] = aten.embedding(embed.weight, ids)
-    %1: (f32[8], f32[8], f32[0], f32[0], i64[0], f32[0], u8[0], i32[0]) = memeff.linear_cross_entropy(%0, head.weight, None, ids, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
+    %1: (f32[8], f32[8], f32[0], f32[0], i64[0]) = memeff.linear_cross_entropy(%0, head.weight, None, ids, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
     %2: f32[8] = getitem(%1, 0)
     %3: b8[8] = aten.ne(ids, -100)
     %4: f32[] = aten.sum(%2)

@@ -95,7 +95,7 @@ def test_nothing_that_only_nvidia_has_is_asked_of_amd(
     assert not any((gpu.is_hopper, gpu.has_fp8, gpu.has_descriptors, gpu.starts_early))
     assert not has_fp8(CUDA)
     assert not device.starts_early(CUDA)
-    assert not codecs._is_wide(64, CUDA)
+    assert codecs.setting_of(64, (4096, 12288), CUDA) is None
     assert not device.was_measured(CUDA, "attention")
     assert "need triton and an NVIDIA GPU" in served(CUDA, HALF, 64)
 
