@@ -89,7 +89,7 @@ def memeff(**knobs: Any) -> Loss:
         gradient_filter: "exact", "mass" or "block".
         filter_level: eps of "block" or tau of "mass"; 0 for automatic.
         filter_parts: gradients that are filtered: "both", "hidden" or "weight".
-        sort_vocabulary: whether hot columns are brought together first.
+        sort_vocabulary: whether columns are ordered by the blocks of rows that they count in.
         workspace: bytes, 0 for automatic.
         gradients: "forward" for the op that makes them there.
 
@@ -407,16 +407,20 @@ def method(spec: str) -> Method:
 
     Args:
         spec: a name of `NAMES`; "memeff" methods take further words: parts=both|hidden|weight,
-            level=<number>, sort=0|1, workspace=<bytes, or 64MiB>, gradients=forward.
+            level=<number>, sort=0|1 (1 with a filter), workspace=<bytes, or 64MiB>,
+            gradients=forward.
 
-    Example: method("memeff block sort=1").name == "memeff block sort=1".
+    Example: method("memeff block sort=0").name == "memeff block sort=0".
     """
     if spec in _FIXED:
         return _FIXED[spec]
     words = spec.split()
     if words[:1] != ["memeff"] or len(words) < 2 or words[1] not in _FILTERS:
         raise ValueError(f"method is {spec!r}; the methods are {', '.join(NAMES)}")
-    knobs = {"gradient_filter": words[1], **dict(_knob(word) for word in words[2:])}
+    knobs: dict[str, Any] = {"gradient_filter": words[1]}
+    if words[1] != "exact":
+        knobs["sort_vocabulary"] = True  # as the backend and `memeff_compile.functional` have it
+    knobs |= dict(_knob(word) for word in words[2:])
     return Method(spec, partial(memeff, **knobs), _FILTERS[words[1]], EXACT_LOSS)
 
 

@@ -83,11 +83,20 @@ def setup(random: Random) -> list[str]:
     lines.append(f"return o{random.choice(('', '', ' * 2', ', q.sum()'))}")
     inner = random.choice(["eager"] * 30 + ["aot_eager"] * 20 + ["inductor"])
     dynamic = random.choice((None, None, True, False))
+    options, name, outer = f"'memeff.inner': '{inner}'", "forward", []
+    if random.random() < 0.25:
+        kept = random.choice(("as_written", "attention", "attention", 1 << 12, 1 << 20))
+        options, name = f"{options}, 'memeff.recompute': {kept!r}", "block"
+        outer = [
+            "def forward(*given):",
+            "    return torch.utils.checkpoint.checkpoint(block, *given, use_reentrant=False)",
+        ]
     return [
         f"D, G = torch.{dtype}, {group}",
-        "def forward(q, k, v, pad, ids, lens, kc, vc, at):",
+        f"def {name}(q, k, v, pad, ids, lens, kc, vc, at):",
         *(f"    {line}" for line in lines),
-        f"f = torch.compile(forward, backend=memeff, options={{'memeff.inner': '{inner}'}},"
+        *outer,
+        f"f = torch.compile(forward, backend=memeff, options={{{options}}},"
         f" dynamic={dynamic}) if ours else forward",
     ]
 

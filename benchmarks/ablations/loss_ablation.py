@@ -28,11 +28,11 @@ from benchmarks.ops import linear_cross_entropy as op
 
 METHODS = [
     "memeff mass",
-    "memeff mass sort=1",
+    "memeff mass sort=0",
     "memeff mass parts=hidden",
     "memeff mass parts=weight",
     "memeff block",
-    "memeff block sort=1",
+    "memeff block sort=0",
     "memeff exact",
     "liger",
     "inductor",

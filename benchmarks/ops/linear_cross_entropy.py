@@ -155,7 +155,7 @@ def main() -> int:
     """Measure every method on every shape and data; fail if a method's gradients are off."""
     parser = arguments()
     parser.add_argument(
-        "--method", nargs="+", default=DEFAULT_METHODS, help="or memeff mass sort=1"
+        "--method", nargs="+", default=DEFAULT_METHODS, help="or memeff mass sort=0"
     )
     parser.add_argument("--scaling", choices=SCALING, help="shapes of which one size varies")
     parser.add_argument("--out", type=Path, default=RESULTS / "head-and-loss.jsonl")

@@ -34,7 +34,6 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
 from ..kernels.device import speed_note, where_it_runs
-from ..options import Options
 from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import is_several
 from .graph.editor import Editor
@@ -156,7 +155,7 @@ class FuseLinearCrossEntropy(GraphPass):
             return Gain(before, after, sizes | {"B": int(total)})
         call = {
             **common,
-            "engine": _engine_name(hidden, match),
+            "engine": _engine_name(info, match),
             "device_type": where_it_runs(hidden.device).type,
             "with_entropy": any(t.kind in ENTROPIES for t in match.tails),
             "training": training,
@@ -186,12 +185,14 @@ class FuseLinearCrossEntropy(GraphPass):
             match.covered.extend(emit_group(info, editor, group))
             spellings.extend(t.name for t in group)
         deferred, notes = outputs.rewrite(info, match.outputs, editor)
-        engine = _engine(info.value(match.head.hidden), match, info.options)
+        engine = _engine(info, match, groups)
         # Each call multiplies with the whole head: other rows, targets or modifiers cost time.
         times = f", {len(groups)} calls" if len(groups) > 1 else ""
         if is_all_totals:
-            engine += "; the gradients are made in the forward, in three products instead of four, "
-            engine += "and held to the backward"
+            engine += "; the gradients are made in the forward"
+            if not engine.startswith("engine hybrid"):
+                engine += ", in three products instead of four,"
+            engine += " and held to the backward"
         sentence = (
             f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
             f"memeff::linear_cross_entropy{times}; {engine}"
@@ -206,28 +207,42 @@ def _are_totals(info: GraphInfo, groups: Sequence[list[Tail]]) -> bool:
     return all(is_total(info, group) for group in groups)
 
 
-def _engine_name(hidden: torch.Tensor, match: Site) -> str:
-    depth = hidden.shape[-1]
-    return op_folder.engine_for(
+def _engine_name(info: GraphInfo, match: Site) -> str:
+    head = match.head
+    hidden, weight = info.value(head.hidden), info.value(head.weight)
+    depth, columns = hidden.shape[-1], weight.t() if head.transposed else weight
+    name = op_folder.engine_for(
         hidden.device,
-        match.head.compute_dtype,
+        head.compute_dtype,
         depth if isinstance(depth, int) else 8,
         with_top=any(tail.kind == "top" for tail in match.tails),
     )
+    # A weight whose rows do not follow each other has another engine.
+    is_apart = columns.stride() != (columns.shape[1], 1)
+    return "hybrid" if name == "fused" and is_apart else name
 
 
-def _engine(hidden: torch.Tensor, match: Site, options: Options) -> str:
+def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     """Name the engine, what is known of its speed, and what a gradient filter will do in it."""
-    name, speed = _engine_name(hidden, match), speed_note(hidden.device)
+    hidden, options = info.value(match.head.hidden), info.options
+    name, speed = _engine_name(info, match), speed_note(hidden.device)
     sentence = f"engine {name}: {op_folder.ENGINES[name]}" + (f"; {speed}" if speed else "")
     mode = options.linear_cross_entropy
     if mode == "exact":
         return sentence
-    smooths = any(tail.label_smoothing > 0 for tail in match.tails)
     size = compat.size_hint(hidden.shape[-1]), options.linear_cross_entropy_workspace
-    is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16 and not smooths
-    if not (is_served and op_folder.leaves_out(mode, *size)):
+    is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16
+    is_served = is_served and op_folder.leaves_out(mode, *size)
+    filtered = [group for group in groups if is_served and not any(map(_is_exact, group))]
+    if not filtered:
         return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"
     level = op_folder.filter_level(mode, options.filter_level)
     bound = "a row loses at most" if mode == "mass" else "leaves out classes under"
-    return f"{sentence}; gradient filter '{mode}': {bound} {level:g}; dense where most tiles count"
+    calls = f" in {len(filtered)} of the calls" if len(filtered) < len(groups) else ""
+    sentence = f"{sentence}; gradient filter '{mode}'{calls}: {bound} {level:g}"
+    return f"{sentence}; dense where most tiles count"
+
+
+def _is_exact(tail: Tail) -> bool:
+    """Say whether a call that gives this leaves nothing out: all classes have a gradient."""
+    return tail.label_smoothing > 0 or tail.kind in ENTROPIES

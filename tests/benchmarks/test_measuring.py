@@ -105,6 +105,16 @@ def test_method_names_carry_knobs() -> None:
     }
 
 
+def test_a_filter_orders_columns_as_the_backend_has_it_do_unless_told_not_to() -> None:
+    from memeff_compile.options import Options
+
+    for how in ("exact", "mass", "block"):
+        keywords = methods.method(f"memeff {how} gradients=forward").build.keywords
+        found = Options(linear_cross_entropy=how).linear_cross_entropy_sort_vocabulary
+        assert keywords.get("sort_vocabulary", False) == found
+    assert methods.method("memeff mass sort=0").build.keywords["sort_vocabulary"] is False
+
+
 @pytest.mark.parametrize(
     "wrong", ["memeff", "memeff rough", "memeff mass parts=none", "memeff mass x=1", "lyger"]
 )

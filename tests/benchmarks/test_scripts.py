@@ -499,6 +499,20 @@ def test_compressed_weights_are_measured_part_by_part(tmp_path: Path) -> None:
     assert all(row["error"] < 5e-3 for row in found if row["what"] == "linear")
 
 
+def test_tiles_of_some_tokens_that_are_tried_are_those_that_the_kernel_takes() -> None:
+    from benchmarks.ops import coded_weight_tiles
+    from memeff_compile.kernels.coded_weight.shapes import MatrixTile
+
+    for tokens in (8, 16):
+        tiles = [each for each in coded_weight_tiles.TILES[tokens] if isinstance(each, MatrixTile)]
+        assert len(set(tiles)) == len(tiles) > 8
+        for tile in tiles:
+            assert tile.tokens == tokens
+            assert tile.warps in (1, 2, 4, 8)
+            assert isinstance(tile.is_ahead, bool)
+            assert tile.patches == 32
+
+
 @pytest.mark.slow
 def test_win4_products_are_timed_over_widths(tmp_path: Path) -> None:
     from benchmarks import rows

@@ -348,6 +348,17 @@ def test_dropout_that_is_switched_off_is_none() -> None:
     assert run(lambda x: made(x, x, x)[0], tokens()) == FIRED
 
 
+def test_a_checkpoint_gets_no_kernel_where_its_graph_returns_no_gradient() -> None:
+    made = module().requires_grad_(False)
+
+    def attend(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(lambda x: made(x, x, x)[0], x, use_reentrant=False)
+        return out
+
+    assert run(attend, tokens().detach(), inner="aot_eager") == [("declined", "no_fused_kernel")]
+    assert run(attend, tokens().detach().requires_grad_(), inner="aot_eager") == FIRED
+
+
 def test_a_gpu_is_asked_for_a_fused_kernel() -> None:
     made = module(dtype=torch.float32)
 

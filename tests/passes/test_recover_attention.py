@@ -686,6 +686,21 @@ def test_a_gpu_keeps_keys_repeated_where_no_fused_kernel_takes_them() -> None:
     assert "enable_gqa=True" in memeff_compile.graphs()[-1].after
 
 
+@pytest.mark.parametrize("trains", ["nothing", "something detached", "all"])
+def test_a_checkpoint_gets_no_kernel_where_its_graph_returns_no_gradient(trains: str) -> None:
+    """PyTorch computes such a graph again without its partition, and refuses random numbers there."""
+    chain, _ = CHAINS["causal"]
+
+    def attend(*given: Tensor) -> Tensor:
+        out: Tensor = checkpoint(chain, *given, use_reentrant=False)
+        return out if trains == "all" else out.detach()
+
+    given = [t.detach().requires_grad_(trains != "nothing") for t in qkv()]
+    with torch.enable_grad():
+        found = run(attend, *given, inner="aot_eager")
+    assert found == (FIRED if trains == "all" else [("declined", "no_fused_kernel")])
+
+
 @pytest.mark.parametrize("is_narrow", [False, True])
 def test_float64_is_not_trained_on_a_kernel_that_inductor_cannot_differentiate(
     monkeypatch: pytest.MonkeyPatch, *, is_narrow: bool

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import on_device
 from . import selected, total_fused
 from .op import engine_for
 from .pieces import spans
@@ -49,10 +50,11 @@ def measure(
     settings |= {"gradient_filter": gradient_filter, "filter_level": filter_level}
     settings |= {"output_mask": (False,) * 3, "sort_vocabulary": sort_vocabulary}
     flat = hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1)
-    walk = total_fused._Total(Loss(*flat, None, None, ignore_index, **settings))
-    for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
-        walk.piece(index, first, stop - first)
-    return activity_of(walk, target)
+    with on_device(hidden):
+        walk = total_fused._Total(Loss(*flat, None, None, ignore_index, **settings))
+        for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
+            walk.piece(index, first, stop - first)
+        return activity_of(walk, target)
 
 
 def activity_of(walk: total_fused.Walk, target: Tensor) -> Activity:

@@ -131,13 +131,11 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
         budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
         if engine == "fused" and training and not workspace and dtype in total_fused.DTYPES:
-            # a backward by pieces of rows
-            by_rows = total_fused.bytes_held(
-                *(n, int(depth), int(vocab), 0),
-                is_plain=False,
-                gradient_filter=given.gradient_filter,
-            )
-            held = sympy.Max(held, by_rows)
+            # a backward by pieces of rows; what a call is asked for may switch its filter off
+            size = (n, int(depth), int(vocab), 0)
+            for each in {"exact", given.gradient_filter}:
+                by_rows = total_fused.bytes_held(*size, is_plain=False, gradient_filter=each)
+                held = sympy.Max(held, by_rows)
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)

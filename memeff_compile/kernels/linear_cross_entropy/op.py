@@ -21,7 +21,6 @@ from ..checks import FLOATING, INDICES, require, short, two_devices, two_dtypes,
 from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
 from . import fused, hybrid, reference, row_pieces
 from .call import Kept, Knobs, Operands, RowGradients, Rows
-from .shapes import is_minimal
 
 ENGINE = "linear_cross_entropy.engine"
 """The decision that `tune` makes: which engine serves where "fused" and "hybrid" both could."""
@@ -246,14 +245,13 @@ _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_p
 def _called(*tensors: Any, **settings: Any) -> _Call:
     """Check a call; the dispatcher leaves out settings that equal their defaults.
 
-    A filter that would be wrong or has no engine or room is off: label smoothing gives every tile
-    a gradient.
+    A filter that would be wrong or has no engine is off: label smoothing gives every class a
+    gradient.
     """
     checked = {name: settings[name] for name in _CHECKED if name in settings}
     require("linear_cross_entropy", supports(*tensors, **checked))
     knobs = Knobs(**settings)
-    has_filter = not (knobs.with_logit_sum or knobs.with_entropy or knobs.with_top)
-    if not has_filter or is_minimal(knobs.workspace):
+    if knobs.with_logit_sum or knobs.with_entropy or knobs.with_top:
         knobs = knobs._replace(gradient_filter="exact")
     return _Call(Operands(*tensors), knobs)
 

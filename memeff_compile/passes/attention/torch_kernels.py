@@ -62,6 +62,8 @@ def why_not_fused(info: GraphInfo, site: Site) -> str:
 
 def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: Any) -> str:
     """Return why no fused kernel serves heads of these sizes where the result is, or nothing."""
+    if info.checkpoints_for_nothing:
+        return "PyTorch compiles no fused kernel into a checkpoint whose graph has no gradient"
     device = where_it_runs(result.device).type
     if device == "cpu":
         is_trained = result.requires_grad and info.options.inner == "inductor"

@@ -151,6 +151,14 @@ class GraphInfo:
         return [n.target for n in calls].count(body.target) == 1
 
     @property
+    def checkpoints_for_nothing(self) -> bool:
+        """Whether this is a checkpoint's body with gradients on, in a graph that returns none."""
+        *_, root = self.outward()
+        results = compat.pytree.tree_leaves(root.output.args[0])
+        trains = any(t is not None and t.requires_grad for t in map(root.tensor, results))
+        return self is not root and self.region.grad and not trains
+
+    @property
     def output(self) -> Node:
         """The output node."""
         return self.gm.graph.output_node()

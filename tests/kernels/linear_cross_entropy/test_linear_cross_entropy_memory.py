@@ -9,11 +9,18 @@ import pytest
 import sympy
 import torch
 
-from memeff_compile.kernels.linear_cross_entropy import bytes_after, bytes_before, reference
+from memeff_compile.kernels.linear_cross_entropy import (
+    bytes_after,
+    bytes_before,
+    reference,
+    total_bytes,
+    total_fused,
+)
 from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
 from memeff_compile.kernels.linear_cross_entropy.pieces import hybrid_widths, reference_width, spans
 from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 from memeff_compile.kernels.linear_cross_entropy.total_fused import piece_rows, splits_of
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
 from tests.support.live_bytes import LiveBytes
 from tests.support.oracles import Case, Inputs, make_inputs
 
@@ -184,3 +191,58 @@ def test_a_workspace_too_small_for_any_piece_gets_the_smallest() -> None:
 def test_spans_cover_the_vocabulary_once() -> None:
     assert list(spans(0, 10, 4)) == [(0, 4), (4, 8), (8, 10)]
     assert list(spans(4, 8, 4)) == [(4, 8)]
+
+
+def test_a_filter_that_a_call_switches_off_takes_no_more_than_the_formula_says() -> None:
+    """Label smoothing and entropies are exact, in pieces that no filter bounds."""
+    sizes, how = (65536, 4096, 128256), {"dtype": torch.bfloat16, "device_type": "cuda"}
+    exact, *filtered = (
+        bytes_after(*sizes, engine="fused", gradient_filter=each, **how)
+        for each in ("exact", "mass", "block")
+    )
+    assert min(filtered) >= exact
+
+
+@pytest.mark.parametrize("how", ["exact", "mass"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        (8192, 4096, 128256),
+        (8192, 2304, 256000),
+        (131072, 2048, 32000),
+        (300, 8192, 1000),
+        (64, 2048, 200),
+    ],
+    ids=str,
+)
+def test_what_engine_t_holds_is_within_the_formula(
+    size: tuple[int, int, int], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are made where nothing is computed; of a filter the sorted words come to them."""
+    rows, depth, vocab = size
+    monkeypatch.setattr(total_fused, "shapes_for", lambda _: shapes_for_programs(132))
+    device, half = torch.device("meta"), torch.bfloat16
+    hidden, weight = (torch.empty(n, depth, device=device, dtype=half) for n in (rows, vocab))
+    target = torch.empty(rows, device=device, dtype=torch.int64)
+    settings = {"scale": 1.0, "softcap": 0.0, "workspace": 0, "output_mask": (True, True, False)}
+    walk = total_fused._Total(
+        Loss(hidden, weight, None, target, None, None, None, gradient_filter=how, **settings)
+    )
+    owners = [walk, *([walk.filter] if walk.filter else [])]
+    assert len(owners) == 1 + (how == "mass")
+    found = {id(part): part for owner in owners for part in vars(owner).values()}
+    found |= {id(part): part for part in walk.selection}
+    given = map(id, (hidden, weight, target, walk.grad_hidden, walk.grad_weight))
+    for each in given:
+        found.pop(each, None)
+    held = sum(part.nbytes for part in found.values() if isinstance(part, torch.Tensor))
+    held += (2 + 8) * vocab * (how == "mass")
+    with monkeypatch.context() as patched:
+        patched.setattr("memeff_compile.kernels.linear_cross_entropy.total.kernels_serve", _yes)
+        bound = total_bytes(*size, dtype=half, device=device, gradient_filter=how)
+    assert held <= int(bound) + 64 * rows
+    assert how == "exact" or int(bound) < 2 * held
+
+
+def _yes(*_: object) -> bool:
+    return True

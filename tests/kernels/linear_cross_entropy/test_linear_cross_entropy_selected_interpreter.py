@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import (
+    activity,
     row_pieces,
     selected,
     total_fused,
@@ -240,3 +241,61 @@ def test_runs_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(first, second, strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or torch.equal(one, other)
+
+
+def test_what_a_filter_leaves_out_is_measured_where_the_inputs_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(activity, "engine_for", lambda *_: "fused")
+    monkeypatch.setattr(total_fused, "DTYPES", (torch.float32,))
+    devices: list[torch.device] = []
+    plain = activity.on_device
+
+    def entered(tensor: Tensor) -> Any:
+        devices.append(tensor.device)
+        return plain(tensor)
+
+    monkeypatch.setattr(activity, "on_device", entered)
+    inputs = _inputs("plain", 0.3)
+    found = activity.measure(*inputs)
+    _, walk = _run(inputs, monkeypatch, gradient_filter="mass")
+    assert walk.filter is not None
+    assert devices == [inputs[0].device]
+    assert torch.equal(found.dropped, walk.filter.dropped)
+    assert 0 < found.active < 1
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize(("scale", "softcap"), [(3.0, 0.0), (-0.5, 0.0), (1.0, 8.0)])
+def test_the_bound_of_mass_is_of_probabilities_whatever_logits_are_multiplied_with(
+    scale: float, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    hidden, weight, target = _inputs("plain", 0.2)
+    inputs, tau = (hidden / scale, weight, target), 2.0**-5
+    given = {"scale": scale, "softcap": softcap}
+    found, walk = _run(inputs, monkeypatch, gradient_filter="mass", filter_level=tau, **given)
+    exact, _ = _run(inputs, monkeypatch, gradient_filter="exact", **given)
+    assert walk.filter is not None
+    assert tau / 16 < float(walk.filter.dropped.max()) <= tau
+    assert found.grad_hidden is not None
+    assert exact.grad_hidden is not None
+    lacks = (found.grad_hidden - exact.grad_hidden).norm(dim=1) * (target != IGNORED).sum()
+    assert bool((lacks <= tau * abs(scale) * weight.norm(dim=1).max() + 1e-5).all())
+
+
+@pytest.mark.parametrize("how", ["mass", "block"])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 500), (150, 7), (64, 33), (33, 65), (5, 1)])
+def test_ragged_sizes_and_ignored_rows_lose_nothing_at_a_level_of_nothing(
+    rows: int, vocab: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    source = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, DEPTH, generator=source) for size in (rows, vocab))
+    for target in (torch.randint(vocab, (rows,), generator=source), torch.full((rows,), IGNORED)):
+        inputs = hidden, weight, target
+        found, _ = _run(inputs, monkeypatch, gradient_filter=how, filter_level=1e-7)
+        exact, _ = _run(inputs, monkeypatch, gradient_filter="exact")
+        for one, other in zip(found[:3], exact[:3], strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True, atol=1e-5, rtol=1e-4)
