@@ -666,6 +666,9 @@ REGISTRIES = {
 }
 UNAVOIDABLE = {
     ("kernels/linear_cross_entropy/op.py", "_check"),  # documented by torch, underscore and all
+    # of transformers, whose own quantizers say by them what is read and written
+    ("model/ternary/pretrained.py", "_keys_to_ignore_on_load_unexpected"),
+    ("model/ternary/pretrained.py", "_weight_conversions"),
 }
 
 
