@@ -189,7 +189,7 @@ def has_checkpoint_policy(gm: GraphModule) -> bool:
 
 
 _KEPT = "memeff_kept"
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mv")
 
 
 class _KeepsMarked:
@@ -231,6 +231,19 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, bool]) -> Callable[[
             del node.meta[_KEPT]
 
     return undo
+
+
+def may_be_under_policy(target: object) -> bool:
+    """Return whether a call may stand in a checkpoint with a policy: some on graphs have no rule.
+
+    Nested checkpoints and autograd functions are traced through, and need none.
+    """
+    from torch.utils.checkpoint import _CachingTorchDispatchMode
+
+    if not isinstance(target, HigherOrderOperator):
+        return True
+    is_traced = target.name() in ("tag_activation_checkpoint", "autograd_function_apply")
+    return is_traced or _CachingTorchDispatchMode in target.python_key_table
 
 
 def is_kept(node: Node) -> bool:

@@ -471,7 +471,7 @@ def test_inductor_calls_the_twin_of_an_op() -> None:
         assert called == ["twin"]
 
 
-@probes("recompute_in_backward", "keep_in_checkpoint", "is_kept")
+@probes("recompute_in_backward")
 def test_a_marked_call_is_computed_again_instead_of_kept() -> None:
     def saved(*, is_marked: bool) -> int:
         def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -514,6 +514,36 @@ def test_a_checkpoints_policy_hangs_on_its_body(has_policy: bool) -> None:
 
     torch.compile(function, backend=question)(torch.ones(2, requires_grad=True))
     assert found == [has_policy]
+
+
+@probes("keep_in_checkpoint", "is_kept")
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "not kept"])
+def test_what_a_checkpoint_keeps_is_not_computed_again(is_kept: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        (body,) = (m for m in gm.children() if isinstance(m, GraphModule))
+        product = next(n for n in body.graph.nodes if n.op == "call_function")
+        undo = compat.keep_in_checkpoint(body, {product: False})
+        assert compat.is_kept(product)
+        if not is_kept:
+            undo()
+        return compat.compile_with_aot_eager(gm, example_inputs)
+
+    x, held = torch.ones(8, 8, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        torch.compile(
+            lambda x: checkpoint(lambda x: (x @ x).sin(), x, use_reentrant=False), backend=question
+        )(x)
+    assert len(held) == 1 + is_kept
+
+
+@probes("may_be_under_policy")
+def test_operations_on_graphs_that_policies_serve() -> None:
+    served = (torch.sin, torch.ops.higher_order.flex_attention, "sin")
+    assert all(map(compat.may_be_under_policy, served))
+    assert compat.may_be_under_policy(torch.ops.higher_order.tag_activation_checkpoint)
+    assert not compat.may_be_under_policy(torch.ops.higher_order.cond)
 
 
 # --- beside the caller ------------------------------------------------------------------------------------
@@ -636,7 +666,7 @@ REGISTRIES = {
 }
 UNAVOIDABLE = {
     ("kernels/linear_cross_entropy/op.py", "_check"),  # documented by torch, underscore and all
-    # of transformers, whose quantizers have no other way to say what a file holds or was read by
+    # of transformers, whose own quantizers say by them what is read and written
     ("model/ternary/pretrained.py", "_keys_to_ignore_on_load_unexpected"),
     ("model/ternary/pretrained.py", "_weight_conversions"),
 }

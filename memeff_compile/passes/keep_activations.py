@@ -18,7 +18,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -39,7 +40,12 @@ _ATTENTION = {
     quantized_folder.quantized_attention: ("q", "k"),
     quantized_folder.quantized_attention_by_call: ("q", "k"),
 }
-_LINEARS = named("linear.default addmm.default mm.default matmul.default")
+_LINEARS = {
+    aten.linear.default: "input",
+    aten.addmm.default: "mat1",
+    aten.mm.default: "self",
+    aten.matmul.default: "self",
+}
 _PASSED_ON = named(
     "add.Tensor view.default reshape.default transpose.int to.dtype alias.default "
     "contiguous.default dropout.default"
@@ -73,11 +79,29 @@ class KeepActivations(GraphPass):
         found = [product for product in every if product is not None]
         if info.options.recompute == "attention" or _unserved(info) is not None:
             found = [product for product in found if product.is_attention]
-        else:
-            chosen = _chosen(info)
+        elif not self._is_skipped(info, found):
+            chosen = self._chosen(info)
             found = [product for product in found if product.node in chosen]
         if found:
             yield tuple(found)
+
+    def _is_skipped(self, info: GraphInfo, products: Iterable[Product]) -> bool:
+        return any(self.skipped(info, product.node) for product in products)
+
+    def _chosen(self, info: GraphInfo) -> Collection[Node]:
+        """Return what is kept within a number of bytes, in all checkpoints of the graph."""
+        *_, root = info.outward()
+        if "kept" not in root.notes:
+            levels = [(level, list(_readable(level))) for level in _bodies(root)]
+            served = [
+                products
+                for level, products in levels
+                if _unserved(level) is None and not self._is_skipped(level, products)
+            ]
+            limit = cast("int", root.options.recompute)
+            root.notes["kept"] = set(_within(chain.from_iterable(served), limit))
+        chosen: set[Node] = root.notes["kept"]
+        return chosen
 
     def check(self, info: GraphInfo, match: Products) -> Decline | None:
         found = _unserved(info)
@@ -121,17 +145,14 @@ def _unserved(info: GraphInfo) -> Decline | None:
             "policies need calls that do not",
             "use the out-of-place form",
         )
+    for node in info.gm.graph.nodes:
+        if not compat.may_be_under_policy(node.target):
+            return Decline(
+                "higher_order",
+                f"`{node.name}` is an operation on graphs, which PyTorch's policies do not serve",
+                "checkpoint what is around it apart, or leave memeff.recompute at 'as_written'",
+            )
     return None
-
-
-def _chosen(info: GraphInfo) -> Collection[Node]:
-    """Return what is kept within a number of bytes, in all checkpoints of the graph."""
-    *_, root = info.outward()
-    if "kept" not in root.notes:
-        every = [p for level in _bodies(root) if _unserved(level) is None for p in _readable(level)]
-        root.notes["kept"] = set(_within(every, cast("int", root.options.recompute)))
-    chosen: set[Node] = root.notes["kept"]
-    return chosen
 
 
 def _readable(info: GraphInfo) -> Iterator[Product]:
@@ -150,9 +171,13 @@ def _bodies(info: GraphInfo) -> Iterator[GraphInfo]:
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
-    """Yield what fits into so many bytes, those first that save the most operations a byte."""
+    """Yield what fits into so many bytes, those first that save the most operations a byte.
+
+    A product of a size that depends on values has no bytes here, and may be larger than any limit.
+    """
     left = limit
-    for product in sorted(products, key=lambda p: -p.operations / p.bytes):
+    known = (product for product in products if product.bytes)
+    for product in sorted(known, key=lambda p: -p.operations / p.bytes):
         if product.bytes <= left:
             left -= product.bytes
             yield product.node
@@ -165,23 +190,28 @@ def _product(info: GraphInfo, node: Node) -> Product | None:
         return None
     if call.op in _ATTENTION:
         query, key = (info.value(call.args[name]) for name in _ATTENTION[call.op])
-        rows, depth = _count(query.shape[:-1]), compat.size_hint(query.shape[-1])
+        value = _first(node)  # as deep as values are, which queries need not be
+        rows, depth = _count(value.shape[:-1]), compat.size_hint(value.shape[-1])
         is_half = bool(call.args.get("is_causal")) or call.args.get("ahead") is not None
-        operations = 4 * rows * compat.size_hint(key.shape[-2]) * depth // (1 + is_half)
-        held = rows * (depth * query.itemsize + 4)  # with a log-sum-exp per row
+        keys, both = compat.size_hint(key.shape[-2]), compat.size_hint(query.shape[-1]) + depth
+        operations = 2 * rows * keys * both // (1 + is_half)
+        held = rows * (depth * value.itemsize + max(4, value.itemsize))  # with log-sum-exps
         return Product(node, held, operations, is_attention=True)
     if call.op in _LINEARS and _is_read_again(node):
-        value = info.value(node)
-        inner = next(each for each in call.args.values() if isinstance(each, Node))
-        operations = 2 * _count(value.shape) * compat.size_hint(info.value(inner).shape[-1])
+        value, rows_of = info.value(node), info.value(call.args[_LINEARS[call.op]])
+        operations = 2 * _count(value.shape) * compat.size_hint(rows_of.shape[-1])
         return Product(node, _count(value.shape) * value.itemsize, operations, is_attention=False)
     return None
 
 
 def _has_gradient(node: Node) -> bool:
-    value = compat.example_value(node)
-    first = value[0] if isinstance(value, tuple) and value else value
+    first = _first(node)
     return isinstance(first, torch.Tensor) and first.requires_grad
+
+
+def _first(node: Node) -> Any:
+    value = compat.example_value(node)
+    return value[0] if isinstance(value, tuple) and value else value
 
 
 def _is_read_again(node: Node) -> bool:

@@ -26,7 +26,7 @@ from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
 from .depth import copied_with
 from .sizes import BATCH, LENGTH, Sizes, Told, tensors_in
-from .values import Values
+from .values import MOST_BYTES, Values
 
 LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 
@@ -286,7 +286,8 @@ def _fake_inputs(
         shape = _shape(given, sizes, told)
         with mode:
             result = torch.empty(shape, dtype=given.dtype, device="cpu")
-        if type(given) is torch.Tensor and not given.is_meta:
+        is_plain = type(given) is torch.Tensor and given.layout == torch.strided
+        if is_plain and not given.is_meta and result.nbytes <= MOST_BYTES:
             value = given.detach().cpu()
             for dim, size in enumerate(shape):
                 own = value.shape[dim]

@@ -8,6 +8,7 @@ them too; what parameters enter is known by its sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -83,8 +84,9 @@ class Values:
         written = _tensors(compat.written_to(op, args, kwargs))
         results = _tensors(result)
         if is_known and (results or written) and sum(map(_bytes, results)) <= MOST_BYTES:
-            made = iter(_tensors(on_values()))
-            return compat.pytree.tree_map_only(torch.Tensor, known, result)
+            with suppress(NotImplementedError):  # a dtype that this op has on a GPU alone
+                made = iter(_tensors(on_values()))
+                return compat.pytree.tree_map_only(torch.Tensor, known, result)
         for tensor in written:
             if not compat.is_fake(tensor):
                 raise ExplainError(

@@ -87,9 +87,10 @@ def test_kernels_run_on_hopper_and_not_before_capability_8(
 
 @pytest.mark.parametrize("capability", OF_AMD, ids=str)
 def test_nothing_that_only_nvidia_has_is_asked_of_amd(
-    capability: tuple[int, int], found: Callable[..., None]
+    capability: tuple[int, int], found: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(capability, "6.4")
+    monkeypatch.setattr(codecs, "processors", lambda _: 132)
     gpu = device.gpu(CUDA)
     assert (gpu.vendor, gpu.kind, gpu.measured) == (AMD, "narrow", frozenset())
     assert not any((gpu.is_hopper, gpu.has_fp8, gpu.has_descriptors, gpu.starts_early))

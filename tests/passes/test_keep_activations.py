@@ -118,6 +118,27 @@ def compiled(
     return records, [s for s in saved if s not in weights and s != (2, 64, D)], called
 
 
+def reported(
+    model: nn.Module, recompute: Any, **options: Any
+) -> tuple[list[Record], list[tuple[int, ...]]]:
+    """Return our records and the shapes of what is kept, of captured graphs that are not lowered."""
+    outcomes: list[tuple[list[Record], list[tuple[int, ...]]]] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        parsed = Options.parse(None, {"memeff.recompute": recompute, **options})
+        report = pipeline.run(gm, PASSES, parsed).report
+        levels = (m for m in gm.modules() if isinstance(m, GraphModule))
+        kept = (n.meta["example_value"] for m in levels for n in m.graph.nodes if compat.is_kept(n))
+        shapes = [tuple((v[0] if isinstance(v, tuple) else v).shape) for v in kept]
+        outcomes.append(([r for r in report.records if r.pass_name == NAME], shapes))
+        return lambda *_: (torch.zeros(()),)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(draw())
+    (outcome,) = outcomes
+    return outcome
+
+
 def min_cut(*args: Any, **kwargs: Any) -> Any:
     from functorch.compile import min_cut_rematerialization_partition
 
@@ -148,7 +169,7 @@ FUSED = [(2, HEADS, 64, D // HEADS), (2, HEADS, 64)]
 
 
 def test_checkpoints_are_left_alone_as_written() -> None:
-    records, saved, _ = compiled(Blocks(Block(), Block()), "as_written")
+    records, saved, _ = compiled(Blocks(Block()), "as_written")
     assert not records
     assert not saved
 
@@ -165,15 +186,75 @@ def test_attention_is_kept_and_computed_once(kind: type[Block]) -> None:
 
 def test_bytes_are_spent_on_what_saves_most() -> None:
     """Attention over 64 keys, half of them seen, saves more a byte than a linear of 32 inputs."""
-    model = Blocks(Block(), Block())
+    model, attended, linear = Blocks(Block(), Block()), FUSED[0], (2, 64, D)
     for limit, kept in {
-        OUT - 1: [(ROWS, D)],
-        LINEAR + OUT - 1: FUSED,
-        2 * (4 * LINEAR + OUT): [*(2 * FUSED), *2 * [(ROWS, D)], *2 * [(ROWS, 3 * D)]],
+        LINEAR - 1: [],
+        OUT - 1: [linear],
+        LINEAR + OUT - 1: [attended],
+        2 * (4 * LINEAR + OUT): 2 * [attended, linear, (2, 64, 3 * D)],
     }.items():
-        records, saved, _ = compiled(model, limit)
+        records, saved = reported(model, limit)
         assert sorted(saved) == sorted(kept), limit
         assert bool(records) == bool(kept)
+
+
+def test_bytes_are_not_spent_on_what_is_skipped() -> None:
+    skip = {"memeff.skip": {NAME: "blocks.0"}}
+    records, kept = reported(Blocks(Block(), Block()), LINEAR + OUT - 1, **skip)
+    assert [(r.code, r.module.startswith("blocks.0")) for r in records] == [
+        ("skipped", True),
+        ("rewrote", False),
+    ]
+    assert kept == FUSED[:1]
+
+
+class Wide(nn.Module):
+    """Values twice as deep as queries, and fewer heads of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(D, D), nn.Linear(D, 3 * D // 2), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(2, -1, HEADS, 8).transpose(1, 2)
+        k, v = self.kv(x).view(2, -1, HEADS // 2, 24).transpose(1, 2).split([8, 16], -1)
+        attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return x + self.o(attended.transpose(1, 2).flatten(2))
+
+
+def test_what_attention_returns_is_as_deep_as_its_values() -> None:
+    (record,), _ = reported(Blocks(Wide()), "attention")
+    assert f"{ROWS * (2 * D + HEADS) * 4 / 1024:.1f} KiB a call" in record.sentence
+
+
+class Products(nn.Module):
+    """One of few columns beside a long bias, one of many, one with a vector, one of chosen rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.bias = nn.Parameter(torch.ones(2, 64)), nn.Parameter(torch.ones(64))
+        self.many, self.vector = nn.Parameter(torch.ones(D, 64)), nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        one = torch.addmm(self.bias, rows[:, :2], self.few).tanh()
+        two = torch.mm(rows, self.many).tanh()
+        chosen = torch.mm(rows[(rows[:, 0] > 0).nonzero()[:, 0]], self.many).tanh().sum(0)
+        scale = torch.matmul(x, self.vector).sigmoid()
+        return x * scale[..., None] + (one * two + chosen).view(2, -1, 2, D).sum(2)
+
+
+def test_products_are_weighed_by_what_they_multiply_and_unknown_sizes_are_left() -> None:
+    model, product = Blocks(Products()), (ROWS, 64)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        (record,), kept = reported(model, 2 * LINEAR)
+        assert kept == [product]
+        assert "self.many" in record.source
+        _, kept = reported(model, "1GiB")
+        assert kept == [product, product, (2, 64)]
+        _, saved, called = compiled(model, "1GiB")
+    assert saved == [product, product]
+    assert called["aten.mv.default"] == 1  # the gradient of the vector
 
 
 def test_linears_that_nobody_reads_again_are_not_kept() -> None:
@@ -191,10 +272,9 @@ def test_linears_that_nobody_reads_again_are_not_kept() -> None:
 @pytest.mark.parametrize(
     ("kind", "recompute", "inner", "kept"),
     [
-        (Block, "attention", "aot_eager", 2),
-        (Block, "40KiB", "eager", 1),
+        (Block, "1GiB", "aot_eager", 2),
         (Padded, "attention", "eager", 2),
-        (Padded, "1GiB", "aot_eager", 2),
+        (Padded, "40KiB", "aot_eager", 1),
     ],
 )
 def test_values_and_gradients_are_those_of_eager(
@@ -208,10 +288,16 @@ def test_values_and_gradients_are_those_of_eager(
 
 @needs_compiler
 def test_a_step_under_inductor_has_the_gradients_of_eager() -> None:
-    model = Blocks(Block()).double()
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Wide()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False).square().mean()
+
     options = {"memeff.recompute": "attention"}
-    x = draw(dtype=torch.float64)
-    compare_with_eager(model, x, options=options, inner="inductor", rtol=1e-9, atol=1e-12)
+    compare_with_eager(Step(), draw(), options=options, inner="inductor", rtol=1e-4, atol=1e-7)
 
 
 def test_lengths_may_change() -> None:
@@ -250,26 +336,32 @@ def recomputes_all(*_: object, **__: object) -> CheckpointPolicy:
 
 def test_a_policy_of_the_user_stays() -> None:
     policy = partial(create_selective_checkpoint_contexts, recomputes_all)
-    records, saved, _ = compiled(Blocks(Block(), Block(), context_fn=policy), "attention")
+    records, kept = reported(Blocks(Block(), Block(), context_fn=policy), "attention")
     assert only(records) == ("declined", "selective_checkpoint", 2)
-    assert not saved
+    assert not kept
 
 
 def test_a_write_in_place_inside_the_checkpoint_is_declined() -> None:
-    records, saved, _ = compiled(Blocks(Block(lambda x: x.clone().add_(1))), "attention")
+    records, kept = reported(Blocks(Block(lambda x: x.clone().add_(1))), "attention")
     assert only(records) == ("declined", "mutated", 1)
-    assert not saved
+    assert not kept
+
+
+@pytest.mark.parametrize("recompute", ["attention", "1GiB"])
+def test_a_branch_inside_the_checkpoint_is_declined(recompute: str) -> None:
+    """PyTorch's policies have no rule for it, and compiling would fail."""
+    branch = Block(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+    records, kept = reported(Blocks(branch), recompute)
+    assert only(records) == ("declined", "higher_order", 1)
+    assert not kept
 
 
 def test_skip_names_a_block() -> None:
-    outcome = compare_with_eager(
-        Blocks(Block(), Block()).double(),
-        draw(dtype=torch.float64),
-        options={"memeff.recompute": "attention", "memeff.skip": {NAME: "blocks.0"}},
-        fullgraph=False,
-    )
-    assert outcome.declined("skipped").module.startswith("blocks.0")
-    assert kept_in(outcome.report) == 1
+    skip = {"memeff.skip": {NAME: "blocks.0"}}
+    records, kept = reported(Blocks(Block(), Block()), "attention", **skip)
+    (skipped,) = (r for r in records if r.code == "skipped")
+    assert skipped.module.startswith("blocks.0")
+    assert kept == FUSED[:1]
 
 
 class Nested(nn.Module):

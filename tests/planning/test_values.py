@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from memeff_compile import compat
 from memeff_compile.errors import ExplainError
+from memeff_compile.planning.capture import _fake_inputs
 from memeff_compile.planning.explain import explain
-from memeff_compile.planning.sizes import BATCH, LENGTH
+from memeff_compile.planning.sizes import BATCH, LENGTH, Sizes, Told
 from memeff_compile.planning.values import Values
 
 WIDTH, CLASSES, IMAGE = 32, 512, 7
@@ -89,6 +90,24 @@ def test_what_something_unknown_is_written_to_is_unknown() -> None:
         assert torch.tensor([number, number]).tolist() == [0, 0]
         with pytest.raises(ExplainError, match="make a new tensor there"):
             number.add_(unknown[0])
+
+
+def test_what_the_cpu_cannot_compute_or_hold_twice_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = Values()
+
+    def outside(op: Any, args: Any, kwargs: Any, run: Any) -> Any:
+        return values.run(op, args, kwargs, run, mode)
+
+    mode = compat.fake_mode(outside)
+    given = (torch.ones(2), torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to_sparse())
+    monkeypatch.setattr("memeff_compile.planning.capture.MOST_BYTES", 8)
+    large, small, sparse = _fake_inputs(given, Sizes(2, 0), Told(3), mode, values)
+    assert values.of(large) is values.of(sparse) is None
+    assert values.of(small) is not None
+    with mode:
+        assert values.of(small.cos()) is None  # no kernel on a CPU has E4M3
 
 
 class Joined(nn.Module):

@@ -11,7 +11,7 @@ import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 METHOD = "memeff_ternary"
 
 
-@register_quantization_config(METHOD)
 class PackedTernaryConfig(QuantizationConfigMixin):
     """What config.json says of a packed model, by the paths of its linears.
 
@@ -51,7 +50,6 @@ class PackedTernaryConfig(QuantizationConfigMixin):
         return getattr(self, name, default)
 
 
-@register_quantizer(METHOD)
 class PackedTernaryQuantizer(HfQuantizer):
     """Puts packed linears where a saved model had them; their codes are loaded as any buffer."""
 
@@ -115,6 +113,11 @@ class PackedTernaryQuantizer(HfQuantizer):
                     )
         know(model)
         return model
+
+
+# Not by transformers' decorators, which refuse a name that an earlier import of ours has taken.
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = PackedTernaryConfig
+AUTO_QUANTIZER_MAPPING[METHOD] = PackedTernaryQuantizer
 
 
 def know(model: nn.Module) -> set[nn.Module]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from importlib import import_module
+from importlib import import_module, reload
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,20 @@ _QUANTIZERS = "transformers.quantizers.auto"
 class _BesideQuantizers(MetaPathFinder):
     """Finds that one module as others do, and adds to what runs when it is loaded."""
 
+    is_asking = False  # another finder, which may ask all of them in turn
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _QUANTIZERS:
+        if fullname != _QUANTIZERS or self.is_asking:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (each.find_spec(fullname, path, target) for each in others)), None)
+        self.is_asking = True
+        try:
+            finds = (getattr(f, "find_spec", None) for f in sys.meta_path if f is not self)
+            found = (find(fullname, path, target) for find in finds if find is not None)
+            spec = next(filter(None, found), None)
+        finally:
+            self.is_asking = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
@@ -37,13 +44,17 @@ class _BesideQuantizers(MetaPathFinder):
                 run(module)
                 _register()
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 
 def _register() -> None:
+    name = "memeff_compile.model.ternary.pretrained"
     with suppress(ImportError):  # of a transformers that is older than what we need
-        import_module("memeff_compile.model.ternary.pretrained")
+        if name in sys.modules:  # transformers was loaded again
+            reload(sys.modules[name])
+        else:
+            import_module(name)
 
 
 if _QUANTIZERS in sys.modules:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.model import PackedTernaryLinear
+from memeff_compile.model.ternary import registration
 from tests.support.fresh_python import FreshPython
 
 transformers = pytest.importorskip("transformers", reason="save_pretrained is of transformers")
@@ -101,6 +104,24 @@ def test_another_process_needs_our_import_in_any_order(
     # Without our import transformers says that it does not know the mark, and stops at a shape.
     assert ("refused:" in ran.stdout) == (order == "ours too late"), ran.stdout
     assert ("got memeff_ternary" in ran.stderr) == (order == "ours too late"), ran.stderr
+
+
+def test_the_quantizer_is_found_whatever_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = importlib.import_module("transformers.quantizers.auto")
+
+    class Old:
+        """A finder as they were before Python 3.4: from 3.12 on nobody asks it."""
+
+        def find_module(self, *_: object) -> None:
+            return None
+
+    twice: list[Any] = [registration._BesideQuantizers(), registration._BesideQuantizers()]
+    monkeypatch.setattr(sys, "meta_path", [Old(), *twice, *sys.meta_path])
+    importlib.reload(auto)  # fills new tables
+    ours = sys.modules["memeff_compile.model.ternary.pretrained"]
+    assert auto.AUTO_QUANTIZER_MAPPING[ours.METHOD] is ours.PackedTernaryQuantizer
+    again = importlib.reload(ours)
+    assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING[ours.METHOD] is again.PackedTernaryConfig
 
 
 def test_arguments_of_from_pretrained_hold_for_packed_linears(tmp_path: Path) -> None:
