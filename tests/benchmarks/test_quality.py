@@ -62,6 +62,7 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return out, [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> None:
     from benchmarks.quality.modes import modes
 
@@ -81,6 +82,7 @@ def test_every_mode_has_a_row_of_the_same_tokens(measured: tuple[Path, Any]) -> 
     assert all(f"| {name} |" in shown for name in names)
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_further_from_the_exact_model(measured: tuple[Path, Any]) -> None:
     text = {row["mode"]: row for row in measured[1] if row["text"] == "prose"}
     exact = text["cache, 16 bits"]

@@ -90,7 +90,9 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("order", ["ours first", "ours too late"])
+@pytest.mark.parametrize(
+    "order", ["ours first", pytest.param("ours too late", marks=pytest.mark.slow)]
+)
 def test_another_process_needs_our_import_in_any_order(
     tmp_path: Path, fresh_python: FreshPython, order: str
 ) -> None:
