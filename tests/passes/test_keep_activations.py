@@ -417,9 +417,9 @@ def test_the_graph_says_what_is_kept() -> None:
     assert "kept for" not in graph.before
 
 
-@pytest.mark.parametrize("value", ["atention", "12", 1.5, -1, True, None])
+@pytest.mark.parametrize("value", ["attentions", "12", 1.5, -1, True, None])
 def test_another_value_is_refused(value: Any) -> None:
     with pytest.raises(memeff_compile.OptionError, match=r"memeff\.recompute") as refused:
         Options.parse(None, {"memeff.recompute": value})
-    if value == "atention":
+    if value == "attentions":
         assert "Did you mean 'attention'?" in str(refused.value)
