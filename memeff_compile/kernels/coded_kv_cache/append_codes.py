@@ -60,10 +60,7 @@ def append(
         start(
             kernels._coded_kv_cache_append_kernel,
             (batch * heads, 2 * pieces),
-            cells_of(k),
-            cells_of(v),
-            Pool(*pool),
-            (heads, k_codes.shape[2], new, limit),
+            *(cells_of(k), cells_of(v), Pool(*pool), (heads, k_codes.shape[2], new, limit)),
             DEPTH=depth,
             BITS=bits,
             GROUP=group,
