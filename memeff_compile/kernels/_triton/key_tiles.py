@@ -57,10 +57,7 @@ BOUNDS_WARPS = 8
 
 
 def depth_block(depth: int, least: int = 16) -> int:
-    """Return the power of two that holds a head dimension: at least `least`.
-
-    Example: depth_block(96) == 128 and depth_block(8) == 16.
-    """
+    """Return the power of two that holds a head dimension, at least `least`: 128 holds 96."""
     return max(least, 1 << (depth - 1).bit_length())
 
 

@@ -48,12 +48,9 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return the elements that divide strides of keys, or 1 where Triton sees by itself that 16 do.
-
-    Example: alignment(100, 100) == 4 and alignment(128, 128) == 1.
-    """
+    """Return the elements that divide strides of keys, 1 where Triton sees by itself that 16 do."""
     common = math.gcd(16, *strides)
-    return 1 if common == 16 else common
+    return 1 if common == 16 else common  # 100: 4, 128: 1
 
 
 def _in_units(cache: Tensor, align: int) -> Cells:
