@@ -26,7 +26,7 @@ from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
 from .depth import copied_with
 from .sizes import BATCH, LENGTH, Sizes, Told, tensors_in
-from .values import MOST_BYTES, Values
+from .values import MOST_BYTES, Values, tensors_of
 
 LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 
@@ -103,8 +103,7 @@ def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
     Raises:
         ExplainError: the call has no tensor.
     """
-    leaves = compat.pytree.tree_leaves((kwargs.get("input_ids"), args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
+    tensors = [x for x in tensors_of((kwargs.get("input_ids"), args, kwargs)) if x.dim()]
     if not tensors:
         raise ExplainError(
             "The call has no tensor, so there is no batch to plan for. Pass what the model is "
@@ -130,15 +129,11 @@ def capture(
     """
     is_running = False
 
-    def outside(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def outside(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         result = found.values.run(op, args, kwargs, run, mode)
         if not is_running and not compat.is_view(op):
-            found.outside += sum(
-                tensor.nbytes
-                for tensor in compat.pytree.tree_leaves(result)
-                if isinstance(tensor, torch.Tensor)
-                and all(type(size) is int for size in tensor.shape)
-            )
+            made = (t for t in tensors_of(result) if all(type(size) is int for size in t.shape))
+            found.outside += sum(tensor.nbytes for tensor in made)
         return result
 
     mode = compat.fake_mode(outside)
@@ -148,9 +143,7 @@ def capture(
     if isinstance(copied, nn.Module):
         named_parameters = {id(p): name for name, p in copied.named_parameters()}
     given, named = _fake_inputs(call, sizes, told, mode, found.values)
-    leaves = compat.pytree.tree_leaves((given, named))
-    found.inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    found.outside = 0
+    found.inputs, found.outside = tensors_of((given, named)), 0
 
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found.nodes.append([_call_and_sizes(n) for m in _levels(gm) for n in m.graph.nodes])
@@ -240,7 +233,7 @@ def _name(model: object) -> str:
     return str(getattr(model, "__name__", type(model).__name__))
 
 
-def _fake_copy(model: Any, mode: Any) -> Any:  # noqa: ANN401 - a module or any callable
+def _fake_copy(model: Any, mode: Any) -> Any:
     """Return the model with fake parameters and buffers; the original is not touched."""
     if not isinstance(model, nn.Module):
         return model
@@ -267,14 +260,8 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return empty.requires_grad_(tensor.requires_grad)
 
 
-def _fake_inputs(
-    inputs: Any,  # noqa: ANN401 - a tree
-    sizes: Sizes,
-    told: Told,
-    mode: Any,  # noqa: ANN401 - a mode of torch's
-    values: Values,
-) -> Any:  # noqa: ANN401 - a tree
-    """Return the inputs as fake tensors of another batch and another length.
+def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
+    """Return a tree of inputs as fake tensors of another batch and another length.
 
     Those that have values keep them: of more sequences the same ones again, of shorter ones the
     beginning, of longer ones the end again and again.
@@ -290,12 +277,10 @@ def _fake_inputs(
         if is_plain and not given.is_meta and result.nbytes <= MOST_BYTES:
             value = given.detach().cpu()
             for dim, size in enumerate(shape):
-                own = value.shape[dim]
+                own, places = value.shape[dim], torch.arange(size)
                 if size != own:
-                    places = torch.arange(size)
-                    value = value.index_select(
-                        dim, places.clamp(max=own - 1) if dim else places % own
-                    )
+                    places = places.clamp(max=own - 1) if dim else places % own
+                    value = value.index_select(dim, places)
             values.know(result, value.clone())
         return result.requires_grad_(given.requires_grad)
 
@@ -311,9 +296,7 @@ def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
     """
     shape = list(tensor.shape)
     batch, length = told.batch or sizes.batch, told.length or sizes.length
-    of_batch = 0
-    if len(shape) > 2 and shape[0] != sizes.batch and shape[1] == sizes.batch:
-        of_batch = 1
+    of_batch = int(len(shape) > 2 and shape[0] != sizes.batch and shape[1] == sizes.batch)
     is_row = len(shape) == 1 and shape[0] != sizes.batch and shape[0] == sizes.length
     is_mask = len(shape) == 4 and shape[1] == 1 and not tensor.is_floating_point()
     most = 1 if tensor.is_floating_point() and len(shape) == 3 else 2

@@ -85,11 +85,8 @@ class Setting:
     accounting: Accounting = "peak"
 
     def __post_init__(self) -> None:
-        known = {
-            "optimizer": tuple(OPTIMIZER_STATES),
-            "sharding": ("none", "fsdp"),
-            "accounting": ("peak", "paper"),
-        }
+        sharding, accounting = ("none", "fsdp"), ("peak", "paper")
+        known = {"optimizer": OPTIMIZER_STATES, "sharding": sharding, "accounting": accounting}
         for name, values in known.items():
             value = getattr(self, name)
             if value not in values:
@@ -213,8 +210,6 @@ def read_memory(memory: str | int) -> int:
 
     Raises:
         ExplainError: it is no size, or a number without its unit.
-
-    Example: read_memory("80GB") == 80_000_000_000.
     """
     if isinstance(memory, int) and memory >= LEAST_MEMORY:
         return memory

@@ -42,8 +42,7 @@ class Told:
     A graph captured with them has numbers for sizes, and 11 x 2039 can only be batch x length.
     """
 
-    # the sizes, None where it is not told apart: sizes then do not grow with it
-    batch: int | None = None
+    batch: int | None = None  # None where it is not told apart: sizes then do not grow with it
     length: int | None = None  # likewise
     near: tuple[int, ...] = NEAR  # how much longer than the length something of its kind can be
 

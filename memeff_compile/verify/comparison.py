@@ -310,7 +310,7 @@ class Comparison:
             made.append(made[first] if first < place else self._input(place, arg, wide))
         return [value for value, _ in made], [leaf for _, leaf in made]
 
-    def _input(self, place: int, arg: Any, wide: bool) -> tuple[Any, Tensor | None]:  # noqa: ANN401
+    def _input(self, place: int, arg: Any, wide: bool) -> tuple[Any, Tensor | None]:
         if not isinstance(arg, Tensor):
             return arg, None
         dtype = WIDER.get(arg.dtype, arg.dtype) if wide else arg.dtype
@@ -378,11 +378,11 @@ def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
         return run_op_by_op(graph, args)
 
 
-def _kind(value: Any) -> str:  # noqa: ANN401
+def _kind(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
-def _seen(output: Any) -> Any:  # noqa: ANN401
+def _seen(output: Any) -> Any:
     """Return the values of an output; of a large one, evenly spaced rows."""
     if not isinstance(output, Tensor):
         return output

@@ -127,7 +127,7 @@ def _widen_node(node: Node) -> None:
     node.kwargs = map_aggregate(node.kwargs, _wider)
 
 
-def _wider(value: Any) -> Any:  # noqa: ANN401
+def _wider(value: Any) -> Any:
     return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
@@ -161,7 +161,7 @@ class _OpByOp(Interpreter):
         self.extra_traceback = False  # errors of the user's reach the user as they are
         self.wide = wide
 
-    def run_node(self, n: Node) -> Any:  # noqa: ANN401
+    def run_node(self, n: Node) -> Any:
         """Run one node; in a wide run, see to it that its result is wide."""
         result = super().run_node(n)
         if not self.wide or n.op not in ("call_function", "call_method", "get_attr"):
@@ -178,7 +178,7 @@ class _OpByOp(Interpreter):
 
         return pytree.tree_map_only(Tensor, widen, result)
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call; the body of a checkpoint is checkpointed here as well."""
         name = target.name() if isinstance(target, HigherOrderOperator) else ""
         if name == "tag_activation_checkpoint":

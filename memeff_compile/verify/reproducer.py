@@ -172,7 +172,7 @@ def _adjustable(source: str) -> str:
     return source
 
 
-def _import(word: str, value: Any) -> str:  # noqa: ANN401
+def _import(word: str, value: Any) -> str:
     if value is None or value is type(None):
         return f"{word} = {'None' if value is None else 'type(None)'}"
     if isinstance(value, float):
