@@ -53,12 +53,9 @@ _WRITTEN = ", ".join(
 
 
 def supports(
-    q: Tensor,  # (B, Hq, 1, D)
-    pool: Sequence[Tensor],  # the tensors of a cache, as `POOL` names them
-    bits: int,  # of a code
-    mask: Tensor | None = None,  # bool (B or 1, 1, 1, N), or None
+    q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
 ) -> str | None:
-    """Say in a sentence why attention cannot be served with these inputs, or return None."""
+    """Say in a sentence why attention to a pool cannot be served, or return None."""
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 

@@ -137,14 +137,12 @@ def groups_due(waiting: int, window: int, group: int) -> int:
 
 
 def append(
-    pool: Sequence[Tensor],  # the tensors of a cache
-    k: Tensor,  # (B, H, T, D)
-    v: Tensor,  # likewise
-    bits: int,  # of a code
-    recent: int,  # tokens at the end that are never in codes
-    limit: int,  # tokens that the cache holds
+    pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
-    """Write tokens behind those that are there, and code the groups that are old enough."""
+    """Write tokens, (B, H, T, D), behind those that are there, and code groups that are old enough.
+
+    The last `recent` tokens are never in codes; the cache holds `limit`.
+    """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     window, new = k_window.shape[2], k.shape[2]
     group = window - recent

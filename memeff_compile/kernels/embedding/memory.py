@@ -19,11 +19,7 @@ INDEX_BYTES_PER_TOKEN = 96
 
 
 def bytes_before(
-    vocab: Size,  # V, D as symbols or numbers
-    depth: Size,  # likewise
-    *,
-    dtype: torch.dtype,  # dtype of the table
-    compiled: bool = True,  # inductor if true, op by op otherwise
+    vocab: Size, depth: Size, *, dtype: torch.dtype, compiled: bool = True
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient takes without us.
 

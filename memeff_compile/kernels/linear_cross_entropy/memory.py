@@ -83,19 +83,15 @@ class Pieces(NamedTuple):
 
 
 def bytes_after(
-    rows: Size,
-    depth: Size,
-    vocab: Size,
-    *,
-    pieces: Pieces | None = None,  # symbols for a short formula; by default `piece_sizes`
-    **how: Any,  # as of `How`
+    rows: Size, depth: Size, vocab: Size, *, pieces: Pieces | None = None, **how: Any
 ) -> sympy.Expr:
     """Return an upper bound of the bytes our op holds beside inputs and returned gradients.
 
     The larger of forward and backward: the workspace of pieces (each at most half as wide as the
     vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
     fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit hidden states
-    and of pieces of the weight, and on a CPU the copies of the rows that are not ignored.
+    and of pieces of the weight, and on a CPU the copies of the rows that are not ignored. `how`
+    is as of `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
     """
     n, d = sympy.sympify(rows), sympy.sympify(depth)
     dtype, engine, device_type, *_, training, _ = How(**how)

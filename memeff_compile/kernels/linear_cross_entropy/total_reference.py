@@ -23,13 +23,9 @@ MIN_ROWS = 64
 
 
 def rows_per_piece(
-    rows: sympy.Expr | int,  # N as a symbol or number
-    vocab: int,  # V
-    bytes_per_logit: int,  # of the wide dtype; twice that with a softcap
-    workspace: int,  # bytes, 0 = automatic
-    device_type: str,  # where the tensors are
+    rows: sympy.Expr | int, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return how many rows of logits are alive at once: at most half of them."""
+    """Return how many rows of wide logits live at once, at most half; workspace 0 is automatic."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))

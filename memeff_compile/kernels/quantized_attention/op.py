@@ -45,10 +45,7 @@ def supports(
     granularity: str = "row",  # one of `GRANULARITIES`
     smooth: str | None = None,  # some of the letters q, k and v, or None
 ) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
-    """
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can."""
     return _unlike_settings(level, granularity, smooth) or supports_attention(
         q, k, v, key_mask, query_ids, key_ids
     )
