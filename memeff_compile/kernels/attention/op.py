@@ -282,7 +282,6 @@ def _setup_context(
 
 
 def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
-    del grad_lse
     if grad is None:
         return (None,) * 8
     once = _gradients_once if torch.is_grad_enabled() else attention_backward  # create_graph=True

@@ -266,12 +266,10 @@ def _fake_attention(q: Tensor, *args: Any) -> Tensor:
     return library.heads_inside(q)
 
 
-def _no_backward(ctx: object, *grads: Tensor) -> None:
-    raise UnsupportedInputError(
-        "a coded KV cache has no backward: it serves generation. Call the model under "
-        "torch.no_grad()."
-    )
-
+_no_backward = library.refusing(
+    UnsupportedInputError,
+    "a coded KV cache has no backward: it serves generation. Call the model under torch.no_grad().",
+)
 
 coded_kv_cache_append = library.op(
     f"coded_kv_cache_append({_WRITTEN}, Tensor k, Tensor v, int bits, int recent, int limit) -> ()",

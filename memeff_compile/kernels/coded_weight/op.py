@@ -247,13 +247,11 @@ def _product_backward(
 def _fake_product_backward(
     grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
 ) -> Tensor:
-    del parts, codec
     return grad.new_empty((*grad.shape[:-1], size[1]))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
     """Serve a dense weight, real or fake; a coded one is taken apart before it gets here."""
-    del trains
     return F.linear(x, weight, bias)
 
 
@@ -267,7 +265,6 @@ def _linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
     x, weight, *_ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
@@ -311,7 +308,6 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        del bias
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         shape = (*x.shape[:-1], weight.shape[0])
         return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
@@ -326,7 +322,6 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-        del ctx, token
         found: Tensor = coded_weight_linear(*operands, True)
         return found
 

@@ -109,7 +109,6 @@ class CodedWeight(Tensor):
         requires_grad: bool = False,
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
-        del codec, room
         # Parts are fake where a compiler makes the weight; its modes are asked for the device.
         make: Callable[..., Tensor] = compat.wrapper_subclass
         if type(parts[0]) is Tensor:
@@ -128,7 +127,6 @@ class CodedWeight(Tensor):
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
         """Wrap parts as `op.encode` makes them."""
-        del shape, requires_grad
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it
         for name, part in zip(parse(codec).parts, parts, strict=True):
@@ -274,7 +272,6 @@ class CodedWeight(Tensor):
         self, mesh: object, size: object, stride: object, module: object, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
         """Give FSDP2 what it gathers: this rank's values, as its MixedPrecisionPolicy has them."""
-        del mesh, size, stride, module
         return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
 
     def fsdp_post_all_gather(
@@ -293,12 +290,10 @@ class CodedWeight(Tensor):
         inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
         """Put a weight together again."""
-        del outer_stride
         return CodedWeight([inner[name] for name in parse(codec).parts], codec, outer_size)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the parts, and what others have set on the weight."""
-        del protocol
         return _rebuild, (type(self), self.parts, *self._about(), self._set_by_others())
 
     def __copy__(self) -> CodedWeight:
@@ -327,7 +322,6 @@ class CodedWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         """Name shape, codec and size; values are not decoded for it."""
-        del tensor_contents
         return (
             f"CodedWeight(shape={tuple(self.shape)}, codec={self.codec!r}, "
             f"device={str(self.device)!r}, requires_grad={self.requires_grad}; "
@@ -346,7 +340,6 @@ class CodedWeight(Tensor):
 
         A compiler sees the linear, and our pass does it.
         """
-        del types
         with compat.without_torch_function():
             serve = _ABOVE.get(func)
             if serve is not None and isinstance(args[0], CodedWeight):
@@ -366,7 +359,6 @@ class CodedWeight(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Serve what can be served in coded form; refuse writes; decode for everything else."""
-        del types
         if func is _DEVICE:
             return cast("CodedWeight", args[0]).place
         if func in compat.ABOUT_MEMORY:
@@ -468,7 +460,6 @@ def _no_address(weight: CodedWeight, *_: object) -> NoReturn:
 
 def _takes_data(weight: CodedWeight, new: Tensor) -> bool:
     """Say to `Module.half` and its like whether `weight.data = new` is possible."""
-    del new
     if compat.can_be_swapped(weight):
         return True
     if weight.grad is None and not compat.tensor_hooks(weight):

@@ -5,14 +5,11 @@ They count what lives beside the inputs and the one gradient of the table that i
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 import torch
 
+from ..sizes import Size
 from .reference import MIN_COLUMNS, PIECE_BYTES, PIECES
-
-Size: TypeAlias = sympy.Expr | int
 
 # Sorted ids and their order, and what the sort and the engines' index vectors take: 64-bit numbers.
 INDEX_BYTES_PER_TOKEN = 96

@@ -151,7 +151,6 @@ def _fake_backward(given: _Gradients) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
     gate, up, weight, _, activation = inputs
     ctx.save_for_backward(gate, up, weight)
     ctx.activation = activation

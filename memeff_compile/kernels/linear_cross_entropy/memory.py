@@ -7,11 +7,12 @@ bound of what our op holds: pieces, per-row vectors and the fp32 sum of the hidd
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 
+from ..sizes import Size
 from . import total_fused
 from .pieces import (
     HYBRID_AUTO_BYTES,
@@ -23,8 +24,6 @@ from .pieces import (
     reference_bytes_per_logit,
 )
 from .shapes import FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW, FUSED_MIN_WIDTH
-
-Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_before(
@@ -49,7 +48,6 @@ def bytes_before(
     the logits if they are returned. Measured at the same shape: 24000 MiB (22839 beyond the two
     gradients, which do not exist yet at the peak), formula 24000.
     """
-    del depth
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
     if compiled:

@@ -23,10 +23,10 @@ from ... import compat
 from .. import library
 from ..checks import require
 from ..device import kernels_serve, tuned, where_it_runs, without_autocast
+from ..sizes import Size
 from . import op as rows_op
 from . import total_fused, total_reference
-from .call import Knobs, Operands
-from .memory import Size
+from .call import Operands
 from .shapes import is_minimal
 from .total_reference import Loss, Totals, total_of
 
@@ -169,10 +169,7 @@ def _of_nothing(given: Loss) -> Totals:
 
 def _by_recomputing(given: Loss) -> Totals:
     """Run an engine's forward and its backward behind it, where none makes both at once."""
-    operands, modifiers = (*given[:4], None), (given.ignore_index, given.scale, given.softcap)
-    knobs = Knobs(*modifiers, False, False, given.gradient_filter, given.workspace)
-    level, sorts = given.filter_level, given.sort_vocabulary
-    settings = knobs._replace(filter_level=level, sort_vocabulary=sorts)._asdict()
+    operands, settings = (*given[:4], None), given.knobs._asdict()
     nll, lse, nothing, entropy, _ = rows_op.linear_cross_entropy(*operands, **settings)
     of_rows = (given.row_gradients(nll.dtype), torch.zeros_like(lse), nothing, entropy)
     kept = (lse, entropy)
@@ -236,7 +233,6 @@ def _setup_context(
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
 ) -> None:
-    del keyword_only_inputs
     _, *gradients = output
     ctx.mark_non_differentiable(*gradients)
     # Else autograd makes zeros as large as the gradients for results nobody differentiates.
@@ -249,7 +245,6 @@ def _setup_context(
 def _link(
     ctx: Any, grad_total: Tensor | None, *without_gradient: None
 ) -> tuple[Tensor | None, ...]:
-    del without_gradient
     if grad_total is None:
         return (None,) * 6
     *gradients, hidden, weight, bias = ctx.saved_tensors

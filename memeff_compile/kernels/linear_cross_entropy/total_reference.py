@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from .call import Knobs
 from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
 
 # Rows of the narrowest piece: the weight is read once per piece.
@@ -55,6 +56,12 @@ class Loss(NamedTuple):
     def wide(self) -> torch.dtype:
         """The dtype of the total."""
         return checks.wide(self.hidden.dtype)
+
+    @property
+    def knobs(self) -> Knobs:
+        """The settings as engines of rows take them."""
+        knobs = Knobs(*self[6:9], False, False, self.gradient_filter, self.workspace)
+        return knobs._replace(filter_level=self.filter_level, sort_vocabulary=self.sort_vocabulary)
 
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return what the gradient of each row's loss is times: its weight over the norm, or 0.

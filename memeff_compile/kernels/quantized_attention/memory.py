@@ -6,13 +6,10 @@ to a multiple of 128.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 
+from ..sizes import Size
 from .settings import BLOCK
-
-Size: TypeAlias = sympy.Expr | int
 
 
 def code_bytes(

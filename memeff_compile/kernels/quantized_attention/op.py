@@ -122,18 +122,15 @@ def _require_support(given: _Call) -> None:
     require("quantized_attention", unlike)
 
 
-def _no_backward(ctx: object, grad: Tensor | None, grad_lse: Tensor | None) -> None:
-    raise UnsupportedInputError(
-        "quantized_attention has no backward: it serves inference. Call it under torch.no_grad(), "
-        "or use memeff::attention where gradients are needed."
-    )
-
-
 quantized_attention = library.op(
     "quantized_attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
     "Tensor? query_ids=None, Tensor? key_ids=None, *, SymInt? ahead=None, SymInt? behind=None, "
     'float? scale=None, str level="8b", str granularity="row", str? smooth=None, '
     "bool with_lse=True) -> (Tensor out, Tensor lse)",
     *library.taking(_Call, _attend, _fake_attend),
-    backward=_no_backward,
+    backward=library.refusing(
+        UnsupportedInputError,
+        "quantized_attention has no backward: it serves inference. Call it under torch.no_grad(), "
+        "or use memeff::attention where gradients are needed.",
+    ),
 )

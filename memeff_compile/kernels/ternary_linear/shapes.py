@@ -67,7 +67,6 @@ def quantizes_first(words: int, rows: int) -> bool:
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
     """Return the launch, as `vector_shapes`, for tokens that are quantised: the best of a sweep."""
-    del tokens
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
         return VectorShapes(8, 4)
