@@ -15,12 +15,10 @@ from torch import Tensor
 
 from ...errors import UnsupportedInputError
 from .. import library
-from ..checks import FLOATING, require, short
+from ..checks import FLOATING, MAX_DEPTH, require, short
 from ..device import kernels_serve, where_it_runs
 from . import reference
 from .layout import BITS, PLAIN, Pool, group_of, scale_shapes
-
-MAX_DEPTH = 256
 
 LEAST_DEPTH = 64
 """Channels per head, of which the kernels have been compared with float64 on a GPU."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import wide
+from ..library import heads_inside
 from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
@@ -241,10 +242,10 @@ def attend(
 
     A query that sees nothing gets zeros.
     """
-    batch, heads, queries, depth = q.shape
+    batch, heads, _, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])
     if 0 in (length, q.numel()):
-        return q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
+        return heads_inside(q).zero_()
     keys, values = view(pool, norms, bits, length)
     seen = None
     if mask is not None:
@@ -254,5 +255,4 @@ def attend(
     found = F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=scale)
     if seen is not None:
         found = found.masked_fill(~seen.any(-1, keepdim=True), 0.0)
-    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
-    return out.copy_(found.reshape(batch, heads, queries, depth))
+    return heads_inside(q).copy_(found.reshape(q.shape))

@@ -8,13 +8,8 @@ from ..sizes import Size
 
 
 def bytes_before(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of the decoded weight that a training step keeps for its backward."""
+    """Return the bytes of the decoded weight that a training step keeps; else it decodes again."""
     return 2 * sympy.sympify(rows) * columns
-
-
-def bytes_after(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of it that are kept when the backward decodes again: none."""
-    return sympy.Integer(0)
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:

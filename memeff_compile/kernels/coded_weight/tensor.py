@@ -247,10 +247,9 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor:
-        """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
+        """Turn a gradient that `steps` allows into the weight after a step, as `codecs.step`.
 
-        The gradient, which `steps` has to allow, is returned as the new value; until that is stored
-        the weight holds none.
+        Until that new value is stored the weight holds none.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -446,10 +445,6 @@ def _share_memory(weight: CodedWeight) -> CodedWeight:
     return weight
 
 
-def _is_shared(weight: CodedWeight) -> bool:
-    return all(part.is_shared() for part in weight.parts)
-
-
 def _no_address(weight: CodedWeight, *_: object) -> NoReturn:
     raise CodedWeightError(
         f"the address of a compressed weight of {tuple(weight.shape)} was asked for, and its dense "
@@ -538,7 +533,7 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
     Tensor.untyped_storage: _untyped_storage,
     Tensor.storage: _storage,
     Tensor.share_memory_: _share_memory,
-    Tensor.is_shared: _is_shared,
+    Tensor.is_shared: lambda weight: all(part.is_shared() for part in weight.parts),
     Tensor.data_ptr: _no_address,
     Tensor.__cuda_array_interface__.__get__: _no_address,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
@@ -561,10 +556,6 @@ def _view(weight: CodedWeight, size: Sequence[int]) -> object:
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
         return NotImplemented
     return _share(weight, (weight.numel(),))
-
-
-def _clone(weight: CodedWeight, **_: object) -> CodedWeight:
-    return weight.like([part.clone() for part in weight.parts])
 
 
 def _to_copy(weight: CodedWeight, **kwargs: Any) -> object:
@@ -622,7 +613,7 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _share,
     _aten.alias.default: _share,
     _aten.view.default: _view,
-    _aten.clone.default: _clone,
+    _aten.clone.default: lambda weight, **_: weight.like([part.clone() for part in weight.parts]),
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
     _aten.is_set_to.default: _is_set_to,

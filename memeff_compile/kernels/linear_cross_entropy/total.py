@@ -146,7 +146,9 @@ def _forward(given: Loss) -> tuple[Tensor, ...]:
     )
     with without_autocast(hidden.device.type):
         if rows == 0:
-            found = _of_nothing(flat)
+            # A total of 0, or nan where a mean of no rows is asked for.
+            total = total_of(hidden.new_zeros(0, dtype=given.wide), flat.row_weight, given.norm)
+            found = Totals(total, *rows_op.zero_gradients(flat[:3], flat.output_mask))
         elif _fused_serves(hidden.device, hidden.dtype, hidden.shape[-1]) and total_fused.serves(
             weight
         ):
@@ -158,13 +160,6 @@ def _forward(given: Loss) -> tuple[Tensor, ...]:
             rows_op.check_range(flat.target, weight.shape[0], given.ignore_index)
             found = total_reference.run(flat)
     return (found.total, *rows_op.as_results(found[1:], hidden))
-
-
-def _of_nothing(given: Loss) -> Totals:
-    """Return the total of no rows, which is 0, or nan where a mean of them is asked for."""
-    nothing = given.hidden.new_zeros(0, dtype=given.wide)
-    zeros = rows_op.zero_gradients(given[:3], given.output_mask)
-    return Totals(total_of(nothing, given.row_weight, given.norm), *zeros)
 
 
 def _by_recomputing(given: Loss) -> Totals:
