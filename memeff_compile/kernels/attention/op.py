@@ -257,10 +257,6 @@ def _readable(mask: Tensor) -> Tensor:
     return mask
 
 
-def _fake_mask_tiles(mask: Tensor) -> Tensor:
-    return mask.new_empty(table_shape(mask), dtype=torch.uint8)
-
-
 def _setup_context(
     ctx: Any,
     inputs: tuple[Any, ...],
@@ -309,7 +305,9 @@ attention_backward = library.op(
 )
 attention_mask_tiles = library.op(
     "attention_mask_tiles(Tensor mask) -> Tensor",
-    *library.taking(_readable, classify, _fake_mask_tiles),
+    *library.taking(
+        _readable, classify, lambda mask: mask.new_empty(table_shape(mask), dtype=torch.uint8)
+    ),
 )
 _gradients_once = library.only_first(
     attention_backward,

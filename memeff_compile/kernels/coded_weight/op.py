@@ -232,10 +232,6 @@ def _products(given: _Products) -> list[Tensor]:
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
 
 
-def _fake_products(given: _Products) -> list[Tensor]:
-    return [_fake_product(each) for each in given.apart()]
-
-
 def _product_backward(
     grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
 ) -> Tensor:
@@ -347,7 +343,7 @@ coded_weight_product = library.op(
 coded_weight_products = library.op(
     "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "
     "-> Tensor[]",
-    *library.taking(_Products, _products, _fake_products),
+    *library.taking(_Products, _products, lambda given: [*map(_fake_product, given.apart())]),
 )
 coded_weight_linears = library.op(
     "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",

@@ -370,7 +370,7 @@ class _Total(Walk):
         """Compute the losses of these rows, their dE and what they give to dC."""
         from . import total_kernels as kernels
 
-        selection, again = self.selection, self.again[index]
+        selection, again, rows = self.selection, self.again[index], self.shapes.rows
         hidden, block = self.hidden[first : first + here], row_block(self.depth, self.shapes)
         if self.is_compact:
             assert self.scaled is not None
@@ -394,10 +394,10 @@ class _Total(Walk):
             assert self.scaled is not None
             start(
                 kernels._linear_cross_entropy_total_scale_rows_kernel,
-                (self._padded(here),),
+                (min(-(-here // rows) * rows, self.height),),
                 *(hidden, hidden.stride(0), self.row_scale, selection.kept, self.scaled),
                 *(first, here, self.depth),
-                PAD=self.shapes.rows,
+                PAD=rows,
                 BLOCK=block,
                 **self.flags,
             )
@@ -417,9 +417,6 @@ class _Total(Walk):
             ROWS=ROWS,
             TILES=TILES,
         )
-
-    def _padded(self, rows: int) -> int:
-        return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)
 
     def _logits(self, first: int, here: int, again: Tensor | None) -> None:
         from . import total_kernels as kernels

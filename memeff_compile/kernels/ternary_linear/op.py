@@ -22,7 +22,7 @@ from ..checks import require, short
 from ..device import kernels_serve, starts_early
 from . import reference
 from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
-from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS
+from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS, quantizes_first
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -279,7 +279,9 @@ def _linear(given: _Linear) -> list[Tensor]:
     overlaps = has_kernels and starts_early(x.device)
     if has_kernels and rows.shape[0] <= MAX_VECTORS:
         coded, is_early = None, given.is_early and overlaps
-        if engine.codes_first(packed[0].shape[1], sum(w.shape[0] for w in packed), quantizer):
+        # Else each program that multiplies quantises for itself, which saves a launch.
+        height = sum(weight.shape[0] for weight in packed)
+        if KINDS[quantizer.kind].keeps_half or quantizes_first(packed[0].shape[1], height):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)
             is_early, entry = overlaps, NO_ENTRY
         settings["coded"] = coded

@@ -23,19 +23,9 @@ from .shapes import (
     TileShapes,
     VectorShapes,
     coded_shapes,
-    quantizes_first,
     tile_shapes,
     vector_shapes,
 )
-
-
-def codes_first(words: int, rows: int, quantizer: Quantizer) -> bool:
-    """Return whether up to four tokens are quantised by a kernel before the one that multiplies.
-
-    Else each program of the latter does it for itself, which saves a launch.
-    """
-    return KINDS[quantizer.kind].keeps_half or quantizes_first(words, rows)
-
 
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lowest bit that a number of this dtype has as float32."""
