@@ -19,7 +19,7 @@ from ..attention import supports as supports_attention
 from ..checks import require
 from ..device import gpu, kernels_serve, where_it_runs, without_autocast
 from . import reference
-from .settings import GRANULARITIES, LEVELS, SMOOTHABLE, Settings, settings_for
+from .settings import GRANULARITIES, LEVELS, SMOOTHABLE, settings_for
 
 ENGINES = {
     "tiles": (
@@ -76,13 +76,6 @@ def has_fp8(device: torch.device) -> bool:
     return where_it_runs(device).type != "cuda" or gpu(device).has_fp8
 
 
-def _settings(
-    q: Tensor, level: str, granularity: str, smooth: str | None, with_lse: bool
-) -> Settings:
-    fp8 = has_fp8(q.device)
-    return settings_for(level, granularity, smooth, with_lse=with_lse, has_fp8=fp8)
-
-
 class _Call(NamedTuple):
     """What the op is called with."""
 
@@ -110,7 +103,8 @@ def _attend(given: _Call) -> tuple[Tensor, Tensor]:
     if q.dtype == torch.float64:  # asks what the formula is, not what codes make of it
         out, lse = attention(q, k, v, *tables, ahead=ahead, behind=behind, scale=scale)
         return out, (lse if with_lse else lse[:, :, :0]).float()
-    settings = _settings(q, given.level, given.granularity, given.smooth, with_lse)
+    named = given.level, given.granularity, given.smooth
+    settings = settings_for(*named, with_lse=with_lse, has_fp8=has_fp8(q.device))
     attend = reference.attend
     if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
         from .tiles import attend
@@ -121,8 +115,7 @@ def _attend(given: _Call) -> tuple[Tensor, Tensor]:
 def _fake_attend(given: _Call) -> tuple[Tensor, Tensor]:
     _require_support(given)
     batch, heads, queries, _ = given.q.shape
-    sums = queries if given.with_lse else 0
-    lse = given.q.new_empty((batch, heads, sums), dtype=torch.float32)
+    lse = given.q.new_empty((batch, heads, queries if given.with_lse else 0), dtype=torch.float32)
     return library.heads_inside(given.q), lse
 
 

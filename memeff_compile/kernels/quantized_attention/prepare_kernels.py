@@ -40,6 +40,7 @@ LARGEST_E4M3 = tl.constexpr(448.0)
 LEAST_SHARE = tl.constexpr(0.6)  # of the queries' energy in their mean, from which it is heeded
 FINER = tl.constexpr(3.0)  # the mean's size in the first of two channels over that in the second
 MOST_EVENED = tl.constexpr(3.0)  # power of two by which a channel of queries is divided
+LEAST_ENERGY = tl.constexpr(2.0**-16)  # of keys around their mean, in that with it
 MOST_STEPS = tl.constexpr(16.0)  # by which a code is moved
 MOST_SCORE = tl.constexpr(30.0)  # in base 2, that weighs what rounding took from a value
 SAMPLES_TOGETHER = tl.constexpr(32)
@@ -226,10 +227,11 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     Both get the same energy in a channel then; on average nothing grows.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
+    least = keys * LEAST_ENERGY
     if C.SMOOTH_K:
         k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, C), axis=0)
         keys -= k_sum * (k_sum / _counted(sums_ptr, chunks, 0, C))
-    is_known = (squares > 0.0) & (squares < HUGE) & (keys > 0.0) & (keys < HUGE)
+    is_known = (squares > 0.0) & (squares < HUGE) & (keys > least) & (keys < HUGE)
     power = tl.log2(tl.where(is_known, squares, 1.0)) - tl.log2(tl.where(is_known, keys, 1.0))
     power *= 0.25
     known = tl.maximum(tl.sum(is_known.to(tl.float32), axis=0), 1.0)

@@ -33,6 +33,9 @@ FINER = 3.0
 MOST_EVENED = 3.0
 """By what power of two a channel of queries is divided at most."""
 
+LEAST_ENERGY = 2.0**-16
+"""Of sampled keys around their mean, in that with it; a channel with less is not known."""
+
 MOST_STEPS = 16
 """By how much a code of a key is moved."""
 
@@ -73,6 +76,7 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
     k_mean, v_mean = means(k, v, given.key_mask, settings)
+    whole = _shown(k, given.key_mask)[:, :, ::SAMPLE].square().sum(2)
     k, v = _shown(k - k_mean, given.key_mask), _shown(v - v_mean, given.key_mask)
     shift = (q * k_mean.repeat_interleave(repeat, 1)).sum(-1)
     q, correction = _smooth_queries(q, k, repeat, settings)
@@ -80,7 +84,7 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     if settings.aligns:
         direction, mean = direction_of(q, k.shape[1])
         weight = weight * weights_of(mean, k)
-        evened = evened_by(q, k)
+        evened = evened_by(q, k, whole)
         q, k = q / evened.repeat_interleave(repeat, 1)[:, :, None], k * evened[:, :, None]
     of_queries, of_keys = groups_of(settings.granularity, q, k)
     q_scale = _largest(q, of_queries) / settings.limit
@@ -128,15 +132,16 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
     return seen.reshape(q.shape[0], groups, -1, q.shape[3])
 
 
-def evened_by(q: Tensor, k: Tensor) -> Tensor:
+def evened_by(q: Tensor, k: Tensor, whole: Tensor) -> Tensor:
     """Return by what queries are divided in each channel, and keys multiplied: (B, G, D).
 
     Scores stay, and both get the same energy in a channel, as far as sampled rows say: a few
     channels in which either is large no longer widen the steps of all. On average nothing grows.
+    `whole` is the energy of sampled keys with their mean.
     """
     ours = _sampled(q, k.shape[1]).square().sum(2)
     theirs = k[:, :, ::SAMPLE].square().sum(2)
-    is_known = (ours > 0) & (ours < HUGE) & (theirs > 0) & (theirs < HUGE)
+    is_known = (ours > 0) & (ours < HUGE) & (theirs > LEAST_ENERGY * whole) & (theirs < HUGE)
     power = torch.where(is_known, (ours.log2() - theirs.log2()) / 4, 0.0)
     power -= power.sum(2, keepdim=True) / is_known.sum(2, keepdim=True).clamp_min(1)
     return torch.exp2(torch.where(is_known, power.clamp(-MOST_EVENED, MOST_EVENED), 0.0))

@@ -69,9 +69,15 @@ def test_values_are_those_of_the_reference(
     check(float32(queries, keys, depth, **settings), settings_for("8b"))
 
 
+def test_channels_whose_sampled_keys_are_one_number() -> None:
+    case = float32(20, 136, 16)
+    case.k[:, :, :: reference.SAMPLE, :9] = torch.linspace(-9.0, 7.7, 9)
+    check(case, settings_for("8b"))
+
+
 @pytest.mark.parametrize("level", ["8b+f16", "4b"])
 def test_every_level(level: str) -> None:
-    check(float32(140, 140, 16, ahead=0), settings_for(level))
+    check(float32(70, 140, 16, ahead=70), settings_for(level))
 
 
 @pytest.mark.parametrize("granularity", ["thread", "tensor"])
