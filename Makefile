@@ -13,7 +13,7 @@ INSTALLED_SITE := $(VENV)/.installed-site
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest check gpu sanitize golden bench fuzz soak figures docs site clean
+.PHONY: help demo test test-all test-newest check gpu sanitize poison golden bench fuzz soak figures docs site clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -67,6 +67,9 @@ TOOL ?= memcheck
 sanitize:  ## a share of the kernels' GPU tests under compute-sanitizer (TOOL=racecheck, initcheck; SHARD=0/4)
 	PYTHONPATH=$(CURDIR) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) \
 	  --target-processes all $(PYTHON) -m pytest -q -p tests.support.sanitized -m gpu tests/kernels
+
+poison:  ## the GPU tests with NaN in memory that nobody has written
+	env -u TRITON_INTERPRET PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -p tests.support.poisoned -m gpu tests/kernels
 
 check: $(INSTALLED_DEV)  ## lint, format, types, import directions, spelling, generated pages
 	$(VENV)/bin/ruff check .

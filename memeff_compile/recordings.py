@@ -86,7 +86,7 @@ class Recorder:
         self._rehearsed: set[Hashable] = set()
         self._is_stopped = False
 
-    def __call__(self, *args: Any) -> Any:  # noqa: ANN401 - what the step returns
+    def __call__(self, *args: Any) -> Any:
         """Run the step."""
         if not self._is_stopped and self._engine.is_free():
             with self._engine.lock:
@@ -147,7 +147,7 @@ class Recorder:
         """Return what runs the step on buffers of ours, and keep these to record with."""
         buffers = _Buffers(self._roles, args)
 
-        def run(args: Sequence[Any]) -> Any:  # noqa: ANN401
+        def run(args: Sequence[Any]) -> Any:
             before = self._engine.random_state()
             inputs = buffers.fill(args)
             found = self._step(*inputs)
@@ -192,7 +192,7 @@ class Recorder:
         self._recordings.clear()
 
 
-def _address(tensor: Any) -> Hashable:  # noqa: ANN401
+def _address(tensor: Any) -> Hashable:
     """Return where the memory of a tensor is, part by part where it is made of several."""
     if type(tensor) in _PLAIN:
         return int(tensor.data_ptr())
@@ -249,7 +249,7 @@ class _Buffers:
             if not torch.equal(buffer, args[place]):
                 raise _Unfit("it writes to an input that comes anew with each call")
 
-    def given_back(self, found: Any, args: Sequence[Any]) -> Any:  # noqa: ANN401
+    def given_back(self, found: Any, args: Sequence[Any]) -> Any:
         """Return what a step returned, with what it was given in the place of buffers."""
         ours = {id(buffer): args[place] for place, buffer in self.tensors.items()}
         if type(found) not in (tuple, list):
@@ -279,7 +279,7 @@ def _is_dense(tensor: Tensor) -> bool:
 class _Outputs:
     """How what a step returns is handed out: inputs as they came, tensors as clones."""
 
-    def __init__(self, found: Any, inputs: Sequence[Any]) -> None:  # noqa: ANN401
+    def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
         if type(found) not in (tuple, list):
             raise _Unfit(f"it returns a {type(found).__name__}")
         places = {id(each): place for place, each in enumerate(inputs) if isinstance(each, Tensor)}
@@ -295,12 +295,12 @@ class _Outputs:
             taken.add(where)
             self._cloned.append(number)
 
-    def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:  # noqa: ANN401
+    def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
         """Return the results, with what was given in the place of buffers."""
         pairs = zip(found, self._places, strict=True)
         return self._type(each if place is None else args[place] for each, place in pairs)
 
-    def cloned(self, found: Sequence[Any], args: Sequence[Any]) -> Any:  # noqa: ANN401
+    def cloned(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
         """Return the results in memory of their own."""
         copies = list(found)
         for number in self._cloned:
@@ -319,7 +319,7 @@ class _Recording:
     outputs: _Outputs
     use: Replays
 
-    def __call__(self, args: Sequence[Any]) -> Any:  # noqa: ANN401
+    def __call__(self, args: Sequence[Any]) -> Any:
         self.buffers.fill(args)
         self.replay()
         self.use.replays += 1
@@ -328,10 +328,8 @@ class _Recording:
 
 
 class CudaEngine:
-    """Records on one GPU: a pool of memory and a stream to record on for each stream of work.
-
-    Recordings of one pool use its memory in turns. Replays on one stream follow each other, and
-    the lock keeps the copies in front and the clones behind a replay with it.
+    """Records on one GPU: a pool of memory, used in turns, and a stream to record on for each
+    stream of work. The lock keeps the copies in front and the clones behind a replay with it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -374,7 +372,6 @@ class CudaEngine:
 
 class _Pool:
     """The memory that the recordings for one stream of work share, and the stream they are made on.
-
     CUDA's allocators drop a pool with its last recording, and refuse its handle from then on.
     """
 
@@ -394,10 +391,10 @@ class _Pool:
 
 def _captured(
     graph: torch.cuda.CUDAGraph,
-    pool: Any,  # noqa: ANN401
+    pool: Any,
     step: Step,
     inputs: Sequence[Any],
-) -> Any:  # noqa: ANN401
+) -> Any:
     idle = torch.zeros(1, device="cuda")
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

@@ -139,17 +139,14 @@ ROW_TILES = [
         for stages in (1, 3)
     ],
 ]
-TILES: dict[int, list[shapes.Tile | shapes.MatrixTile | shapes.WideTile]] = {
+TILES: dict[int, list[shapes.MatrixTile | shapes.WideTile]] = {
     8: [
         shapes.MatrixTile(rows, 8, warps, is_ahead)
         for rows, warps, is_ahead in itertools.product((16, 32), (1, 2, 4, 8), (True, False))
     ],
     16: [
-        shapes.Tile(32, 16, 32, 2, 3, 4),
-        *[
-            shapes.MatrixTile(rows, 16, warps, is_ahead)
-            for rows, warps, is_ahead in itertools.product((16, 32), (1, 2, 4, 8), (True, False))
-        ],
+        shapes.MatrixTile(rows, 16, warps, is_ahead)
+        for rows, warps, is_ahead in itertools.product((16, 32), (1, 2, 4, 8), (True, False))
     ],
     64: [shapes.WideTile(rows, 64, x, codes) for rows, x, codes in ((64, 4, 3), (128, 6, 3))],
     128: [shapes.WideTile(rows, 128, x, codes) for rows, x, codes in ((64, 4, 3), (128, 6, 3))],

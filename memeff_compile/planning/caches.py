@@ -86,7 +86,7 @@ def _fits(count: int | None) -> str:
 
 
 def explain_cache(
-    model: Any,  # noqa: ANN401 - a model of transformers
+    model: Any,
     *,
     memory: str | int,
     batch: int = 1,
@@ -95,7 +95,7 @@ def explain_cache(
     group: int = 64,
     recent: int = 128,
     keep_first: int = 4,
-    merge: Any = None,  # noqa: ANN401 - a MiniCache, or its name
+    merge: Any = None,
 ) -> CachePlan:
     """Say how long a context and how large a batch fit, with a `KVCache` of each number of bits.
 
@@ -110,8 +110,7 @@ def explain_cache(
         group: as for `KVCache`.
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
-        merge: as for `KVCache`; 16 bits are merged too: two layers share their directions without
-            codes.
+        merge: as for `KVCache`, a `MiniCache` or its name; 16 bits are merged too, without codes.
 
     Raises:
         ExplainError: the memory is no size, or the model's config does not tell its layers, the
@@ -152,7 +151,7 @@ class _Shape:
         return 2 * self.heads * self.depth * self.itemsize
 
 
-def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
+def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ExplainError(
             f"{type(model).__name__} is no model of transformers with a config; build one, on "
@@ -189,7 +188,7 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
 _INSTEAD = "with a short prompt and read its nbytes instead."
 
 
-def _heads_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
+def _heads_of(text: Any, query_heads: int) -> int:
     """Return the heads of keys and values that a cache keeps."""
     if hasattr(text, "num_key_value_heads"):
         return int(text.num_key_value_heads or query_heads)
@@ -208,12 +207,11 @@ def _heads_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
 _OF_KEYS = ("kv", "key_value", "query_group", "multi_query", "new_decoder_architecture")
 """Words in settings that may give keys other heads than queries; without any they have as many."""
 
-
 _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_key_value_heads")
 """Where a config has one of them, keys and values, or layers, differ in size."""
 
 
-def _depth_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
+def _depth_of(text: Any, query_heads: int) -> int:
     """Return the head dimension of keys and values, which has to be one."""
     found = [name for name in _OWN_SIZES if getattr(text, name, None) is not None]
     if found:
@@ -229,9 +227,7 @@ def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the numbers of bits that `KVCache` has codes of for this model, and what to say."""
     notes = []
     coded = tuple(bits for bits in MODES if bits != 16)
-    if (shape.layers or shape.pairs) and (
-        not 16 <= shape.depth <= 256 or shape.depth & (shape.depth - 1)
-    ):
+    if (shape.layers or shape.pairs) and shape.depth not in (16, 32, 64, 128, 256):
         coded = ()
         notes.append(
             f"16 bits only: the head dimension is {shape.depth}, and codes are for 16, 32, 64, 128 "
@@ -252,9 +248,8 @@ def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def _mode(
     bits: int, shape: _Shape, settings: dict[str, Any], room: int, batch: int, length: int
 ) -> CacheMode:
-    held = op_folder.Layout(
-        shape.depth, op_folder.PLAIN if bits == 16 else bits, *settings.values()
-    )
+    codes = op_folder.PLAIN if bits == 16 else bits
+    held = op_folder.Layout(shape.depth, codes, *settings.values())
 
     def size(sequences: int, tokens: int) -> int:
         """Return the bytes of the cache of all layers."""

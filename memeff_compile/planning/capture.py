@@ -21,12 +21,13 @@ from ..errors import ExplainError, MemeffError, first_line
 from ..kernels.device import planned_for
 from ..options import Options
 from ..passes import PASSES, in_order
+from ..passes.graph.graph_info import levels_of
 from ..passes.graph.module_names import clean_module_path
 from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
 from .depth import copied_with
 from .sizes import BATCH, LENGTH, Sizes, Told, tensors_in
-from .values import MOST_BYTES, Values
+from .values import MOST_BYTES, Values, tensors_of
 
 LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 
@@ -98,13 +99,8 @@ class Capture:
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Read batch and length off input_ids, else the first integer tensor of a call, or any tensor.
-
-    Raises:
-        ExplainError: the call has no tensor.
-    """
-    leaves = compat.pytree.tree_leaves((kwargs.get("input_ids"), args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
+    """Read batch and length off input_ids, else the first integer tensor of a call, or any one."""
+    tensors = [x for x in tensors_of((kwargs.get("input_ids"), args, kwargs)) if x.dim()]
     if not tensors:
         raise ExplainError(
             "The call has no tensor, so there is no batch to plan for. Pass what the model is "
@@ -123,22 +119,14 @@ def capture(
     model: nn.Module | Callable[..., Any],
     told: Told,  # the batch and the length to capture it with
 ) -> Capture:
-    """Capture a call of ``model``, with the passes and without them.
-
-    Raises:
-        ExplainError: the call fails, or Dynamo captured no graph.
-    """
+    """Capture a call of ``model`` with the passes and without them; ExplainError if it fails."""
     is_running = False
 
-    def outside(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def outside(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         result = found.values.run(op, args, kwargs, run, mode)
         if not is_running and not compat.is_view(op):
-            found.outside += sum(
-                tensor.nbytes
-                for tensor in compat.pytree.tree_leaves(result)
-                if isinstance(tensor, torch.Tensor)
-                and all(type(size) is int for size in tensor.shape)
-            )
+            made = (t for t in tensors_of(result) if all(type(size) is int for size in t.shape))
+            found.outside += sum(tensor.nbytes for tensor in made)
         return result
 
     mode = compat.fake_mode(outside)
@@ -148,12 +136,10 @@ def capture(
     if isinstance(copied, nn.Module):
         named_parameters = {id(p): name for name, p in copied.named_parameters()}
     given, named = _fake_inputs(call, sizes, told, mode, found.values)
-    leaves = compat.pytree.tree_leaves((given, named))
-    found.inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    found.outside = 0
+    found.inputs, found.outside = tensors_of((given, named)), 0
 
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.nodes.append([_call_and_sizes(n) for m in _levels(gm) for n in m.graph.nodes])
+        found.nodes.append([_call_and_sizes(n) for m in levels_of(gm) for n in m.graph.nodes])
         number = len(found.nodes) - 1
         said = [compat.source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
         found.classes |= _classes(gm)
@@ -218,11 +204,10 @@ def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
 
 
 def _attend_as_a_gpu_does(gm: GraphModule) -> None:
-    """Take dropout out of fused attention: on a CPU it means the unfused one, on a GPU it does not.
-
-    A GPU draws dropout inside its attention kernel and keeps a seed, no mask.
+    """Take dropout out of fused attention: a GPU draws it inside its kernel and keeps a seed, no
+    mask, where on a CPU it means the unfused one.
     """
-    for module in _levels(gm):
+    for module in levels_of(gm):
         for node in module.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
                 if len(node.args) > 4:
@@ -232,15 +217,11 @@ def _attend_as_a_gpu_does(gm: GraphModule) -> None:
         module.recompile()
 
 
-def _levels(gm: GraphModule) -> list[GraphModule]:
-    return [module for module in gm.modules() if isinstance(module, GraphModule)]
-
-
 def _name(model: object) -> str:
     return str(getattr(model, "__name__", type(model).__name__))
 
 
-def _fake_copy(model: Any, mode: Any) -> Any:  # noqa: ANN401 - a module or any callable
+def _fake_copy(model: Any, mode: Any) -> Any:
     """Return the model with fake parameters and buffers; the original is not touched."""
     if not isinstance(model, nn.Module):
         return model
@@ -267,17 +248,9 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return empty.requires_grad_(tensor.requires_grad)
 
 
-def _fake_inputs(
-    inputs: Any,  # noqa: ANN401 - a tree
-    sizes: Sizes,
-    told: Told,
-    mode: Any,  # noqa: ANN401 - a mode of torch's
-    values: Values,
-) -> Any:  # noqa: ANN401 - a tree
-    """Return the inputs as fake tensors of another batch and another length.
-
-    Those that have values keep them: of more sequences the same ones again, of shorter ones the
-    beginning, of longer ones the end again and again.
+def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
+    """Return a tree of inputs as fake tensors of another batch and length; values stay: the same
+    sequences again, of shorter ones the beginning, of longer ones the end repeated.
     """
 
     def fake(given: object) -> object:
@@ -290,12 +263,10 @@ def _fake_inputs(
         if is_plain and not given.is_meta and result.nbytes <= MOST_BYTES:
             value = given.detach().cpu()
             for dim, size in enumerate(shape):
-                own = value.shape[dim]
+                own, places = value.shape[dim], torch.arange(size)
                 if size != own:
-                    places = torch.arange(size)
-                    value = value.index_select(
-                        dim, places.clamp(max=own - 1) if dim else places % own
-                    )
+                    places = places.clamp(max=own - 1) if dim else places % own
+                    value = value.index_select(dim, places)
             values.know(result, value.clone())
         return result.requires_grad_(given.requires_grad)
 
@@ -311,9 +282,7 @@ def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
     """
     shape = list(tensor.shape)
     batch, length = told.batch or sizes.batch, told.length or sizes.length
-    of_batch = 0
-    if len(shape) > 2 and shape[0] != sizes.batch and shape[1] == sizes.batch:
-        of_batch = 1
+    of_batch = int(len(shape) > 2 and shape[0] != sizes.batch and shape[1] == sizes.batch)
     is_row = len(shape) == 1 and shape[0] != sizes.batch and shape[0] == sizes.length
     is_mask = len(shape) == 4 and shape[1] == 1 and not tensor.is_floating_point()
     most = 1 if tensor.is_floating_point() and len(shape) == 3 else 2
@@ -338,9 +307,8 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
-    """Return the parameters' paths in the model, and that of the module that the graph is of.
-
-    Where the model's own graph breaks, a graph is of a module's forward, and calls that one `self`.
+    """Return the parameters' paths in the model, and that of the module whose forward the graph is
+    of: where the model's own breaks, it calls that one `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):
@@ -355,7 +323,7 @@ def _parameters(
 def _classes(gm: GraphModule) -> set[int]:
     """Return the sizes of the class dimension of what enters a loss."""
     found: set[int] = set()
-    for node in (node for module in _levels(gm) for node in module.graph.nodes):
+    for node in (node for module in levels_of(gm) for node in module.graph.nodes):
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if name in LOSSES and node.args and isinstance(node.args[0], Node):
             value = compat.example_value(node.args[0])

@@ -67,16 +67,9 @@ def stacks_of(model: object) -> list[Stack]:
 
 def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
     """Return the kind of each block: what it is made of, and what the config says of its place."""
-    lists = [
-        value
-        for config in configs_of(model)
-        for value in vars(config).values()
-        if isinstance(value, (list, tuple)) and len(value) == len(blocks)
-    ]
-    kinds = [
-        (_kind(block), *(repr(values[place]) for values in lists))
-        for place, block in enumerate(blocks)
-    ]
+    settings = (value for config in configs_of(model) for value in vars(config).values())
+    lists = [v for v in settings if isinstance(v, (list, tuple)) and len(v) == len(blocks)]
+    kinds = [(_kind(block), *(repr(v[place]) for v in lists)) for place, block in enumerate(blocks)]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     return tuple(numbers[kind] for kind in kinds)
 

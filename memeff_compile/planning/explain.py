@@ -9,6 +9,7 @@ the buffers of the graphs that Inductor would compile are replayed with and with
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -38,7 +39,7 @@ LEFT_OUT = 0.03
 
 
 def explain(
-    model: Any,  # noqa: ANN401 - a module or any function of tensors
+    model: Any,
     *args: object,
     options: Mapping[str, object] | Options | None = None,
     device: str = "cuda",
@@ -51,7 +52,7 @@ def explain(
     it is copied and not touched. A model with gradients enabled is taken to be trained.
 
     Args:
-        model: a module or function.
+        model: a module, or any function of tensors.
         *args: what the model is called with; tensors on "meta" do.
         options: options of the backend, as in `torch.compile(options=...)`.
         device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu".
@@ -102,13 +103,7 @@ _Captured = tuple[Capture, Capture, list[Stack], dict[str, str]]
 why the batch or the length stays as it is."""
 
 
-def _captures(
-    model: Any,  # noqa: ANN401 - a module or any callable
-    options: Options,
-    sizes: Sizes,
-    take: _Take,
-    said: Progress,
-) -> _Captured:
+def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
     """Capture a model with few of its blocks, or whole where it does not run with fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
@@ -123,16 +118,10 @@ def _captures(
 
 
 def _captured(
-    model: Any,  # noqa: ANN401 - a module or any callable
-    stacks: list[Stack],
-    sizes: Sizes,
-    take: _Take,
-    said: Progress,
+    model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at its own sizes and at ones that say how others grow with them.
-
-    Where sizes do not grow with the length in proportion (a length in whole chunks), it is left as
-    it is, and so is the batch, so that what is planned is right at the sizes that it is for.
+    """Capture a model at its own sizes and at ones that say how others grow with them: not with a
+    length or batch in proportion to which they do not grow, as where it is cut into whole chunks.
     """
     said("what the passes do")
     # Dynamo makes graphs of their own for a batch of 1
@@ -178,10 +167,9 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
     def all_like(path: str) -> list[str]:
         """Return the paths in the whole model that one in the captured model stands for."""
         for stack in stacks:
-            head, _, rest = path.removeprefix(f"{stack.path}.").partition(".")
-            if path.startswith(f"{stack.path}.") and head.isdecimal():
-                alike = stack.alike(int(head))
-                return [f"{stack.path}.{index}.{rest}".rstrip(".") for index in alike]
+            found = re.fullmatch(rf"{re.escape(stack.path)}\.(\d+)(|\..*)", path)
+            if found:
+                return [f"{stack.path}.{i}{found[2]}" for i in stack.alike(int(found[1]))]
         return [path]
 
     def of_all(record: Record) -> Iterator[Record]:
@@ -221,7 +209,7 @@ class Explanation(VerbReport):
         batch: int | None = None,
         length: int | None = None,
         memory: str | int | None = None,
-        **given: Any,  # noqa: ANN401 - the fields of Setting
+        **given: Any,
     ) -> Plan:
         """Return the memory of a step under a setting.
 
@@ -285,10 +273,7 @@ class Explanation(VerbReport):
     def text(self, plan: Plan | None = None) -> str:
         """Return what the passes do, and a plan, for a reader."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
-        parts += [
-            f"{stack.path}: {stack.depth} blocks, read off {len(stack.kept)}"
-            for stack in self.stacks
-        ]
+        parts += [f"{s.path}: {s.depth} blocks, read off {len(s.kept)}" for s in self.stacks]
         texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
         if plan is not None:
             texts.append(f"Predicted memory of a step. B = batch per GPU, L = length.\n{plan}")

@@ -28,11 +28,7 @@ class Bars:
 
 
 def draw(bars: Bars, path: Path) -> None:
-    """Draw memory without and with the passes, and the largest batches where there are any.
-
-    Raises:
-        ExplainError: matplotlib is not installed.
-    """
+    """Draw memory without and with the passes, and the largest batches where there are any."""
     matplotlib_for(ExplainError).use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     panels = 1 if bars.tokens is None else 2
@@ -46,7 +42,7 @@ def draw(bars: Bars, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _memory(axis: Any, bars: Bars) -> None:  # noqa: ANN401 - matplotlib has no types
+def _memory(axis: Any, bars: Bars) -> None:
     bottoms = [0.0, 0.0]
     for (group, sizes), colour in zip(bars.groups.items(), COLOURS, strict=True):
         heights = [size / GIB for size in sizes]
@@ -60,7 +56,7 @@ def _memory(axis: Any, bars: Bars) -> None:  # noqa: ANN401 - matplotlib has no 
     axis.legend(frameon=False, fontsize=8)
 
 
-def _batches(axis: Any, tokens: Sequence[int], increase: float | None) -> None:  # noqa: ANN401
+def _batches(axis: Any, tokens: Sequence[int], increase: float | None) -> None:
     bars = axis.bar(COLUMNS, [count / 1e6 for count in tokens], 0.6, color=COLOURS[1:])
     axis.bar_label(bars, [f"{count:,}" for count in tokens], fontsize=9)
     grows = "" if increase is None else f" ({increase:.1f} times)"

@@ -118,7 +118,7 @@ def footprint(
 
 def _outside(found: Owned) -> Parts:
     """Return the parts of a moment that is in no block: each block stands for all of its kind."""
-    parts: dict[str, sympy.Expr] = defaultdict(_nothing)
+    parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
         parts[part] += size * (len(owner.alike) if owner and part in PER_BLOCK else 1)
     return _expanded(parts)
@@ -127,10 +127,6 @@ def _outside(found: Owned) -> Parts:
 def _expanded(parts: Parts) -> Parts:
     found = {name: sympy.expand(formula) for name, formula in parts.items()}
     return {name: formula for name, formula in found.items() if formula != 0}
-
-
-def _nothing() -> sympy.Expr:
-    return sympy.Integer(0)
 
 
 @dataclass
@@ -145,12 +141,12 @@ class _Replay:
     root: str = ""
     peaks: dict[_Place, list[Owned]] = field(default_factory=lambda: defaultdict(list))
     # what exists when the forward ends, and when the backward does
-    kept: Owned = field(default_factory=lambda: defaultdict(_nothing))
-    produced: Owned = field(default_factory=lambda: defaultdict(_nothing))
+    kept: Owned = field(default_factory=lambda: defaultdict(int))
+    produced: Owned = field(default_factory=lambda: defaultdict(int))
 
     def run(self, graphs: Sequence[Graphs]) -> None:
         given = [self.scale.bytes_of(tensor).formula for tensor in self.captured.inputs]
-        inputs: Owned = defaultdict(_nothing, {("inputs", None): sum(given, sympy.Integer(0))})
+        inputs: Owned = defaultdict(int, {("inputs", None): sum(given)})
         held: dict[tuple[int, Node], tuple[_Part, Size]] = {}
         forwards: list[Timeline] = []
         for number, pair in enumerate(graphs):
@@ -226,8 +222,6 @@ class _Replay:
         for key in [key for key in held if key[0] == number]:
             del held[key]
 
-    # --- the whole model --------------------------------------------------------------------------
-
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[tuple[str, Parts]]:
         """Yield the name and the parts of a moment: of a block in between, at both of its ends."""
         phase, block, is_outside = place
@@ -244,7 +238,7 @@ class _Replay:
 
     def _inside(self, phase: str, block: Block, index: int, found: Owned) -> Parts:
         """Return the parts of a moment in the block at an index of the whole model."""
-        parts: dict[str, sympy.Expr] = defaultdict(_nothing)
+        parts: dict[str, sympy.Expr] = defaultdict(int)
         for (part, owner), size in found.items():
             is_apart = owner is not None and owner.stack != block.stack and part in PER_BLOCK
             parts[part] += size * (len(owner.alike) if owner and is_apart else 1)
@@ -256,30 +250,22 @@ class _Replay:
             before = sum(i < index for i in others)
             for part in PER_BLOCK:
                 key = (part, other)
-                now, zero = found.get(key, sympy.Integer(0)), sympy.Integer(0)
-                done, still = self.kept.get(key, zero), zero
-                if phase == "backward":
-                    still = self.produced.get(key, zero)
-                if place < block.place:
-                    done = now
-                if place > block.place:
-                    still = now
+                now = found.get(key, 0)
+                later = self.produced.get(key, 0) if phase == "backward" else 0
+                done = now if place < block.place else self.kept.get(key, 0)
+                still = now if place > block.place else later
                 parts[part] += before * done + (len(others) - before) * still
         return _expanded(parts)
 
-    # --- parts ------------------------------------------------------------------------------------
-
     def _sum(self, sizes: Iterable[tuple[_Part, Size]], before: Owned) -> Owned:
-        parts: Owned = defaultdict(_nothing, before)
+        parts: Owned = defaultdict(int, before)
         counts = Counter((key, size.formula) for key, size in sizes)
         for (key, formula), count in counts.items():
             parts[key] += count * formula
         return parts
 
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
-        """Return the nodes that depend on a parameter, or are drawn by chance: the others are
-        masks, positions, targets, which all blocks share.
-        """
+        """Return what depends on a parameter or chance: masks, positions, targets are shared."""
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}
         for node in line.nodes:
@@ -335,8 +321,6 @@ class _Replay:
                     if isinstance(value, torch.Tensor) and self.scale.elements(value) == wanted
                 ]
         return found
-
-    # --- places -----------------------------------------------------------------------------------
 
     def _walk(
         self,
@@ -414,12 +398,11 @@ def _may_hold_a_part(node: Node) -> bool:
 
 
 def _module_path(node: Node) -> str | None:
-    for key in ("nn_module_stack", "fwd_nn_module_stack"):
-        stack = node.meta.get(key)
-        if stack:
-            entry = list(stack.values())[-1]
-            return clean_module_path(entry[0] if isinstance(entry, tuple) else str(entry))
-    return None
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    entry = list(stack.values())[-1]
+    return clean_module_path(entry[0] if isinstance(entry, tuple) else str(entry))
 
 
 def op_transient(scale: Scale, device: str) -> Transient:
@@ -470,8 +453,7 @@ def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sym
         kind = (hidden.device, hidden.dtype, depth)
         how["engine"] = op_folder.engine_for(*kind, with_top=bool(given.get("with_top")))
         how["with_entropy"] = bool(given.get("with_entropy"))
-        is_trained = name.endswith("backward")
-        how |= {"device_type": device, "training": is_trained}
+        how |= {"device_type": device, "training": name.endswith("backward")}
         return op_folder.bytes_after(rows, depth, vocab, **how)
     if name in ("embedding_backward", "embedding_accumulate"):
         of = value("grad_rows")

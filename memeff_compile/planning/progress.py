@@ -9,13 +9,9 @@ WIDTH = 24
 
 
 class Progress:
-    """Says what is being done, in a number of steps.
+    """Says what is being done, where it `is_shown`: by default where stderr is a terminal."""
 
-    Args:
-        steps: how many there will be, if nothing has to be done again.
-        is_shown: whether to say anything; by default where stderr is a terminal.
-    """
-
+    # `steps`: how many there will be, if nothing has to be done again
     def __init__(self, steps: int, is_shown: bool | None = None) -> None:
         self._steps, self._done, self._started = steps, 0, time.monotonic()
         self._is_shown = sys.stderr.isatty() if is_shown is None else is_shown

@@ -85,11 +85,8 @@ class Setting:
     accounting: Accounting = "peak"
 
     def __post_init__(self) -> None:
-        known = {
-            "optimizer": tuple(OPTIMIZER_STATES),
-            "sharding": ("none", "fsdp"),
-            "accounting": ("peak", "paper"),
-        }
+        sharding, accounting = ("none", "fsdp"), ("peak", "paper")
+        known = {"optimizer": OPTIMIZER_STATES, "sharding": sharding, "accounting": accounting}
         for name, values in known.items():
             value = getattr(self, name)
             if value not in values:
@@ -146,10 +143,8 @@ def _as_in_the_paper(
 
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
-    """Return a moment's parts on one GPU of several.
-
-    FSDP reduces the gradients of a block when its backward is done, so two blocks' gradients are
-    whole at a time; those outside blocks are whole until the backward ends.
+    """Return a moment's parts on one GPU of several: FSDP reduces a block's gradients after its
+    backward, so those of two blocks are whole at a time, and others until the end.
     """
     if setting.shards == 1:
         return parts
@@ -213,8 +208,6 @@ def read_memory(memory: str | int) -> int:
 
     Raises:
         ExplainError: it is no size, or a number without its unit.
-
-    Example: read_memory("80GB") == 80_000_000_000.
     """
     if isinstance(memory, int) and memory >= LEAST_MEMORY:
         return memory

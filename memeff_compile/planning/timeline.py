@@ -74,8 +74,7 @@ def kind_of(node: Node) -> str:
 
 
 def writes_to_an_input(node: Node) -> bool:
-    """Return whether an op writes to an argument: its result is then that memory, once nobody else
-    reads it."""
+    """Return whether an op writes to an argument: then its result is that memory, read last."""
     return getattr(node.target, "__name__", "").startswith("auto_functionalized")
 
 
@@ -87,10 +86,8 @@ def called_op(node: Node) -> object:
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem or op_name(node) in ("_unsafe_view", "view"):
         return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns:
-        return False
-    alias = schema.returns[0].alias_info
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    alias = returns[0].alias_info if returns else None
     return alias is not None and not alias.is_write
 
 
@@ -113,22 +110,18 @@ class Step:
 
 
 class Timeline:
-    """The kernels of a graph in the order in which they run.
-
-    Args:
-        gm: a forward or backward graph as Inductor gets it.
-        scale: how sizes are read.
-        same: placeholders that are the same memory as another placeholder.
+    """The kernels of a graph, forward or backward, as Inductor gets it, in the order in which they
+    run. `same` has placeholders that are the same memory as another placeholder.
     """
 
     def __init__(
-        self, gm: GraphModule, scale: Scale, same: Mapping[Node, Node] | None = None
+        self, gm: GraphModule, scale: Scale, same: Mapping[Node, Node] = MappingProxyType({})
     ) -> None:
         self.scale = scale
         self.nodes = _with_sums_in_the_library(list(gm.graph.nodes))
         self.kind = {node: kind_of(node) for node in self.nodes}
         self.position = {node: place for place, node in enumerate(self.nodes)}
-        self.base = self._bases(same or {})
+        self.base = self._bases(same)
         self.users = self._users()
         self.reads: dict[Node, set[Node]] = {}
         self.stored: set[Node] = set()
@@ -142,8 +135,6 @@ class Timeline:
         given: Any = self.nodes[-1].args[0]
         values = given if isinstance(given, (tuple, list)) else (given,)
         return [value if isinstance(value, Node) else None for value in values]
-
-    # --- what is stored ---------------------------------------------------------------------------
 
     def _bases(self, same: Mapping[Node, Node]) -> dict[Node, Node]:
         base: dict[Node, Node] = {}
@@ -195,8 +186,6 @@ class Timeline:
             return True
         return len(users) > 1 and (len(self.reads[node]) > MANY_READS or steps > LONG_CHAIN)
 
-    # --- the order --------------------------------------------------------------------------------
-
     def _ordered(self) -> Iterator[Kernel]:
         """Yield the kernels depth first: each after those whose results it reads."""
         kernels: dict[Node, Kernel] = {}
@@ -241,19 +230,15 @@ class Timeline:
                 last[self.base[output]] = len(self.kernels)
         self.last_read, self.readers = last, readers
 
-    # --- the replay -------------------------------------------------------------------------------
-
     def replay(
         self,
         owned: Mapping[Node, Size] = MappingProxyType({}),
         transient: Transient = lambda _: sympy.Integer(0),
     ) -> Iterator[Step]:
-        """Yield the moments of a run.
+        """Yield the moments of a run; `transient` gives bytes that exist only while a node runs.
 
-        Args:
-            owned: placeholders that are freed after their last reader, and their bytes; the others
-                belong to the caller and are not counted.
-            transient: bytes that exist only while a node runs.
+        `owned` has placeholders that are freed after their last reader, and their bytes; the others
+        belong to the caller and are not counted.
         """
         ends: dict[int, list[Node]] = defaultdict(list)
         for buffer, step in self.last_read.items():
@@ -388,10 +373,11 @@ class _Fusion:
         line = self._line
         readers: dict[Node, list[Node]] = defaultdict(list)
         for node in line.nodes:
-            is_kernel = node in line.stored and line.kind[node] in (*FUSIBLE, "library")
-            read = line.reads[node] if is_kernel else set()
             if node.op == "output":
                 read = {line.base[source] for source in node.all_input_nodes}
+            else:
+                is_kernel = node in line.stored and line.kind[node] in (*FUSIBLE, "library")
+                read = line.reads[node] if is_kernel else set()
             for buffer in read:
                 readers[buffer].append(node)
 

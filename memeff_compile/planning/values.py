@@ -42,22 +42,22 @@ class Values:
 
     def run(
         self,
-        op: Any,  # noqa: ANN401 - an overload of an operation
+        op: Any,  # an overload of an operation
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         run: Callable[[], Any],
-        mode: Any,  # noqa: ANN401 - the mode of the fake tensors
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+        mode: Any,  # of the fake tensors
+    ) -> Any:
         """Run an operation on fake tensors, and on their values where all of them are known."""
         self.are_read = self.are_read or compat.reads_values(op)
         if compat.is_item(op) and (number := self.of(args[0])) is not None:
             with compat.on_real_tensors():
                 return number.item()
-        given = _tensors((args, kwargs))
+        given = tensors_of((args, kwargs))
         values = {id(tensor): self.of(tensor) for tensor in given}
         is_known = None not in values.values() and not compat.is_drawn(op)
 
-        def on_values() -> Any:  # noqa: ANN401
+        def on_values() -> Any:
             known = compat.pytree.tree_map(lambda x: values.get(id(x), x), (args, kwargs))
             with compat.on_real_tensors(), torch.no_grad():
                 return op(*known[0], **known[1])
@@ -81,11 +81,11 @@ class Values:
         if is_known and given and compat.reads_values(op):
             return compat.pytree.tree_map(faked, on_values())
         result = run()
-        written = _tensors(compat.written_to(op, args, kwargs))
-        results = _tensors(result)
+        written = tensors_of(compat.written_to(op, args, kwargs))
+        results = tensors_of(result)
         if is_known and (results or written) and sum(map(_bytes, results)) <= MOST_BYTES:
             with suppress(NotImplementedError):  # a dtype that this op has on a GPU alone
-                made = iter(_tensors(on_values()))
+                made = iter(tensors_of(on_values()))
                 return compat.pytree.tree_map_only(torch.Tensor, known, result)
         for tensor in written:
             if not compat.is_fake(tensor):
@@ -99,7 +99,8 @@ class Values:
         return result
 
 
-def _tensors(values: object) -> list[torch.Tensor]:
+def tensors_of(values: object) -> list[torch.Tensor]:
+    """Return the tensors in a tree."""
     return [x for x in compat.pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 

@@ -53,7 +53,7 @@ def verified(
     plain = accept(plain, pieces) if pieces else plain
     verifier = _Verifier(compared, plain, options, graph_report)
 
-    def run(*args: object) -> Any:  # noqa: ANN401
+    def run(*args: object) -> Any:
         return verifier.callable_for(args)(*args)
 
     return run

@@ -28,6 +28,14 @@ def test_most_functions_run_and_each_reason_is_needed() -> None:
             assert any(word in name for name in found), f"{word} is in no test's name any more"
 
 
+def test_no_test_that_captures_a_graph_runs() -> None:
+    for path in (sanitized.ROOT / "tests" / "kernels").rglob("*_gpu.py"):
+        source = path.read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and "CUDAGraph(" in ast.unparse(node):
+                assert sanitized.why_left_out(node.name), f"{node.name} captures a graph"
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_shards_have_each_test_once_and_first_cases_come_first(count: int) -> None:
     names = [f"a.py::test_{word}[{case}]" for word in ("one", "two") for case in range(60)]

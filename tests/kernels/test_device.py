@@ -23,7 +23,7 @@ from memeff_compile.kernels import (
 )
 from memeff_compile.kernels._triton.gpus import AMD, GPUS, H200, NVIDIA, gpu_of
 from memeff_compile.kernels.attention.op import served
-from memeff_compile.kernels.coded_weight import codecs
+from memeff_compile.kernels.coded_weight import codecs, parse
 from memeff_compile.kernels.quantized_attention.op import has_fp8
 from memeff_compile.passes import recover_attention
 
@@ -99,6 +99,17 @@ def test_nothing_that_only_nvidia_has_is_asked_of_amd(
     assert codecs.setting_of(64, (4096, 12288), CUDA) is None
     assert not device.was_measured(CUDA, "attention")
     assert "need triton and an NVIDIA GPU" in served(CUDA, HALF, 64)
+
+
+@pytest.mark.parametrize("has_gluon", [True, False])
+def test_several_tokens_decode_first_where_gluon_is_missing(
+    has_gluon: bool, found: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found((9, 0))
+    monkeypatch.setattr(codecs, "processors", lambda _: 132)
+    monkeypatch.setattr(codecs, "has_gluon", lambda: has_gluon)
+    fused = [codecs.fuses(parse("win4"), n, (14336, 4096), CUDA) for n in (0, 1, 2, 16, 64)]
+    assert fused == [False, True, *[has_gluon] * 3]
 
 
 def test_heads_stay_expanded_on_a_gpu_of_amd(found: Callable[..., None]) -> None:

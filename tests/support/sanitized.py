@@ -28,6 +28,7 @@ LEFT_OUT = {
         "captured",
         "cuda_graph",
         "a_graph_is_replayed",
+        "start_early",
     ),
     "it counts what that allocator has": (
         "allocated",
@@ -109,7 +110,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     if time.monotonic() - _began > SECONDS:
         unreached.append(item.nodeid)
         return True
-    print(f"\n@ {item.nodeid}", flush=True)
+    print(f"\n@ {time.monotonic() - _began:.0f} s {item.nodeid}", flush=True)
     return None
 
 

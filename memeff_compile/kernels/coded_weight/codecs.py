@@ -369,15 +369,15 @@ def fuses(
     form: Format,  # of the weight
     tokens: int,  # m
     shape: Sequence[int],  # (N, K) of the weight
-    device: torch.device | None = None,  # where it is; some kernels are for Hopper
+    device: torch.device | None = None,  # where it is; for one token any
     *,
     trains: bool = False,  # a gradient is wanted: sums are taken as in the dense layer, bit for bit
 ) -> bool:
     """Say whether a product with this many tokens decodes on the way."""
     if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
         return False
-    if tokens <= shapes.MAX_FUSED_TOKENS:
-        return tokens > 0
+    if tokens <= 1:
+        return tokens == 1
     return device is not None and setting_of(tokens, shape, device) is not None
 
 
@@ -408,27 +408,29 @@ def product(
     """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape)
     setting = setting or setting_of(x.shape[0], shape, x.device)
-    setting = setting or shapes.tile(x.shape[0], shape[0], shape[1], processors(x.device))
     if isinstance(setting, shapes.RowTile):
         return _one_row([given], [setting])[0]
     if isinstance(setting, shapes.WideTile):
         return _wide(given, setting)
-    return _tiles(given, setting)
+    assert setting is not None, "`fuses` says where there is none"
+    return _few(given, setting)
 
 
-Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.WideTile
+Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
 """Which kernel multiplies, and with which tile."""
 
 
 def setting_of(tokens: int, shape: Sequence[int], device: torch.device) -> Setting | None:
     """Return how a product decodes on the way, or None where the weight is decoded first."""
-    size, has_kernels = (*shape, processors(device)), device.type == "cuda" and has_gluon()
+    (rows, columns), count = shape, processors(device)
     if tokens == 1:
-        return shapes.row_tile(shape[0], size[2])
+        return shapes.row_tile(rows, count)
+    if device.type != "cuda" or not has_gluon():
+        return None
     if tokens <= shapes.MAX_FUSED_TOKENS:
-        return (shapes.matrix_tile if has_kernels else shapes.tile)(tokens, *size)
-    is_wide = has_kernels and tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
-    return shapes.wide_tile(tokens, *size) if is_wide else None
+        return shapes.matrix_tile(tokens, rows, columns, count)
+    is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
+    return shapes.wide_tile(tokens, rows, columns, count) if is_wide else None
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
@@ -487,39 +489,26 @@ def _aligned(x: Tensor) -> Tensor:
     return flat.view(x.shape)
 
 
-def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
-    """Multiply several tokens tile by tile, by shares of the columns that are added at the end."""
+def _few(given: _Product, setting: shapes.MatrixTile) -> Tensor:
     x, parts, bias, (rows, columns) = given
-    tokens = x.shape[0]
-    constants: dict[str, Any] = {
-        "HAS_BIAS": bias is not None,
-        "ROWS": setting.rows,
-        "TOKENS": setting.tokens,
-        "CHUNKS": shapes.chunks_touched(setting.rows, columns),
-    }
-    operands: tuple[Any, ...]
-    if isinstance(setting, shapes.MatrixTile):
-        kernel, width, splits = ("matrix_kernels", "win4_matrix_kernel"), columns // GROUP, 1
-        operands, is_even = (x, *parts), columns // GROUP % setting.warps == 0
-        constants |= {"IS_EVEN": is_even and rows % setting.rows == 0, "WARPS": setting.warps}
-        constants |= {"HAS_ALL": is_even and tokens % setting.tokens == 0}
-        constants |= {"AHEAD": setting.is_ahead, "PATCHES": setting.patches}
-    else:
-        kernel, width, splits = ("win4_kernels", "win4_tile_kernel"), columns // 8, setting.splits
-        operands = (x.view(torch.int32), tuple(parts))
-        constants |= {"WORDS": setting.words, "STAGES": setting.stages, "UPCAST": not x.is_cuda}
-        constants |= {"PATCHES": shapes.PATCHES, "SPLITS": splits}
-    out = x.new_empty((tokens, rows))
-    shares = out if splits == 1 else _shares(x, splits, rows)
-    grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
-    operands = (*operands, x if bias is None else bias, shares, tokens, rows, width)
-    _run(*kernel, x, grid, *operands, **constants, warps=setting.warps)
-    return out if splits == 1 else _add(shares, out)
-
-
-def _shares(x: Tensor, splits: int, rows: int) -> Tensor:
-    """Return memory for shares of the columns that are added at the end: (splits, M, N) fp32."""
-    return x.new_empty((splits, x.shape[0], rows), dtype=torch.float32)
+    tokens, groups = x.shape[0], columns // GROUP
+    out, is_even = x.new_empty((tokens, rows)), groups % setting.warps == 0
+    _run(
+        *("matrix_kernels", "win4_matrix_kernel", x),
+        (-(-rows // setting.rows), -(-tokens // setting.tokens)),
+        *(x, *parts, x if bias is None else bias, out, tokens, rows, groups),
+        HAS_BIAS=bias is not None,
+        ROWS=setting.rows,
+        TOKENS=setting.tokens,
+        CHUNKS=shapes.chunks_touched(setting.rows, columns),
+        IS_EVEN=is_even and rows % setting.rows == 0,
+        WARPS=setting.warps,
+        HAS_ALL=is_even and tokens % setting.tokens == 0,
+        AHEAD=setting.is_ahead,
+        PATCHES=setting.patches,
+        warps=setting.warps,
+    )
+    return out
 
 
 def _add(shares: Tensor, out: Tensor) -> Tensor:
@@ -544,7 +533,8 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     out = x.new_empty((tokens, rows))
     shares = turned.view(torch.float32)  # which is not written to
     if whole < tiles:
-        shares = _shares(x, splits, rows - whole * setting.rows)
+        size = (splits, tokens, rows - whole * setting.rows)
+        shares = x.new_empty(size, dtype=torch.float32)
     by_row = [
         tiles_of(words[: rows * width].view(rows, width), setting.rows, 16, bits=32, swizzle=64)
         for words, width in ((codes, columns // 8), (signs, columns // 4))

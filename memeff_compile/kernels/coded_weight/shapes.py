@@ -30,18 +30,6 @@ class RowTile:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Several tokens: rows and tokens per program, words per step, programs that share a row."""
-
-    rows: int
-    tokens: int
-    words: int
-    warps: int
-    stages: int
-    splits: int = 1
-
-
-@dataclass(frozen=True)
 class MatrixTile:
     """A few tokens, codes decoded in registers: rows and tokens of a program."""
 
@@ -99,10 +87,6 @@ ROW_TILES = (
 )
 """For fewer and fewer rows, as swept on an H200 with the shapes of Llama-3-8B."""
 WARPS_PER_PROCESSOR = 8
-
-
-PROGRAMS_PER_PROCESSOR = 12
-"""With several tokens: what hides the time until the codes are there."""
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
@@ -191,17 +175,6 @@ def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile
                     time = _wide_time(each, cost, size, processors)
                     found.append((time if whole == 0 else 1.08 * time, each))
     return min(found, key=itemgetter(0))[1]
-
-
-def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
-    """Return the tile for M tokens, a few, N rows and K columns."""
-    width = max(16, 1 << (tokens - 1).bit_length())
-    height = 32
-    programs = -(-rows // height)
-    splits = 1
-    while programs * splits < PROGRAMS_PER_PROCESSOR * processors and splits < 8:
-        splits *= 2
-    return Tile(height, min(width, 128), 32, 2, 3, splits)
 
 
 def chunks_touched(rows: int, columns: int) -> int:

@@ -4,8 +4,6 @@
 A word of codes holds the exponents of eight weights, two words of signs the rest of them. Nothing
 depends on a neighbour, so every kernel is a stream: about ten operations per weight.
 
-UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
-
 Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
 """
 
@@ -367,101 +365,6 @@ def win4_rows_kernel(x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.const
         _some_rows(program - first, x_ptr, weight_1, row_words, C.TILE_1, C)
     elif C.COUNT == 3:
         _some_rows(program - second, x_ptr, weight_2, row_words, C.TILE_2, C)
-
-
-@triton.jit
-def _low_bf16(pair):
-    return pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _high_bf16(pair):
-    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _dot_pair(weight, x, acc, UPCAST: tl.constexpr):
-    """Add the products of pair words: (ROWS, lanes) with (lanes, TOKENS)."""
-    if UPCAST:
-        acc = tl.dot(low_float(weight), low_float(x), acc, input_precision="ieee")
-        return tl.dot(high_float(weight), high_float(x), acc, input_precision="ieee")
-    acc = tl.dot(_low_bf16(weight), _low_bf16(x), acc)
-    return tl.dot(_high_bf16(weight), _high_bf16(x), acc)
-
-
-@triton.jit
-def win4_tile_kernel(
-    x_ptr,  # (M, K / 2) pair words
-    parts,  # header, codes, starts, places, values, signs
-    bias_ptr,
-    out_ptr,  # (M, N) bf16, or (SPLITS, M, N) fp32
-    tokens_count,
-    rows_count,
-    row_words,  # K / 8
-    C: tl.constexpr,
-):
-    """A tile of ROWS x TOKENS products; with SPLITS, over a share of the columns."""
-    header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
-    first_row = tl.program_id(0) * C.ROWS
-    token = tl.program_id(1) * C.TOKENS + tl.arange(0, C.TOKENS)
-    split = tl.program_id(2)
-    row = first_row + tl.arange(0, C.ROWS)
-    is_row = (row < rows_count)[:, None]
-    is_token = (token < tokens_count)[None, :]
-    base = tl.load(header_ptr) << 7
-    begin = row.to(tl.int64)[:, None] * row_words
-    x_begin = x_ptr + token.to(tl.int64)[None, :] * (row_words * 4)
-    acc = tl.zeros((C.ROWS, C.TOKENS), tl.float32)
-    for start in tl.range(split * C.WORDS, row_words, C.WORDS * C.SPLITS, num_stages=C.STAGES):
-        word = start + tl.arange(0, C.WORDS)
-        is_in = word < row_words
-        is_read = is_row & is_in[None, :]
-        group = word // 32
-        lane = word % 32
-        codes = tl.load(codes_ptr + begin + word[None, :], mask=is_read, other=0)
-        at = begin * 2 + (group * 64 + lane)[None, :]
-        signs = tl.load(signs_ptr + at, mask=is_read, other=0)
-        more = tl.load(signs_ptr + at + 32, mask=is_read, other=0)
-        x_at = x_begin + (group * 128 + lane)[:, None]
-        is_x = is_token & is_in[:, None]
-        x_0 = tl.load(x_at, mask=is_x, other=0)
-        x_1 = tl.load(x_at + 32, mask=is_x, other=0)
-        x_2 = tl.load(x_at + 64, mask=is_x, other=0)
-        x_3 = tl.load(x_at + 96, mask=is_x, other=0)
-        acc = _dot_pair(even_bytes(signs) | _exponents(codes, base, 0), x_0, acc, C.UPCAST)
-        acc = _dot_pair(odd_bytes(signs) | _exponents(codes, base, 1), x_1, acc, C.UPCAST)
-        acc = _dot_pair(even_bytes(more) | _exponents(codes, base, 2), x_2, acc, C.UPCAST)
-        acc = _dot_pair(odd_bytes(more) | _exponents(codes, base, 3), x_3, acc, C.UPCAST)
-    if split == 0:
-        row_length = row_words * 8
-        chunk, chunks, inside = _first_chunk(first_row, C.ROWS, rows_count, row_length)
-        patch = tl.load(starts_ptr + chunk)
-        end = tl.load(starts_ptr + chunk + chunks)
-        for start in range(patch, end, C.PATCHES):
-            each = start + tl.arange(0, C.PATCHES)
-            is_patch = each < end
-            place = tl.load(places_ptr + each, mask=is_patch, other=0).to(tl.int32)
-            weight = tl.load(values_ptr + each, mask=is_patch, other=0).to(tl.int32)
-            its_row, column = _patch_rows(
-                starts_ptr, place, each, chunk, chunks, inside, row_length, C.CHUNKS
-            )
-            is_patch &= (its_row >= 0) & (its_row < C.ROWS)
-            is_here = is_patch[None, :] & (its_row[None, :] + first_row == row[:, None])
-            x = tl.load(
-                x_begin + (column // 2)[:, None], mask=is_patch[:, None] & is_token, other=0
-            )
-            x = tl.where((column % 2 == 0)[:, None], x, x >> 16)
-            if C.UPCAST:
-                left = tl.where(is_here, low_float(weight)[None, :], 0.0)
-                acc = tl.dot(left, low_float(x), acc, input_precision="ieee")
-            else:
-                left = tl.where(is_here, weight[None, :], 0)
-                acc = tl.dot(_low_bf16(left), _low_bf16(x), acc)
-        if C.HAS_BIAS:
-            bias = tl.load(bias_ptr + row, mask=row < rows_count, other=0).to(tl.float32)
-            acc += bias[:, None]
-    out = out_ptr + (split * tokens_count + token).to(tl.int64)[None, :] * rows_count + row[:, None]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_token)
 
 
 @triton.jit

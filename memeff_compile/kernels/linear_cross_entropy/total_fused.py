@@ -40,9 +40,9 @@ serves = fused.serves
 # Automatic workspace: three sixteenths of what all logits would take (X and what stands beside it
 # are then under a fifth of them), up to AUTO_BYTES or, where that is more, an eighth: dC is rounded
 # once per piece, and its error is 3.6e-3 at most over eight. Every piece reads and writes dC once
-# more, so pieces of TALL_ROWS are taken where they fit AUTO_BYTES and are at most a quarter of all
-# rows, and of few rows half are taken, up to LEAST_BYTES. Measured on an H200 in pieces of 1024 and
-# 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 ms at 16384 x 2048 x 128256.
+# more, so pieces of TALL_ROWS are taken where they are at most a sixth of all rows, or a quarter
+# that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200 in pieces of
+# 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384 x 2048.
 AUTO_BYTES = 544 * MIB
 LEAST_BYTES = 160 * MIB
 AUTO_SHARE = (3, 16)
@@ -72,9 +72,8 @@ def auto_bytes(rows: sympy.Expr, width: int) -> sympy.Expr:
     least = sympy.Min(LEAST_BYTES, logits / 2)
     usual = sympy.Max(least, sympy.Min(most, logits * sympy.Rational(*AUTO_SHARE)))
     tall = 2 * TALL_ROWS * width
-    if tall > AUTO_BYTES:
-        return usual
-    return sympy.Piecewise((sympy.Max(usual, tall), rows >= 4 * TALL_ROWS), (usual, True))
+    many = (4 if tall <= AUTO_BYTES else 6) * TALL_ROWS
+    return sympy.Piecewise((sympy.Max(usual, tall), rows >= many), (usual, True))
 
 
 @lru_cache(maxsize=1024)
@@ -334,10 +333,8 @@ class Walk:
         start(
             kernel,
             (shapes.programs,),
-            tiles_of(self.x, step, rows),
-            tiles_of(self.x, rows, step),
-            tiles_of(scaled, step, columns),
-            tiles_of(self.weight, step, columns),
+            *(tiles_of(self.x, step, rows), tiles_of(self.x, rows, step)),
+            *(tiles_of(scaled, step, columns), tiles_of(self.weight, step, columns)),
             tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
             *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
             *(

@@ -33,7 +33,6 @@ PARTS = {
         )
         for place in range(3)
     },
-    "tile": {"parts": WEIGHT},
 }
 
 
@@ -80,23 +79,6 @@ def _rows(capability: int) -> Any:
         for kind, group in zip(("*i16", "*bf16"), names, strict=True):
             types |= {f"{name}_{place}_ptr": kind for name in group}
     return _compile("win4", "rows", capability, constants, 1, **types)
-
-
-def _tile(capability: int, tokens: int) -> Any:
-    tile = shapes.tile(tokens, 14336, 4096, 132)
-    constants = {
-        "HAS_BIAS": False,
-        "ROWS": tile.rows,
-        "TOKENS": tile.tokens,
-        "WORDS": tile.words,
-        "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
-        "PATCHES": shapes.PATCHES,
-        "SPLITS": tile.splits,
-        "UPCAST": False,
-        "STAGES": tile.stages,
-    }
-    out = "*bf16" if tile.splits == 1 else "*fp32"
-    return _compile("win4", "tile", capability, constants, tile.warps, out_ptr=out)
 
 
 def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **types: str) -> Any:
@@ -257,14 +239,6 @@ def test_products_of_one_token_compile_within_the_limits(capability: int) -> Non
     assert kernel.asm["ptx"].count("cp.async.commit_group") >= 3, "codes are not loaded ahead"
 
 
-@pytest.mark.parametrize("tokens", [*twice(2), 16])
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_product_of_some_tokens_compiles_within_the_limits(capability: int, tokens: int) -> None:
-    kernel = _tile(capability, tokens)
-    _check(kernel, capability)
-    assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", kernel.asm["ptx"]), "no tensor cores"
-
-
 @pytest.mark.parametrize(
     ("capability", "tokens", "rows", "is_even"),
     [(80, 16, 14336, True), (90, 16, 14336, True), (90, 2, 1024, False), (100, 2, 14336, True)],
@@ -311,7 +285,6 @@ def test_the_sum_of_shares_compiles_within_the_limits() -> None:
 def test_kernels_compile_for_sizes_of_one() -> None:
     _row(90)
     _rows(90)
-    _tile(90, 16)
     _decode(90, "rans", 8, 0)
     _encode(90, "rans")
 
