@@ -121,9 +121,7 @@ def plain_source(path: str) -> str:
 
 def running_modules() -> list[torch.nn.Module]:
     """Return the modules whose calls led here: those that ``torch.compile`` was called on, the
-    nearest first, then the others, the outermost first.
-
-    Data parallelism is taken off: its model is what the user knows.
+    nearest first, then others, the outermost first. Data parallelism is taken off.
     """
     from torch._dynamo import eval_frame
 
@@ -171,10 +169,7 @@ def readable_source(node: Node) -> str:
 
 
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
-    """Return the positions of the tensors that another compiled piece of the model hands to ``gm``.
-
-    DDP cuts a captured graph where its buckets end; what crosses a cut is no input of the user's.
-    """
+    """Return the positions of tensors that another piece of a graph that DDP cut gives ``gm``."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
         position
@@ -215,10 +210,8 @@ class _KeepsMarked:
 
 
 def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, bool]) -> Callable[[], None]:
-    """Have the body of a checkpoint keep what some calls return, and return how to take it back.
-
-    Of a node that is attention (True) what its fused kernel returns is kept, of another what its
-    product returns.
+    """Have the body of a checkpoint keep what some calls return, and return how to take it back: of
+    attention (True) what its fused kernel returns, of another node what its product returns.
     """
     for node, is_attention in kept.items():
         node.meta[_KEPT] = "attention" if is_attention else "product"
@@ -234,10 +227,7 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, bool]) -> Callable[[
 
 
 def may_be_under_policy(target: object) -> bool:
-    """Return whether a call may stand in a checkpoint with a policy: some on graphs have no rule.
-
-    Nested checkpoints and autograd functions are traced through, and need none.
-    """
+    """Return whether a call may stand in a checkpoint with a policy: on graphs, it needs a rule."""
     from torch.utils.checkpoint import _CachingTorchDispatchMode
 
     if not isinstance(target, HigherOrderOperator):
@@ -252,10 +242,7 @@ def is_kept(node: Node) -> bool:
 
 
 def recompute_in_backward(node: Node) -> None:
-    """Have the partition of AOTAutograd compute a call again in the backward, and keep its inputs.
-
-    The mark is that of activation checkpoints, on a single call.
-    """
+    """Have AOTAutograd's partition compute a call again in the backward, and keep its inputs."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -280,10 +267,8 @@ def ignore_while_tracing(function: Callable[..., Any]) -> None:
 
 
 class _NamedFunction(str):
-    """A function's name that counts as equal to the function.
-
-    Dynamo looks functions up in its set of ignored ones, and writes the set to its logs as JSON: up
-    to torch 2.12 a bare function there fails every compile's log entry.
+    """A function's name that equals the function: Dynamo writes its ignored functions to its logs
+    as JSON, and up to torch 2.12 a bare function there fails every compile's log entry.
     """
 
     _function: Callable[..., Any]
@@ -323,8 +308,7 @@ def statically_true(condition: Any) -> bool:
 def known_number(value: Any) -> int | float | None:
     """Return the number that ``value`` is or, for a node, stands for at present; adds no guard.
 
-    ``dynamic=True`` turns the numbers of a config, such as a softcap, into symbols. Numbers that
-    come from the size of a tensor have no answer here.
+    ``dynamic=True`` makes symbols of a config's numbers; the sizes of tensors have no answer here.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
@@ -411,10 +395,8 @@ def compile_with_inductor(
 
 
 def call_in_inductor(op: torch._ops.OpOverload, twin: torch._ops.OpOverload) -> None:
-    """Have code that Inductor writes call `twin` for `op`.
-
-    Inductor's code runs below autograd, and there an op whose gradient is written in Python costs
-    a second trip through the dispatcher. A twin computes the same and has no gradient.
+    """Have code that Inductor writes call `twin`, which has no gradient, for `op`: a gradient
+    written in Python costs a second trip through the dispatcher below autograd.
     """
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag
@@ -449,8 +431,7 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
 def beside_autograd() -> Iterator[None]:
     """Run autograd beside the caller's: out of sight of its hooks, modes and compilers.
 
-    Saved-tensor hooks (checkpointing, offloading) count what is saved, dispatch modes see every
-    operation, and compiled autograd would compile the backward pass of something thrown away.
+    These would count or save what is thrown away, see each operation, or compile its backward.
     """
     from torch._dynamo import compiled_autograd
 
@@ -493,10 +474,7 @@ def _let_fake_modes_ask() -> None:
 
 
 def can_be_swapped(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.utils.swap_tensors` takes a tensor.
-
-    It does not where a weak reference, as compiled code has, or an autograd graph holds it.
-    """
+    """Return whether `torch.utils.swap_tensors` takes a tensor: no weak reference or graph does."""
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
@@ -576,10 +554,7 @@ ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def _refuse_assigned_data() -> torch.library.Library:
-    """Have assignments to `.data` ask `_shares_metadata` where one of the tensors has meta's keys.
-
-    PyTorch asks an operation that is never dispatched to Python.
-    """
+    """Have assignments to `.data`, unseen by Python, ask `_shares_metadata` for tensors of meta."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
     return library
@@ -621,9 +596,8 @@ def storage_keys(value: torch.Tensor) -> set[int]:
 
 
 def guard_by_attribute(node: Node, name: str) -> None:
-    """Have a number that an input has as an attribute stand for all that is guarded of the input.
-
-    Of a tensor that is made of others Dynamo guards each, and asks Python for what they are.
+    """Have a number that an input has as an attribute stand for all that is guarded of the input:
+    of a tensor made of others Dynamo guards each, and asks Python for what they are.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
@@ -653,10 +627,8 @@ def mark_static_input(node: Node) -> None:
 
 
 def is_unsafe_to_record(node: Node) -> bool:
-    """Return whether a call may not be part of a CUDA graph.
-
-    It waits for the device, its sizes are data, it is control flow, or it is an op of somebody
-    else's, whose work on the host a replay would leave out.
+    """Return whether a call may not be part of a CUDA graph: it waits for the device, its sizes are
+    data, it is control flow, or an op of somebody else's, whose host work a replay would leave out.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -705,8 +677,7 @@ def leave_pool(pool: Any) -> None:
 def feeds_resumed_code(gm: GraphModule) -> bool:
     """Return whether Dynamo cut the user's function behind ``gm`` and resumes it with the outputs.
 
-    DDP says of each piece it makes of a graph that it was cut. What such a piece returns goes to
-    other pieces, where `inputs_from_other_graphs` finds it, or to the user.
+    DDP calls its pieces cut, too: what they return goes to other pieces, or to the user.
     """
     why = getattr(gm, "compile_subgraph_reason", None)
     if why is None or "DDPOptimizer" in str(why.reason):
@@ -754,19 +725,16 @@ def ignores_gradients(hook: Any) -> bool:
 
 
 def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's shard of ``weight`` when FSDP2 gathered it, else None.
-
-    Optimizers and checkpoints write to the shard; ``weight`` follows at its next gathering.
+    """Return this rank's shard of ``weight`` when FSDP2 gathered it, else None: optimizers and
+    checkpoints write to it, and ``weight`` follows at its next gathering.
     """
     param, _ = _fsdp2_owner(weight)
     return cast("torch.Tensor | None", getattr(param, "sharded_param", None))
 
 
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
-    """Make ``local`` what this rank holds of a parameter that FSDP2 shards.
-
-    ``local`` may be of a subclass with FSDP2's hooks around its all-gather. Gradients are switched
-    off for the parameter. False unless FSDP2 shards it, keeps shards on their device, and has it in
+    """Make ``local``, perhaps of a subclass with FSDP2's hooks, what this rank holds of a parameter
+    that FSDP2 shards, without gradients. False unless it does, on their device, and has it in
     shards now.
     """
     old: Any = module._parameters[name]
@@ -825,10 +793,8 @@ def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp_frees_after_forward(weight: Any) -> bool:
-    """Return whether FSDP frees ``weight`` before the caller of the model can use it.
-
-    FSDP2 keeps the outermost group gathered until the backward pass, and every other group that is
-    told not to reshard; FSDP1 makes no such promise.
+    """Return whether FSDP frees ``weight`` before the caller of the model can use it: FSDP1, and
+    FSDP2 but for the outermost group and those that are told not to reshard.
     """
     if not isinstance(weight, torch.Tensor):
         return False
@@ -869,8 +835,8 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
 def fake_mode(outside: Callable[..., Any]) -> Any:
     """Return a mode under which tensors have sizes and no memory.
 
-    An operation that runs outside of what Dynamo traces is handed to ``outside(op, args, kwargs,
-    run)``, which returns what the operation returns; ``run()`` runs it on sizes.
+    What runs outside of Dynamo's traces goes to ``outside(op, args, kwargs, run)``, which returns
+    the result; ``run()`` runs it on sizes.
     """
     from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -962,19 +928,14 @@ def multiplies_bf16() -> bool:
 
 
 def keep_address(tensor: torch.Tensor) -> None:
-    """Tell Dynamo that a tensor stays where it is, so that CUDA graphs need no copy of it.
-
-    While Dynamo traces it cannot be told; nothing is done then.
-    """
+    """Tell Dynamo that a tensor stays where it is: CUDA graphs copy it not. Not while it traces."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
 
 
 def room_for_graphs() -> dict[str, Any]:
-    """Return arguments of torch.compile that give a model its own, larger limit of graphs.
-
-    Without them all models of a process share one, since what is compiled is a decorator of
-    transformers. Before torch 2.13 there are no such arguments, and the shared limit is raised.
+    """Return arguments of torch.compile that give a model its own, larger limit of graphs, else
+    shared by all: a decorator of transformers is compiled. Before torch 2.13 that one is raised.
     """
     from torch._dynamo import config
 
@@ -999,10 +960,7 @@ def tracing_again() -> Callable[[], Any]:
 
 
 def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
-    """Return the graphs Inductor would compile for ``gm``, the forward first.
-
-    They are AOTAutograd's, decomposed and partitioned as Inductor asks; no code is generated.
-    """
+    """Return AOTAutograd's graphs for ``gm`` as Inductor asks for them, the forward first."""
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
@@ -1027,11 +985,8 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
 
 
 def drop_empty_hooks(tensor: torch.Tensor) -> None:
-    """Forget hooks that were registered on a tensor and removed again.
-
-    What is left of them makes torch believe that it runs hooks of this tensor. After
-    `torch.utils.swap_tensors`, which moving a module with subclass weights uses, it does not, and
-    hooks registered from then on would never run.
+    """Forget removed hooks of a tensor: torch believes in what is left of them, and after
+    `swap_tensors`, by which modules with subclass weights move, it would run no new ones.
     """
     if not getattr(tensor, "_post_accumulate_grad_hooks", None):
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -1057,28 +1012,20 @@ SOLE_OWNER = (2, 1, 2, 2)
 
 
 def is_sole_owner(held: list[torch.Tensor]) -> bool:
-    """Return whether nobody but a list of one tensor holds that tensor or its memory.
-
-    Views, detached tensors, arrays of NumPy and tensors that autograd saved hold it too. Not known,
-    hence False, where Dynamo traces.
+    """Return whether nobody but a list of one tensor holds that tensor or its memory: no view,
+    detached tensor, array of NumPy or saved tensor. Not known, hence False, where Dynamo traces.
     """
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER
 
 
 def revive_hooks(tensor: torch.Tensor) -> None:
-    """Have the hooks of a tensor run whose insides were swapped: they are named and do not run.
-
-    Handles that take them off stay good. Hooks that run go on as before.
-    """
+    """Have the hooks of a tensor whose insides were swapped run again; their handles stay good."""
     tensor._post_accumulate_grad_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)  # type: ignore[assignment]
     tensor._backward_hooks = tensor._backward_hooks
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
-    """Return whether hooks run around the steps of an optimizer, those after every step aside.
-
-    ``but`` is a hook before every step that does not count.
-    """
+    """Return whether hooks run around an optimizer's step, ``but`` and those after each aside."""
     from torch.optim import optimizer as module
 
     return bool(

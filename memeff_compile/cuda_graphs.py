@@ -206,9 +206,8 @@ class _Step:
         )
 
     def _stays(self, place: int) -> bool:
-        """Return whether an input is expected where it was: what an object holds as an attribute.
-
-        Weights and caches are; what a caller hands over by name comes anew.
+        """Return whether an input is expected where it was, as an attribute that an object holds:
+        weights and caches are; what a caller hands over by name comes anew.
         """
         node, value = self.info.placeholders[place], self.tensors[place]
         is_held = isinstance(compat.example_input(node), torch.nn.Parameter)

@@ -163,10 +163,7 @@ def load(path: Path) -> Table:
 
 
 def save(table: Table, path: Path) -> None:
-    """Write a table in one step: a reader finds the old file or the new one, never a part.
-
-    TuneError where the file cannot be written.
-    """
+    """Write a table in one step: readers find the old file or the new. TuneError where it fails."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,8 +233,7 @@ def value(machine: Machine | None, name: str, default: str) -> str:
 def fingerprint(machines: Iterable[Machine]) -> str:
     """Return a digest of what was decided by measurement for these machines; "" for nothing.
 
-    Compiled code that is kept on disk is tagged with it: what an op returns beside its results may
-    depend on the engine.
+    It tags compiled code that is kept on disk: what an op returns may depend on the engine.
     """
     decided = [
         (machine.gpu, name, found.value)

@@ -795,11 +795,7 @@ def _field_of(key: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the option key of a field name, for the keyword form of `memeff_compile.compile`.
-
-    Raises:
-        OptionError: No option has that name.
-    """
+    """Return the option key of a field name that `memeff_compile.compile` takes, or OptionError."""
     known = _by_field()
     if name not in known:
         raise OptionError(

@@ -310,10 +310,8 @@ class _Recording:
 
 
 class CudaEngine:
-    """Records on one GPU: a pool of memory and a stream to record on for each stream of work.
-
-    Recordings of one pool use its memory in turns. Replays on one stream follow each other, and
-    the lock keeps the copies in front and the clones behind a replay with it.
+    """Records on one GPU: a pool of memory, used in turns, and a stream to record on for each
+    stream of work. The lock keeps the copies in front and the clones behind a replay with it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -356,7 +354,6 @@ class CudaEngine:
 
 class _Pool:
     """The memory that the recordings for one stream of work share, and the stream they are made on.
-
     CUDA's allocators drop a pool with its last recording, and refuse its handle from then on.
     """
 

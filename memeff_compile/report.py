@@ -52,10 +52,8 @@ _INDENT = 11
 
 
 class VerbReport(ABC):
-    """What every verb on a model reports: a line, as text more, as JSON everything.
-
-    `print` shows the text, whose first line is `summary`; a notebook folds the rest in. A verb that
-    returns the model keeps its report for `verb_report(model)`.
+    """What every verb on a model reports: a line, as text more, as JSON everything. A notebook
+    folds all but the line in; `verb_report(model)` has it later, too.
     """
 
     @property
@@ -149,10 +147,7 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return the text for several records that say the same, as one.
-
-        Of lines of the user's that were ``quoted`` before, the place is enough.
-        """
+        """Return records that say the same as one; of lines ``quoted`` before, only the place."""
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
@@ -366,9 +361,8 @@ class GraphReport:
         return replace(self, logits=logits, replays=replays)
 
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
-        """Return this report with what `memeff.verify` found when the graph first ran.
-
-        ``undo``: the original graph runs instead, so that no change of this graph counts.
+        """Return this report with what `memeff.verify` found when the graph first ran; with
+        ``undo`` the original runs instead, and no change of this graph counts.
         """
         records = [
             replace(r, action="undone") if undo and r.action in CHANGES else r for r in self.records
@@ -599,9 +593,5 @@ def graphs() -> Sequence[GraphReport]:
 
 
 def last_report() -> Report:
-    """Return what was done to every graph compiled since the last reset.
-
-    Example:
-        >>> print(memeff_compile.last_report())  # doctest: +SKIP
-    """
+    """Return what was done to every graph compiled since the last reset."""
     return Report(tuple(graphs()))

@@ -114,9 +114,8 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
-    """Take outputs that are None out of the graph and return which ones stayed; None if all did.
-
-    AOTAutograd takes them, but not where DDP compiles a model in pieces.
+    """Take outputs that are None out of the graph; return which ones stayed, None if all did. Only
+    where DDP compiles a model in pieces AOTAutograd does not take them.
     """
     output = gm.graph.output_node()
     values: Any = output.args[0]

@@ -73,10 +73,8 @@ def diagnose() -> list[Finding]:
 
 
 def inductor_problem(device: str) -> str:
-    """Return why Inductor cannot compile for a device here, or "" when it can.
-
-    On the CPU it needs a C++ compiler, on a GPU triton and a C compiler. The only reliable
-    answer is to let it compile something.
+    """Return why Inductor cannot compile for a device here, or "" when it can: only a trial of its
+    compilers, C++ on the CPU, triton and C on a GPU, tells.
     """
     import torch
 

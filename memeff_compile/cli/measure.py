@@ -44,16 +44,7 @@ class Bench:
 
 
 def measure(bench: Bench, today: str, say: Callable[[str], object] = lambda line: None) -> Entry:
-    """Decide everything that can be decided on a machine.
-
-    Args:
-        bench: The machine and its questions.
-        today: Date of the entry, as 2026-11-21.
-        say: Is told each decision as it is made.
-
-    Raises:
-        TuneError: no setting of a decision computes right numbers.
-    """
+    """Decide what a machine can, and `say` each decision; TuneError where no setting is right."""
     found: dict[str, Found] = {}
     for question in bench.questions:
         found[question.name] = _answer(question, bench.clock, bench.seconds)
@@ -208,11 +199,7 @@ class GpuClock:
 
 
 def find_gpu(*, quick: bool) -> Bench:
-    """Return the bench of this process's current GPU.
-
-    Raises:
-        TuneError: there is none, or none that runs our kernels.
-    """
+    """Return the bench of this process's GPU; TuneError without one that runs our kernels."""
     import torch
 
     needed = "tune measures a CUDA GPU of compute capability 8.0 or later, with triton installed"

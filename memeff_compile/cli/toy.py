@@ -9,11 +9,7 @@ __all__ = ["ToyModel", "add_one"]
 
 
 class ToyModel(nn.Module):
-    """An embedding, a head and a cross entropy: what the first pass rewrites.
-
-    Example:
-        >>> loss = ToyModel()(torch.arange(8))
-    """
+    """An embedding, a head and a cross entropy: what the first pass rewrites."""
 
     def __init__(self, vocabulary: int = 64, width: int = 16) -> None:
         super().__init__()
@@ -21,11 +17,7 @@ class ToyModel(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean loss of predicting each id from itself.
-
-        Args:
-            ids: (tokens,) int64.
-        """
+        """Return the mean loss of predicting each id, (tokens,) int64, from itself."""
         logits = self.head(self.embed(ids))
         return nn.functional.cross_entropy(logits, ids)
 

@@ -26,12 +26,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tune(given: argparse.Namespace, bench: Callable[..., Bench] | None = None) -> int:
-    """Measure and store, show, or remove; return the exit status.
-
-    Args:
-        given: The arguments.
-        bench: Finds what to measure with; by default the GPU of this machine.
-    """
+    """Measure (by default this machine's GPU) and store, show or remove; return the exit status."""
     try:
         path = stored_at() if given.out is None else given.out
         if given.reset:

@@ -25,9 +25,8 @@ from memeff_compile.logits.source import LogitsSource
 from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.report import LogitsUse
 
-REMEDY = (
-    'Read out.logits before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
-)
+REMEDY = "Read out.logits before optimizer.step(), or compile with "
+REMEDY += 'options={"memeff.logits": "eager"}.'
 """What a user can do about stale logits: the last sentence of every `StaleLogitsError`."""
 
 
@@ -46,11 +45,7 @@ def defer(
     """Return the logits of `hidden` as a `DeferredLogits`, joined to autograd as they would be.
 
     Reading it for the first time after the head or the hidden states were changed in place raises a
-    `StaleLogitsError`.
-
-    Example:
-        >>> logits = defer(hidden, head.weight, None, (), LogitsRecipe(hidden.dtype))
-        >>> logits[:, -1].argmax(-1)        # computes the last rows and no others
+    `StaleLogitsError`; `logits[:, -1].argmax(-1)` computes the last rows and no others.
     """
     return _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
 
@@ -85,10 +80,8 @@ def attach(
                 # DDP asks for fake outputs, to compile the next piece of the model with.
                 logits = entry.recipe.logits(hidden, weight, bias, vectors)
             else:
-                hidden = hidden.clone() if clone_hidden else hidden
-                logits = defer(
-                    hidden, weight, bias, vectors, entry.recipe, loss=entry.loss, use=use
-                )
+                made_of = hidden.clone() if clone_hidden else hidden, weight, bias, vectors
+                logits = defer(*made_of, entry.recipe, loss=entry.loss, use=use)
             entry.put(logits, results)
         results = results[:end]
         return results if isinstance(outputs, list) else tuple(results)
@@ -97,10 +90,8 @@ def attach(
 
 
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones.
-
-    Gradients reach the deferred logits. ``places`` are the arguments that come out of another
-    compiled callable.
+    """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones,
+    with gradients; ``places`` are the arguments that come out of another compiled callable.
     """
 
     def run(*args: Any) -> Any:
@@ -151,8 +142,7 @@ class _Defer(torch.autograd.Function):
                 parts = recipe.gradients(piece.rows, rows, weight, bias, vectors, needed)
             for place, part in enumerate(parts):
                 if part is not None:
-                    part = piece.scatter(part) if place == 0 else part
-                    total = totals[place]
+                    part, total = piece.scatter(part) if place == 0 else part, totals[place]
                     totals[place] = part if total is None else total + part
         return (None, None, *totals)
 

@@ -199,10 +199,8 @@ class FusedRows:
 
     def _versions(self) -> tuple[int, ...]:
         head = self.head
-        tensors = (head.weight, head.bias, *head.vectors)
-        return tuple(
-            compat.version_of(t) for t in tensors if t is not None and not t.is_inference()
-        )
+        made_of = (t for t in (head.weight, head.bias, *head.vectors) if t is not None)
+        return tuple(compat.version_of(t) for t in made_of if not t.is_inference())
 
     def scaled(self, factor: float) -> FusedRows:
         """Return this gradient times a number."""
@@ -213,18 +211,15 @@ class FusedRows:
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
         held = {name: getattr(self, name) for name in _OF_ROWS}
-        shaped: dict[str, Any] = {
-            n: x.reshape(tuple(rows)) for n, x in held.items() if x is not None
-        }
+        shaped = {n: x.reshape(tuple(rows)) for n, x in held.items() if x is not None}
         return replace(self, head=head, **shaped)
 
     @staticmethod
     def joined(
         parts: Sequence[FusedRows], join: Callable[[Sequence[Tensor]], Tensor]
     ) -> FusedRows | None:
-        """Return the gradient of all rows of `parts`, or None if they are of different kinds.
-
-        `join` concatenates or stacks tensors along one of the rows' dimensions.
+        """Return the gradient of all rows of `parts`, which `join` concatenates or stacks along one
+        of their dimensions, or None if they are of different kinds.
         """
         first = parts[0]
         settings = (first.outer, first.ignore_index)
@@ -345,9 +340,8 @@ class FusedRows:
         return grad.mul_(self.outer).to(dtype)
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, weight, bias and vectors of the deferred logits.
-
-        `base` is the recipe of the deferred logits: a part, from the front, of this head's.
+        """Return the gradients of hidden, weight, bias and vectors of the deferred logits; their
+        recipe `base` is a part, from the front, of this head's.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head

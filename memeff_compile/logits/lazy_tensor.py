@@ -32,10 +32,7 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with values on demand; subclasses say where they come from.
-
-    Tensors have a metaclass of their own, so abc cannot refuse one that leaves something out.
-    """
+    """A tensor with values on demand; subclasses say where they come from (no abc can ask them)."""
 
     _device: torch.device
 
@@ -88,10 +85,8 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor over the same values that is a leaf, or not, as `self` is.
-
-        Eager PyTorch's own refusals (`numpy()` of a tensor that requires grad, for one) then come
-        from eager PyTorch itself.
+        """Return a plain tensor over the same values, a leaf as `self` is: eager's refusals are
+        eager's own.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:

@@ -106,10 +106,7 @@ class Memory:
     def snapshot(
         self, view: DeferredLogits, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:
-        """Return a way to apply `function` to a copy of the values of `view` later.
-
-        It holds none of this memory.
-        """
+        """Return what applies `function` to a copy of `view`'s values later and holds no memory."""
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference
 
@@ -124,9 +121,8 @@ class Memory:
             with torch.inference_mode(is_inference), torch.no_grad():
                 part = value.as_strided(*place)
                 result = function(part)
-                if result is part or not result.is_contiguous():
-                    result = result.clone(memory_format=torch.contiguous_format)
-                return result
+                is_apart = result is not part and result.is_contiguous()
+                return result if is_apart else result.clone(memory_format=torch.contiguous_format)
 
         return copy
 

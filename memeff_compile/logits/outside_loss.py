@@ -54,10 +54,8 @@ class _Function(torch.autograd.Function):
 
 
 class _Rows(_Function):
-    """From logits to numbers per row, or from log-probabilities.
-
-    Of logits z with target t: nll = lse - z_t, lse, and the weighted sum of z. Of
-    log-probabilities l: nll = -l_t and the weighted sum of l.
+    """From logits z with target t to nll = lse - z_t, lse, and the weighted sum of z, row by row;
+    from log-probabilities l to nll = -l_t and the weighted sum of l.
     """
 
     @staticmethod
@@ -319,9 +317,6 @@ def _written_by(view: Tensor) -> Any:
     return (view if view._base is None else view._base).grad_fn
 
 
-# What can be served -------------------------------------------------------------------------------
-
-
 class Declined(Exception):
     """A call that is left to PyTorch, with the reason for the report, or "" for none."""
 
@@ -403,9 +398,6 @@ def _result_dtype(
     return _result_dtypes[key]
 
 
-# Losses -------------------------------------------------------------------------------------------
-
-
 def _cross_entropy(
     input: Any,
     target: Any,
@@ -446,10 +438,8 @@ def _class_loss(
 ) -> Tensor:
     view, is_log = _class_last(input, target), function is F.nll_loss
     factor = _check(view, target, weight).factor
-    if is_log:
-        _need(factor is not None, "nll_loss of something other than log-probabilities")
-    else:
-        _need(factor is None, "cross_entropy of log-probabilities")
+    _need(not is_log or factor is not None, "nll_loss of something other than log-probabilities")
+    _need(is_log or factor is None, "cross_entropy of log-probabilities")
     _need(size_average is None and reduce is None, "size_average or reduce is given")
     _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
     is_share = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
@@ -510,9 +500,6 @@ def _reduced(rows: Tensor, norm: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return rows.view_as(rows) if rows.dim() > 1 else rows  # a view in eager PyTorch, too
     return rows.sum() if reduction == "sum" else rows.sum() / norm.sum()
-
-
-# Log-probabilities --------------------------------------------------------------------------------
 
 
 def _functional_log_softmax(

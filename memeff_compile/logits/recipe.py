@@ -49,11 +49,9 @@ class LogitsRecipe:
     """The head of a model, from hidden states to logits.
 
     Its pointwise steps behind the product are, in order: ("to", dtype), ("mul", number),
-    ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors`. A bias
-    step that changes the dtype names the new one: ("bias", torch.float32). ("log_softmax", None) is
-    a step of what code outside the graph made of the logits, and so are ("exp", None) and
-    ("times_exp", None), x * exp(x), behind it; the recipes of graphs, which are the ones that know
-    gradients, have none.
+    ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors` and names
+    the new dtype if it changes. Code outside the graph makes ("log_softmax", None), ("exp", None)
+    and ("times_exp", None), x * exp(x); the recipes of graphs, which know gradients, have none.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -93,10 +91,7 @@ class LogitsRecipe:
         bias: Tensor | None,  # (vocabulary,) or None, the bias inside the product
         vectors: Sequence[Tensor] = (),  # one per bias step, broadcastable to (vocabulary,)
     ) -> Tensor:
-        """Compute the logits, (..., vocabulary) of `self.dtype`, whatever autocast says outside.
-
-        The calls are PyTorch's, which are differentiable.
-        """
+        """Compute logits, (..., vocabulary) of `self.dtype`, differentiably, without autocast."""
         with _autocast_off(hidden.device.type):
             return self._forward((hidden, weight, bias, vectors), None)
 
@@ -171,18 +166,18 @@ class LogitsRecipe:
         hidden, weight, bias = made_of
         dtype = self.compute_dtype
         rows = grad.reshape(-1, grad.shape[-1])
-        dhidden = dweight = dbias = None
+        found: list[Tensor | None] = [None, None, None]
         if needs[0]:
             columns = weight.to(dtype)
             product = rows @ (columns.T if self.transposed else columns)
-            dhidden = product.view(hidden.shape).to(hidden.dtype)
+            found[0] = product.view(hidden.shape).to(hidden.dtype)
         if needs[1]:
             states = hidden.to(dtype).reshape(-1, hidden.shape[-1])
-            dweight = states.T @ rows if self.transposed else rows.T @ states
-            dweight = dweight.to(weight.dtype)
+            product = states.T @ rows if self.transposed else rows.T @ states
+            found[1] = product.to(weight.dtype)
         if needs[2] and bias is not None:
-            dbias = rows.sum(0).to(bias.dtype)
-        return [dhidden, dweight, dbias]
+            found[2] = rows.sum(0).to(bias.dtype)
+        return found
 
 
 @dataclass(frozen=True)
@@ -207,8 +202,8 @@ class DeferredOutput:
     is_view: bool = False
     # how a loss outside the graph is fused, or None where it is not
     loss: LossSettings | None = None
-    # where several outputs share the memory of these logits, or one has not all of it in its order,
-    # all of them, and each is a view of it; `output` is the first of their places
+    # all outputs that share the memory of these logits, or one that has not all of it in its order;
+    # `output` is the first of their places
     views: tuple[LogitsView, ...] = ()
 
     @property

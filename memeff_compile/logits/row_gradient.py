@@ -31,10 +31,8 @@ aten = torch.ops.aten
 
 
 class RowStep(NamedTuple):
-    """One selection of rows, and its transpose.
-
-    Both work on any tensor with the leading dimensions in question: on gradients, whose last
-    dimension is the vocabulary, and on hidden states alike.
+    """One selection of rows, and its transpose: both work on any tensor with the leading dimensions
+    in question, gradients (whose last dimension is the vocabulary) and hidden states alike.
     """
 
     select: Callable[[Tensor], Tensor]
@@ -204,12 +202,9 @@ def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGra
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
         return None
-    step = RowStep(
-        lambda x: x.reshape(_with_last(before, x)),
-        lambda g: g.reshape(_with_last(after, g)),
-    )
+    ways = (lambda x: x.reshape(_with_last(before, x)), lambda g: g.reshape(_with_last(after, g)))
     pieces = [
-        Piece(piece.rows, (*piece.steps, step))
+        Piece(piece.rows, (*piece.steps, RowStep(*ways)))
         if piece.fused is None
         else Piece(piece.fused.reshaped(after[:-1]), ())
         for piece in grad.pieces
@@ -317,12 +312,11 @@ def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | 
         factor = factor.item()
     if not isinstance(factor, (int, float)) or isinstance(factor, bool) or (invert and not factor):
         return None
-    number = factor
 
     def scaled(rows: Tensor | FusedRows) -> Tensor | FusedRows:
         if isinstance(rows, FusedRows):
-            return rows.scaled(1 / number if invert else number)
-        return rows / number if invert else rows * number
+            return rows.scaled(1 / factor if invert else factor)
+        return rows / factor if invert else rows * factor
 
     return grad.with_rows(scaled)
 
@@ -370,12 +364,8 @@ def _together(
     joined = FusedRows.joined(parts, join) if len(parts) == len(given) else None
     if joined is not None:
         return RowGradient(shape, (Piece(joined, ()),), grads[0])
-    pieces = [
-        piece
-        for grad, step in zip(given, steps, strict=True)
-        for piece in grad.then(shape, step).pieces
-    ]
-    return RowGradient(shape, tuple(pieces), grads[0])
+    behind = [grad.then(shape, step) for grad, step in zip(given, steps, strict=True)]
+    return RowGradient(shape, tuple(piece for grad in behind for piece in grad.pieces), grads[0])
 
 
 def _sliced(shape: Sequence[int], dim: int, start: int, end: int, step: int) -> RowStep:

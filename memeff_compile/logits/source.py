@@ -43,10 +43,8 @@ def reading_for(reason: str) -> Iterator[None]:
 
 
 class LogitsSource:
-    """The hidden states and the head that logits come from.
-
-    Holds detached aliases: the autograd graph of the hidden states belongs to the logits tensor
-    alone, and a detached copy of the logits must not keep it alive.
+    """The hidden states and the head that logits come from, as detached aliases: the autograd graph
+    of the hidden states is that of the logits alone, and no detached copy keeps it alive.
     """
 
     def __init__(
@@ -93,10 +91,7 @@ class LogitsSource:
             _watch_optimizers()
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
-        """Return the logits of some rows of the hidden states, without autograd.
-
-        StaleLogitsError where the product would not be the one of the forward pass.
-        """
+        """Return logits of some rows, without autograd; StaleLogitsError if something changed."""
         self._refuse(self.change())
         self.materialisations += 1
         if self.use is not None:

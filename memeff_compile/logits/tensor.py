@@ -56,10 +56,7 @@ _OTHER_MEMORY = (
 
 
 class DeferredLogits(LazyTensor):
-    """Logits, or some of their rows, that are computed on first use.
-
-    What users see are the attributes of any tensor; the fields below are for this folder.
-    """
+    """Logits, or some of their rows, computed on first use; the fields are for this folder."""
 
     memory: Memory
     rows: Tensor  # the hidden states of this tensor's rows
@@ -99,10 +96,8 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a tensor in memory of its own, which `recipe` computes from these hidden states.
-
-        Values of these rows, while there are some, go through `function`. `is_whole`: these are
-        all rows of their memory in its order.
+        """Return a tensor in memory of its own, which `recipe` computes from these hidden states,
+        and `function` from values while there are some. `is_whole`: all rows, in order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)
@@ -115,10 +110,7 @@ class DeferredLogits(LazyTensor):
         return self.to_read()
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this one for autograd; nobody writes to it.
-
-        The one view that is no `DeferredLogits`: nobody else asks for `implicit`.
-        """
+        """Return an ordinary view of this one for autograd, which nobody writes to: `implicit`."""
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
         return plain
@@ -207,9 +199,6 @@ class DeferredLogits(LazyTensor):
                 return result
         with reading_for(compat.schema(func).name.split("::")[-1]):
             return _compute(func, args, kwargs)
-
-
-# Below autograd ----------------------------------------------------------------------------------
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
@@ -303,9 +292,8 @@ def _derive(
 
 
 def _windows(call: _Call) -> Any:
-    """Views that are no rows: a part of the vocabulary, a diagonal, all logits in one dimension.
-
-    Their values are a view of those of `view`. None for views that are more: of another dtype.
+    """Views that are no rows: a part of the vocabulary, a diagonal, all logits in one dimension;
+    their values are a view of those of `view`. None for views that are more: of another dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -405,9 +393,8 @@ def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
     """A new tensor whose values are `function` of those of `view`."""
-    # A copy of values that are there is possible even when they could not be computed again.
     if view.lost_factors() is not None:
-        return None
+        return None  # values that are there can be copied all the same
     order = view.order
     if order is not None:  # the vocabulary goes back to the last place, and out again
         back = [order.index(dim) for dim in range(len(order))]
@@ -477,9 +464,6 @@ _ANY_ORDER = (_permuted, _copied, _scaled, _shaped_like, _itself, _recorded)
 _ALIASES = (aten.alias.default, aten.detach.default)
 
 
-# Above autograd ----------------------------------------------------------------------------------
-
-
 @compat.untraced
 def _function(
     func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -487,9 +471,8 @@ def _function(
     """Run one function of PyTorch's Python interface."""
     if not all(issubclass(kind, _FAMILIAR) or kind is Tensor for kind in types):
         # Another subclass has its own idea of what `func` means: give it a plain tensor.
-        args, kwargs = pytree.tree_map_only(
-            DeferredLogits, DeferredLogits.as_plain, (tuple(args), dict(kwargs))
-        )
+        given = (tuple(args), dict(kwargs))
+        args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.as_plain, given)
         return func(*args, **kwargs)
     with compat.without_torch_function():
         special = _ABOVE_AUTOGRAD.get(func)

@@ -349,10 +349,8 @@ class _Expansion:
         return [self.item(pieces, place) for place in range(parts)]
 
     def _batch_first(self, source: Node) -> tuple[Node, int]:
-        """Return three axes to project, and which of the first two is the batch.
-
-        A module with ``batch_first`` turns its inputs round; what lies behind is projected without
-        a copy.
+        """Return three axes to project, and which of the first two is the batch: a module with
+        ``batch_first`` turns its inputs round, and what lies behind is projected without a copy.
         """
         node = self.info.current(source)
         if not self.is_batched:

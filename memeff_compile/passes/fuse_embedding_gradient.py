@@ -205,10 +205,8 @@ def _unread(node: Node) -> Decline:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return what reads ``weight`` on behalf of fused heads behind ``last``: the ops, or a cast.
-
-    A cast to a narrower dtype is no such reader: the gradient would be widened as soon as it is
-    there, and be held wide through the whole backward pass.
+    """Return what reads ``weight`` for fused heads behind ``last``: the ops, or a cast. Not a cast
+    to a narrower dtype: its gradient would be held wide through the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]

@@ -18,7 +18,6 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -92,14 +91,14 @@ class KeepActivations(GraphPass):
         """Return what is kept within a number of bytes, in all checkpoints of the graph."""
         *_, root = info.outward()
         if "kept" not in root.notes:
-            levels = [(level, list(_readable(level))) for level in _bodies(root)]
-            served = [
-                products
-                for level, products in levels
-                if _unserved(level) is None and not self._is_skipped(level, products)
-            ]
+            _, *bodies = root.inward()
+            served: list[Product] = []
+            for body in bodies:
+                products = list(_readable(body))
+                if _unserved(body) is None and not self._is_skipped(body, products):
+                    served += products
             limit = cast("int", root.options.recompute)
-            root.notes["kept"] = set(_within(chain.from_iterable(served), limit))
+            root.notes["kept"] = set(_within(served, limit))
         chosen: set[Node] = root.notes["kept"]
         return chosen
 
@@ -147,11 +146,9 @@ def _unserved(info: GraphInfo) -> Decline | None:
         )
     for node in info.gm.graph.nodes:
         if not compat.may_be_under_policy(node.target):
-            return Decline(
-                "higher_order",
-                f"`{node.name}` is an operation on graphs, which PyTorch's policies do not serve",
-                "checkpoint what is around it apart, or leave memeff.recompute at 'as_written'",
-            )
+            said = f"`{node.name}` is an operation on graphs, which PyTorch's policies do not serve"
+            hint = "checkpoint what is around it apart, or leave memeff.recompute at 'as_written'"
+            return Decline("higher_order", said, hint)
     return None
 
 
@@ -162,12 +159,6 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
             product = _product(info, node)
             if product is not None:
                 yield product
-
-
-def _bodies(info: GraphInfo) -> Iterator[GraphInfo]:
-    for body in info.bodies():
-        yield body
-        yield from _bodies(body)
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:

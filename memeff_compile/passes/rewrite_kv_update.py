@@ -95,11 +95,7 @@ class RewriteKVUpdate(cached.CachedPass):
                 yield Site(node, call, storages)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Return why the attention must be left alone, or None.
-
-        The place is read here and not by ``find``: rewriting one attention replaces operands of
-        the next.
-        """
+        """Read the place, which an earlier rewrite may have changed; return why not, or None."""
         match.call = read_one(match.node) or match.call
         read = (_cache(info, match.call.args[name], match.storages) for name in ("key", "value"))
         match.caches = tuple(cache for cache in read if cache is not None)

@@ -77,9 +77,8 @@ class TernarizeLinear(GraphPass):
     name = "ternarize_linear"
 
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
-        """Yield linears whose weight, or whose input as that of ternary models, is rounded.
-
-        Then calls on packed weights that have one input and can be one call.
+        """Yield linears with a rounded weight, or an input rounded as that of ternary models, then
+        calls on packed weights that have one input and can be one call.
         """
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes):
@@ -335,10 +334,8 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
-    """Emit one op for all linears of the group, before the first of them.
-
-    In training that is one quantisation, a packed weight per linear, and one product with
-    gradients.
+    """Emit one op for all linears of the group, before the first of them; in training one
+    quantisation, a packed weight per linear, and one product with gradients.
     """
     if is_trained and info.options.inner == "inductor":
         for op, twin in op_folder.TWINS:
@@ -374,10 +371,7 @@ def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) ->
 
 
 def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
-    """Return what becomes of gate and up, where the backward computes it again with them.
-
-    The body of a checkpoint does so anyhow.
-    """
+    """Return what becomes of gate and up where the backward makes it again; checkpoints do so."""
     if info.options.ternary_gate != "recompute" or info.parent is not None:
         return None
     return read_gate([site.linear for site in match.sites])

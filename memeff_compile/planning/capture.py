@@ -21,6 +21,7 @@ from ..errors import ExplainError, MemeffError, first_line
 from ..kernels.device import planned_for
 from ..options import Options
 from ..passes import PASSES, in_order
+from ..passes.graph.graph_info import levels_of
 from ..passes.graph.module_names import clean_module_path
 from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
@@ -98,11 +99,7 @@ class Capture:
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Read batch and length off input_ids, else the first integer tensor of a call, or any tensor.
-
-    Raises:
-        ExplainError: the call has no tensor.
-    """
+    """Read batch and length off input_ids, else the first integer tensor of a call, or any one."""
     tensors = [x for x in tensors_of((kwargs.get("input_ids"), args, kwargs)) if x.dim()]
     if not tensors:
         raise ExplainError(
@@ -122,11 +119,7 @@ def capture(
     model: nn.Module | Callable[..., Any],
     told: Told,  # the batch and the length to capture it with
 ) -> Capture:
-    """Capture a call of ``model``, with the passes and without them.
-
-    Raises:
-        ExplainError: the call fails, or Dynamo captured no graph.
-    """
+    """Capture a call of ``model`` with the passes and without them; ExplainError if it fails."""
     is_running = False
 
     def outside(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
@@ -146,7 +139,7 @@ def capture(
     found.inputs, found.outside = tensors_of((given, named)), 0
 
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.nodes.append([_call_and_sizes(n) for m in _levels(gm) for n in m.graph.nodes])
+        found.nodes.append([_call_and_sizes(n) for m in levels_of(gm) for n in m.graph.nodes])
         number = len(found.nodes) - 1
         said = [compat.source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
         found.classes |= _classes(gm)
@@ -211,11 +204,10 @@ def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
 
 
 def _attend_as_a_gpu_does(gm: GraphModule) -> None:
-    """Take dropout out of fused attention: on a CPU it means the unfused one, on a GPU it does not.
-
-    A GPU draws dropout inside its attention kernel and keeps a seed, no mask.
+    """Take dropout out of fused attention: a GPU draws it inside its kernel and keeps a seed, no
+    mask, where on a CPU it means the unfused one.
     """
-    for module in _levels(gm):
+    for module in levels_of(gm):
         for node in module.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
                 if len(node.args) > 4:
@@ -223,10 +215,6 @@ def _attend_as_a_gpu_does(gm: GraphModule) -> None:
                 if "dropout_p" in node.kwargs:
                     node.kwargs = {**node.kwargs, "dropout_p": 0.0}
         module.recompile()
-
-
-def _levels(gm: GraphModule) -> list[GraphModule]:
-    return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
 def _name(model: object) -> str:
@@ -261,10 +249,8 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
-    """Return a tree of inputs as fake tensors of another batch and another length.
-
-    Those that have values keep them: of more sequences the same ones again, of shorter ones the
-    beginning, of longer ones the end again and again.
+    """Return a tree of inputs as fake tensors of another batch and length; values stay: the same
+    sequences again, of shorter ones the beginning, of longer ones the end repeated.
     """
 
     def fake(given: object) -> object:
@@ -321,9 +307,8 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
-    """Return the parameters' paths in the model, and that of the module that the graph is of.
-
-    Where the model's own graph breaks, a graph is of a module's forward, and calls that one `self`.
+    """Return the parameters' paths in the model, and that of the module whose forward the graph is
+    of: where the model's own breaks, it calls that one `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):
@@ -338,7 +323,7 @@ def _parameters(
 def _classes(gm: GraphModule) -> set[int]:
     """Return the sizes of the class dimension of what enters a loss."""
     found: set[int] = set()
-    for node in (node for module in _levels(gm) for node in module.graph.nodes):
+    for node in (node for module in levels_of(gm) for node in module.graph.nodes):
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if name in LOSSES and node.args and isinstance(node.args[0], Node):
             value = compat.example_value(node.args[0])

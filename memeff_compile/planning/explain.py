@@ -120,10 +120,8 @@ def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Pro
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at its own sizes and at ones that say how others grow with them.
-
-    Where sizes do not grow with the length in proportion (a length in whole chunks), it is left as
-    it is, and so is the batch, so that what is planned is right at the sizes that it is for.
+    """Capture a model at its own sizes and at ones that say how others grow with them: not with a
+    length or batch in proportion to which they do not grow, as where it is cut into whole chunks.
     """
     said("what the passes do")
     # Dynamo makes graphs of their own for a batch of 1

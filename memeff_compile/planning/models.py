@@ -33,11 +33,7 @@ def build(
     checkpointing: bool,  # whether to switch gradient checkpointing on
     attention: str | None = None,  # transformers' attn_implementation, or its default
 ) -> Call:
-    """Build a model on device "meta", and inputs for it.
-
-    Raises:
-        ExplainError: there is no such config, or it cannot be built.
-    """
+    """Build a model on device "meta", and inputs for it; ExplainError where it cannot be built."""
     if batch < 1 or length < 1:
         raise ExplainError(f"batch is {batch} and length {length}; both have to be at least 1.")
     with torch.device("meta"):

@@ -143,10 +143,8 @@ def _as_in_the_paper(
 
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
-    """Return a moment's parts on one GPU of several.
-
-    FSDP reduces the gradients of a block when its backward is done, so two blocks' gradients are
-    whole at a time; those outside blocks are whole until the backward ends.
+    """Return a moment's parts on one GPU of several: FSDP reduces a block's gradients after its
+    backward, so those of two blocks are whole at a time, and others until the end.
     """
     if setting.shards == 1:
         return parts

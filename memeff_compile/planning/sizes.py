@@ -37,9 +37,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """Batch and length that no other size of a model is a multiple of: sizes say how they grow.
-
-    A graph captured with them has numbers for sizes, and 11 x 2039 can only be batch x length.
+    """Batch and length that no other size of a model is a multiple of: sizes say how they grow, and
+    11 x 2039 can only be batch x length.
     """
 
     batch: int | None = None  # None where it is not told apart: sizes then do not grow with it
@@ -48,10 +47,8 @@ class Told:
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
-        """Return sizes apart from a model's own.
-
-        The length is three quarters of the call's, so that what grows in steps is another number,
-        and not more, as a longer one may be longer than tables of positions are.
+        """Return sizes apart from a model's own, the length at three quarters of the call's: what
+        grows in steps is another number, and tables of positions are long enough.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))

@@ -110,9 +110,8 @@ class Step:
 
 
 class Timeline:
-    """The kernels of a graph, forward or backward, as Inductor gets it, in the order they run in.
-
-    `same` has placeholders that are the same memory as another placeholder.
+    """The kernels of a graph, forward or backward, as Inductor gets it, in the order in which they
+    run. `same` has placeholders that are the same memory as another placeholder.
     """
 
     def __init__(

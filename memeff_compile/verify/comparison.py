@@ -22,7 +22,8 @@ from ..logits.attach import attach
 from ..logits.recipe import DeferredOutput
 from ..logits.tensor import DeferredLogits
 from ..options import Options
-from .op_by_op import WIDER, KeptGraph, levels_of, run_op_by_op, wide_outputs
+from ..passes.graph.graph_info import levels_of
+from .op_by_op import WIDER, KeptGraph, run_op_by_op, wide_outputs
 from .tolerance import EXACT, Gap, Tolerance, gradient_gaps, slack_of, value_gap
 
 log = logging.getLogger(__name__)
@@ -147,10 +148,8 @@ class Comparison:
         return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:
-        """Compare, and leave everything of the caller's as it was.
-
-        NotRunError where it cannot be done for this graph, or there is no memory for it;
-        PostponedError where the original graph itself raises on these arguments.
+        """Compare, and leave everything of the caller's as it was; NotRunError where this graph or
+        the memory does not allow it, PostponedError where the original graph itself raises.
         """
         reason = self._obstacle(args)
         if reason:
@@ -461,10 +460,8 @@ def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _autocast_restored(args: Sequence[Any], *, off: bool = False) -> Iterator[None]:
-    """Leave autocast as it was, also behind a graph that fails inside a region of its own.
-
-    Casts are not cached meanwhile: the cache would keep those of copies until the outermost
-    region ends.
+    """Leave autocast as it was, also behind a graph that fails inside a region of its own, and
+    cache no casts meanwhile: those of copies would stay until the outermost region ends.
     """
     kinds = sorted({"cpu"} | {arg.device.type for arg in args if isinstance(arg, Tensor)})
     kinds = [kind for kind in kinds if kind != "meta"]

@@ -23,7 +23,7 @@ from .. import compat
 from ..compat import HigherOrderOperator, pytree
 from ..logits.recipe import DeferredOutput
 from ..options import Options
-from ..passes.graph.graph_info import GraphInfo, ambient_region
+from ..passes.graph.graph_info import GraphInfo, ambient_region, levels_of
 
 WIDER: Mapping[torch.dtype, torch.dtype] = {
     torch.float16: torch.float64,
@@ -75,20 +75,15 @@ def keep(gm: GraphModule, options: Options) -> KeptGraph:
     )
 
 
-def levels_of(gm: GraphModule) -> list[GraphModule]:
-    """Return a graph and those inside it."""
-    return [module for module in gm.modules() if isinstance(module, GraphModule)]
-
-
 def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
     for node in nodes:
         if node.op == "call_module":
             return "the graph holds modules, whose parameters cannot be set aside"
         default = getattr(node.target, "default", None)
         schema = getattr(node.target, "_schema", None) or getattr(default, "_schema", None)
-        is_collective = (schema is not None and schema.name.split("::")[0] in _COLLECTIVES) or str(
-            getattr(node.target, "__module__", "")
-        ).startswith("torch.distributed")
+        module = str(getattr(node.target, "__module__", ""))
+        is_collective = schema is not None and schema.name.split("::")[0] in _COLLECTIVES
+        is_collective = is_collective or module.startswith("torch.distributed")
         if node.op == "call_function" and is_collective:
             return "the graph talks to other processes, which may not run it a second time"
     held = (getattr(gm, str(node.target), None) for node in nodes if node.op == "get_attr")
@@ -102,7 +97,7 @@ def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
-        node.meta = {"stack_trace": node.meta["stack_trace"]} if "stack_trace" in node.meta else {}
+        node.meta = {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
         if wide:
             _widen_node(node)
     for node in reversed(list(graph.nodes)):

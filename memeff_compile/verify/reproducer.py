@@ -29,22 +29,16 @@ class Compared(Protocol):
     options: Options
 
 
-def write(
-    compared: Compared, mismatches: Sequence[Gap], graph_name: str, args: Sequence[Any]
-) -> str:
-    """Write ``repro.py`` and ``inputs.pt``; return a sentence that says where and how large.
-
-    ``args`` are the arguments that showed the mismatches, the name is the graph's in the report.
-    """
+def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Sequence[Any]) -> str:
+    """Write ``repro.py`` and ``inputs.pt`` for arguments that mismatch; say where and how large."""
     try:
-        parent, name = compared.options.verify_folder, re.sub(r"\W+", "_", graph_name)
+        parent, name = compared.options.verify_folder, re.sub(r"\W+", "_", graph)
         if parent is not None:
             Path(parent).mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"memeff_verify_{name}_", dir=parent))
         inputs = _Inputs.choose(compared, args)
         torch.save({"tensors": inputs.saved, "constants": inputs.constants}, folder / "inputs.pt")
-        program = _program(compared, mismatches, graph_name, inputs)
-        (folder / "repro.py").write_text(program)
+        (folder / "repro.py").write_text(_program(compared, mismatches, graph, inputs))
         size = sum(file.stat().st_size for file in folder.iterdir())
     except Exception as error:  # a full disk must not hide the mismatch
         return f"No reproducer was written: {type(error).__name__}: {error}."
@@ -100,9 +94,7 @@ def _description(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, int(tensor.min()), int(tensor.max())
 
 
-def _program(
-    compared: Compared, mismatches: Sequence[Gap], graph_name: str, inputs: _Inputs
-) -> str:
+def _program(compared: Compared, mismatches: Sequence[Gap], graph: str, inputs: _Inputs) -> str:
     imports: dict[str, str] = {}
     original = _source("Original", compared.original.module, imports)
     rewritten = _source("Rewritten", compared.rewritten.module, imports)
@@ -112,7 +104,7 @@ def _program(
     kinds |= {"cuda"} if torch.cuda.is_available() else set()
     is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     return _PROGRAM.format(
-        graph=graph_name,
+        graph=graph,
         torch=torch.__version__,
         found=found.replace("\\", "\\\\").replace('"""', "'''"),
         drawn=drawn or "  - none",

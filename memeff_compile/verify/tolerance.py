@@ -27,10 +27,6 @@ class Tolerance:
     relative: float  # share of a tensor's norm
     absolute: float  # per entry, as a root mean square; of values only
 
-    def times(self, factor: float) -> Tolerance:
-        """Return a tolerance that is `factor` times as wide."""
-        return Tolerance(self.relative * factor, self.absolute * factor)
-
 
 EXACT = Tolerance(1e-9, 1e-12)
 OWN = 3.0
@@ -72,10 +68,7 @@ class Gap:
 
 
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
-    """Return the slack of the coarsest of a graph's floating dtypes.
-
-    ``coarse_products``: fp32 products are rounded to TF32 or bf16 on this machine.
-    """
+    """Return the slack of a graph's coarsest floating dtype; coarse products: of TF32 or bf16."""
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:
         known.append(SLACK[torch.float16])
@@ -85,9 +78,8 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 def value_gap(
     what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
-    """Compare one value, an output or what the graph left in an input, with the original's.
-
-    ``own`` is the original's in the arithmetic of ``found``, if ``truth`` is wider.
+    """Compare one output, or what the graph left in an input, with the original's; ``own`` is the
+    original's in the arithmetic of ``found``, if ``truth`` is wider.
     """
     words = _different_kind(found, truth)
     if words:
@@ -110,10 +102,8 @@ def gradient_gaps(
     tolerance: Tolerance,
     own: Sequence[Tensor | None] | None = None,
 ) -> list[Gap]:
-    """Compare the gradients of one backward pass, each by its own size.
-
-    A gradient far smaller than the others is measured by a thousandth of their typical size. A
-    missing one counts as zero. Arguments are as in `value_gap`, one entry per input.
+    """Compare the gradients of one backward, one entry per input, as in `value_gap`: by their own
+    size, if far smaller than others by a thousandth of the typical. A missing one is zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -161,9 +151,7 @@ class _Norms:
     def of(cls, found: Tensor, truth: Tensor, own: Tensor | None) -> _Norms:
         norms = cls(own=None if own is None else 0.0)
         sums = torch.zeros(3, dtype=torch.float64)
-        flat: list[Any] = [
-            None if t is None else t.detach().reshape(-1) for t in (found, truth, own)
-        ]
+        flat = [t if t is None else t.detach().reshape(-1) for t in (found, truth, own)]
         for start in range(0, truth.numel(), _CHUNK):
             chunk: list[Any] = [t if t is None else t[start : start + _CHUNK] for t in flat]
             sums += torch.stack(norms._add(*chunk)).cpu()

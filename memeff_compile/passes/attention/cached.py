@@ -44,19 +44,14 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return how Inductor should compile the graph: tuned, where every product has one row.
-
-    A step of one token is its weights read once, and libraries read them at three quarters of the
-    memory's speed. Under this setting Inductor writes such products itself, as sums that it tunes.
+    """Return how Inductor should compile the graph: where every product has one row, as sums that
+    it writes and tunes itself. Libraries read weights at three quarters of the memory's speed.
     """
     return {"coordinate_descent_tuning": True} if is_one_row else {}
 
 
 def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) -> Decline | None:
-    """Return why a call of attention over a cache is none that the ops can serve, or None.
-
-    ``without_causal`` is the way out where the call has is_causal.
-    """
+    """Return why the ops cannot serve a call over a cache, or None. ``without_causal``: a hint."""
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:
         return Decline(

@@ -293,10 +293,8 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return which keys a mask lets through; None for a bias that does more than to mask.
-
-    A truth value lets through what is true. A number is added to the scores: zero lets through,
-    and what is as low as `MASKED` takes away.
+    """Return which keys a mask lets through, by truth or by adding zero, where what it adds to
+    others is as low as `MASKED`; None for a bias that does more than to mask.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):

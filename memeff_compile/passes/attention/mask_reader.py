@@ -72,10 +72,7 @@ class MaskReader:
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask lets through, over the axes of scores of a shape.
-
-        None for a mask that is (or may be) a bias.
-        """
+        """Return which keys a mask lets through, over axes of scores; None for a possible bias."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)

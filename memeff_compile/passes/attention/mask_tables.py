@@ -48,10 +48,8 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return behind which node of which level a table can be written, or None where it cannot.
-
-    That is behind the last node it reads, or behind the last moment at which one was read whose
-    memory changes: nothing may write to what is read from its reading to there.
+    """Return behind which node of which level a table can be written, or None: behind the last node
+    it reads, or the last moment at which one was read whose memory changes.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info

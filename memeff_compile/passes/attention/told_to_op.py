@@ -58,9 +58,8 @@ class Said:
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
-    """Return what the op is told in the place of a mask, or why it cannot be told.
-
-    That is a sentence where the mask is to blame, and a decline where its empty rows are.
+    """Return what the op is told in the place of a mask, or why not: a sentence where the mask is
+    to blame, a decline where its empty rows are.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can say it"
@@ -202,9 +201,8 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_added(info: GraphInfo, site: Site) -> str:
-    """Return why the op would not add a site's mask when it runs, or an empty string.
-
-    What the graph computes itself and adds (ALiBi, T5) hides nothing as a rule: no tile is skipped.
+    """Return why the op would not add a site's mask when it runs, or "": what the graph computes
+    itself and adds (ALiBi, T5) hides nothing as a rule, so that no tile is skipped.
     """
     assert site.mask is not None
     node: Any = site.mask

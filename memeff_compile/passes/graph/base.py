@@ -22,9 +22,8 @@ from .graph_info import GraphInfo, node_name
 
 @dataclass(frozen=True)
 class Decline:
-    """A place a pass looked at and left alone: the code, a sentence, a way out, and where.
-
-    ``sites`` counts places with the same answer; where it is given, equal answers are one record.
+    """A place a pass looked at and left alone: the code, a sentence, a way out, and where. Places
+    with the same answer are one record where ``sites`` counts them.
     """
 
     code: str
@@ -128,10 +127,9 @@ class GraphPass(ABC):
         return ()
 
     def identity(self) -> str:
-        """Return what tells this pass from others, and its versions apart, in caches on disk.
-
-        It is the text of the files of its classes, and its attributes. Override it where a rewrite
-        depends on more. A pass without a file is known to its own process alone.
+        """Return what tells this pass and its versions apart in caches on disk: the text of its
+        classes' files, and its attributes (without a file, this process). Override it where a
+        rewrite depends on more.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

@@ -58,9 +58,8 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Read ``node`` by the table; None when the table does not know it.
-
-    Example: ``read(x.float())`` is ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
+    """Read ``node`` by the table; None when the table does not know it. ``x.float()`` is read as
+    ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
     """
     if node.op not in ("call_function", "call_method"):
         return None
@@ -579,9 +578,8 @@ def _with_reflection(
 
 
 def trace(node: Node) -> Reading | None:
-    """Read ``node`` by running it alone on fake operands; None when it cannot be traced so.
-
-    Milliseconds per node: the judge of the table, and the way out where the table has no entry.
+    """Read ``node`` by running it alone on fake operands, in milliseconds, or return None: the
+    judge of the table, and the way out where it has no entry.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

@@ -44,10 +44,8 @@ class Editor:
     def at(
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
-        """Insert before ``node``; the new nodes take source line and module path of ``like``.
-
-        ``region`` is what holds before ``node`` where that differs from what holds at it, as it
-        does where ``node`` switches gradients off.
+        """Insert before ``node``; new nodes take source line and module path of ``like``.
+        ``region`` is what holds there, by default as at ``node``, which may switch gradients off.
         """
         before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:
@@ -105,10 +103,7 @@ class Editor:
         return node
 
     def size(self, value: int | torch.SymInt) -> int | Node:
-        """Return a size as an argument of a call: a number, or what computes it from the inputs.
-
-        EditRefused where the inputs do not say it.
-        """
+        """Return a size as an argument: a number, or what computes it from inputs that say it."""
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 
     def _size_of(self, formula: sympy.Expr) -> Any:
@@ -201,10 +196,7 @@ class Editor:
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Lint the graph and erase those of ``dead`` that nobody uses any more, last first.
-
-        What can fail comes before what cannot be undone: a node that is erased.
-        """
+        """Lint the graph, which can fail, then erase unused nodes of ``dead``, which is final."""
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"
         self.graph.lint()

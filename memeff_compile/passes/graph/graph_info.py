@@ -136,10 +136,9 @@ class GraphInfo:
         return isinstance(size, int) or self._says(compat.size_formula(size))
 
     def _says(self, formula: Any) -> bool:
-        is_known = formula.is_Integer or formula in self.sources_of_sizes
-        return is_known or (
-            (formula.is_Add or formula.is_Mul) and all(map(self._says, formula.args))
-        )
+        if formula.is_Integer or formula in self.sources_of_sizes:
+            return True
+        return (formula.is_Add or formula.is_Mul) and all(map(self._says, formula.args))
 
     @property
     def is_called_once(self) -> bool:
@@ -166,17 +165,20 @@ class GraphInfo:
     @cached_property
     def needs_grad(self) -> bool:
         """Whether a backward may follow: gradients on, and something asks for them."""
-        return self.region.grad and any(
-            value is not None and value.requires_grad
-            for value in (self.tensor(n) for n in self.placeholders)
-        )
+        values = map(self.tensor, self.placeholders)
+        return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
     def outward(self) -> Iterator[GraphInfo]:
         """Yield this level and those around it, from the inside out."""
-        level: GraphInfo | None = self
-        while level is not None:
-            yield level
-            level = level.parent
+        yield self
+        if self.parent is not None:
+            yield from self.parent.outward()
+
+    def inward(self) -> Iterator[GraphInfo]:
+        """Yield this level and the checkpoints' bodies in it, from the outside in."""
+        yield self
+        for body in self.bodies():
+            yield from body.inward()
 
     @property
     def has_checkpoint_policy(self) -> bool:
@@ -251,9 +253,8 @@ class GraphInfo:
         return None
 
     def written_alike(self, node: Node, first: int, last: int) -> Node | None:
-        """Return a node behind one position, up to another, that may write to memory of ``node``.
-
-        Here inputs of different dtypes are not taken for one memory.
+        """Return a node behind one position, up to another, that may write to memory of ``node``,
+        but for inputs of another dtype.
         """
         value = self.tensor(node)
         for write in self.writes:
@@ -408,9 +409,8 @@ def _first_tensor(node: Node) -> tuple[Node, ...]:
 
 def _out_argument(node: Node) -> tuple[Node, ...]:
     out = node.kwargs.get("out")
-    if isinstance(out, Node):
-        return (out,)
-    return tuple(n for n in out if isinstance(n, Node)) if isinstance(out, (tuple, list)) else ()
+    given = out if isinstance(out, (tuple, list)) else (out,)
+    return tuple(n for n in given if isinstance(n, Node))
 
 
 def _has_inplace(target: Any) -> bool:
@@ -441,6 +441,11 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
     if (known or modules) and not any(written_by(n) for b in modules for n in b.graph.nodes):
         return ()
     return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+
+
+def levels_of(gm: GraphModule) -> list[GraphModule]:
+    """Return a graph and those inside it."""
+    return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
 def kind_among(nodes: Iterable[Node | None]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -54,7 +54,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
     training = info.needs_grad
     try:
         for graph_pass in passes:
-            for level in _levels(info):
+            for level in info.inward():
                 state.apply(graph_pass, level)
         if options.passes:
             gm.graph.lint()  # an edit of theirs beside the editor is undone by nothing else
@@ -79,12 +79,6 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
     _log(report)
     compat.trace_artifact(TRACE_NAME, lambda: Report((report,)).to_json(indent=2))
     return Outcome(report, state.changed, state.deferred, state.inductor)
-
-
-def _levels(info: GraphInfo) -> Iterator[GraphInfo]:
-    yield info
-    for body in info.bodies():
-        yield from _levels(body)
 
 
 class _Run:
@@ -115,11 +109,9 @@ class _Run:
         paths = {"", *(name for each in stacks for name in info.names.of(*each))}
         paths |= info.names.everything()
         hint = "Compare it with the names in model.named_modules()."
-        for pattern in sorted(patterns):
-            if not any(Options(skip={"*": (pattern,)}).skips("*", path) for path in paths):
-                said = (
-                    f"memeff.skip names {pattern!r}, and no module of this graph has such a path."
-                )
+        for each in sorted(patterns):
+            if not any(Options(skip={"*": (each,)}).skips("*", path) for path in paths):
+                said = f"memeff.skip names {each!r}, and no module of this graph has such a path."
                 self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
 
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
@@ -203,11 +195,9 @@ class _Run:
 
     def _keep(self, info: GraphInfo) -> None:
         """Copy the graphs that an edit at this level may touch, once."""
-        level: GraphInfo | None = info
-        while level is not None:  # an edit of a checkpoint's body may give it more arguments
+        for level in info.outward():  # an edit of a checkpoint's body may give it more arguments
             if not any(module is level.gm for module, _ in self.snapshot):
                 self.snapshot.append((level.gm, compat.copy_graph(level.gm)))
-            level = level.parent
 
     def _decline(
         self,
@@ -270,9 +260,8 @@ def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
     """Log an error of a pass and return its record."""
-    log.warning(
-        "memeff_compile: internal error in %s, left as it was: %s", name, what, exc_info=True
-    )
+    text = "memeff_compile: internal error in %s, left as it was: %s"
+    log.warning(text, name, what, exc_info=True)
     hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
     if name not in (*PASS_NAMES, "backend"):
         hint = "mend the pass, which is none of ours; the log of memeff_compile has the traceback"

@@ -54,9 +54,8 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
-    """Serve statistics of many parts of the rows, as of chunks, by one call over all rows.
-
-    Where the parts are less than half of the rows, each has a call of its own.
+    """Serve statistics of many parts of the rows, as of chunks, by one call over all rows, unless
+    the parts are less than half of these.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -145,10 +144,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the op of ``group`` goes, and the region there.
-
-    Before the first tail, and before what switched gradients off where that is a metric and
-    another tail needs them.
+    """Return the node before which the op of ``group`` goes, and the region there: the first tail,
+    or what switched gradients off where that is a metric and another tail needs them.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -186,10 +183,8 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 
 
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
-    """Return whether one number is all that a call's losses give, so that its factor is one, too.
-
-    Its gradients can then be made in the forward. Not in an activation checkpoint, whose forward
-    runs twice.
+    """Return whether one number is all that a call's losses give: its gradients can then be made in
+    the forward. Not in an activation checkpoint, whose forward runs twice.
     """
     tail = group[0]
     hidden = info.tensor(tail.chain.head.hidden)

@@ -81,10 +81,7 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Equal for chains whose rows are the same rows in the same order.
-
-        One entry per row step, up to the last one that selects or reorders rows.
-        """
+        """One entry per row step, to the last that selects or reorders: equal for equal rows."""
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
@@ -128,10 +125,7 @@ _MAX_STEPS = 24
 
 
 class HeadReader:
-    """Reads chains of one graph, each node once.
-
-    ``tracing`` says whether a node the table does not know is worth the milliseconds of a trace.
-    """
+    """Reads chains of one graph, each node once, also by traces (milliseconds) if ``tracing``."""
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
         self.info = info

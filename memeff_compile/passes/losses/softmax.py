@@ -41,10 +41,7 @@ class SoftmaxReader:
         self.info, self.reader = info, reader
 
     def log_probs(self, node: Any) -> Soft | Decline | None:
-        """Read log-probabilities over the class dimension; None when ``node`` is none.
-
-        A Decline when it is a log_softmax of what no head made.
-        """
+        """Read log-probabilities over the classes: None if none, a Decline of what no head made."""
         return self._read(node, self._start_of_log_probs)
 
     def probs(self, node: Any) -> Soft | None:

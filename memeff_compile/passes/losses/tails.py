@@ -295,9 +295,8 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index behind ``broadcast_tensors(index, logits)[0][..., :1]``, and what it was.
-
-    That is how torch.distributions gathers log-probabilities; the broadcast reads the logits.
+    """Return the index behind ``broadcast_tensors(index, logits)[0][..., :1]``, by which
+    torch.distributions gathers log-probabilities, and what it was: the broadcast reads the logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
@@ -355,10 +354,7 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Leave out what only other tails read, such as the logsumexp inside a normalisation.
-
-    Losses come first: they name the site in the report.
-    """
+    """Leave out what only other tails read, such as a normalisation's logsumexp; losses first."""
     inner = {node for tail in tails for node in tail.through}
     known = inner | {tail.node for tail in tails}
     kept = [t for t in tails if t.node not in inner or not known.issuperset(t.node.users)]
@@ -366,10 +362,7 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether a gather on the logits has their logsumexp, over its rows or parts of them.
-
-    A loop over the sequences takes the logsumexp of each.
-    """
+    """Return whether a gather on logits has their logsumexp, over its rows or, in loops, parts."""
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)
 
 

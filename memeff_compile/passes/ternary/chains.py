@@ -247,9 +247,8 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight.
-
-    The larger half may be kept alone, before or after; not before, where x as masked is `wanted`.
+    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight. Its larger half
+    may be kept alone, before or after; not before, where x as masked is `wanted`.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -541,10 +540,8 @@ def _requires_grad(node: Node) -> bool:
 
 
 def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
-    """Return a node outside a chain that uses one of its values before the end, or None.
-
-    Results of the graph do not count: of the body of a Function, Dynamo returns every value beside
-    the first, and nobody reads them, since its call has one user.
+    """Return a node outside a chain that uses one of its values before the end, or None. Results of
+    the graph do not count: Dynamo returns every value of a Function's body, and nobody reads them.
     """
     inside = set(chain) | {end}
     for node in chain:

@@ -12,10 +12,8 @@ from ..graph.canonical import aten, call_of, read_one
 
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
-    """Return x and the nodes of `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, or None.
-
-    A cast may follow. What ranks entries by a scatter of indices keeps another set among equals,
-    and is not this.
+    """Return x and the nodes of `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, perhaps cast,
+    or None: what ranks by a scatter of indices keeps another set among equals.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
@@ -44,9 +42,8 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 
 
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
-    """Read the last, or the smallest, of the values along the last axis, the axis kept.
-
-    With the values it says whether the least is known by its place: they have to be sorted.
+    """Read the last, or the smallest, of the values along the last axis, the axis kept; return them
+    and whether the least is known by its place, so that they have to be sorted.
     """
     call = read_one(node)
     if call is None:

@@ -32,10 +32,7 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Read norm and gate before `node`, whose only users are `users`; or nothing of them.
-
-    What anything else uses as well has to be computed all the same, and is left out.
-    """
+    """Read norm and gate before `node`, but nothing that others than `users` use and so compute."""
     found = Entering(node)
     norm = _norm(node)
     if norm is not None and set(node.users) <= set(users):
@@ -156,10 +153,8 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activation functions of two results that are then factors of one another.
-
-    That is what becomes of gate and up, and None of others: nothing else needs the values, besides
-    the backward of these functions and of the product.
+    """Return the activations of two results that are then factors of one another, or None: gate and
+    up, whose values are needed by the backward of these and of the product alone.
     """
     if len(results) != 2:
         return None
