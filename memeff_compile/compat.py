@@ -99,13 +99,9 @@ def example_value(node: Node) -> Any:
 
 def example_input(node: Node) -> Any:
     """Return the real object behind a placeholder while its graph compiles, or None."""
-    graph_arg = node.meta.get("grapharg")
-    if graph_arg is None:
-        return None
-    try:
-        return graph_arg.example
-    except (AttributeError, AssertionError):
-        return None
+    with contextlib.suppress(AttributeError, AssertionError):
+        return node.meta.get("grapharg").example  # type: ignore[union-attr]
+    return None
 
 
 def source_name(node: Node) -> str:
@@ -155,9 +151,8 @@ def frame_variables() -> Mapping[str, Any]:
 
 def readable_source(node: Node) -> str:
     """Return the name of a placeholder as its owner would say it: ``lm_head.weight``."""
-    name = re.sub(
-        r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]", r".\1", source_name(node)
-    )
+    held = r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]"
+    name = re.sub(held, r".\1", source_name(node))
     local = re.fullmatch(r"L\[['\"](\w+)['\"]\](.*)", name)
     if local is None:
         return name
@@ -348,8 +343,7 @@ def size_hint(size: Any) -> int:
     """Return a number for a size, the hint of a symbol; 0 when it has none. Adds no guard."""
     if isinstance(size, int):
         return size
-    node = getattr(size, "node", None)
-    hint = getattr(node, "hint", None)
+    hint = getattr(getattr(size, "node", None), "hint", None)
     return int(hint) if isinstance(hint, int) else 0
 
 
@@ -382,8 +376,8 @@ def compile_with_inductor(
     """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
 
     Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
-    code compiled by another version of this package would call ops that are no more. ``tag`` is
-    what else our ops were compiled for and no graph shows.
+    other versions have other ops. ``tag`` is what else our ops were compiled for and no graph
+    shows.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -501,11 +495,10 @@ def make_without_memory(
     storage_offset: int | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """Make a wrapper subclass that nothing takes for a tensor with memory.
-
-    A wrapper has its device's dispatch keys and a null pointer, so that whatever reaches memory
-    without Python crashes: raw pointers, storages, a plain tensor whose `.data` it became. This
-    one has keys and storage of the meta device, and only says that it is on `device`.
+    """Make a wrapper subclass that nothing takes for a tensor with memory: with a device's dispatch
+    keys and a null pointer, whatever reaches memory without Python (raw pointers, storages, a
+    `.data`) crashes. It has keys and storage of the meta device, and only says that it is on
+    `device`.
 
     The class answers what it says and refuses (`ABOUT_MEMORY`) from its `__torch_dispatch__`, and
     has a property `device` and a method `refuse_memory`, which raises.
@@ -680,9 +673,7 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
     DDP calls its pieces cut, too: what they return goes to other pieces, or to the user.
     """
     why = getattr(gm, "compile_subgraph_reason", None)
-    if why is None or "DDPOptimizer" in str(why.reason):
-        return False
-    return bool(why.graph_break)
+    return why is not None and "DDPOptimizer" not in str(why.reason) and bool(why.graph_break)
 
 
 # Lets the device stop with a message when it finds a condition false; the host goes on.
@@ -899,11 +890,8 @@ def fresh_capture() -> Any:
     """Return a context in which captures neither count towards, nor learn from, other compiles."""
     from torch._dynamo import config
 
-    return config.patch(
-        recompile_limit=1 << 20,
-        accumulated_recompile_limit=1 << 20,
-        automatic_dynamic_shapes=False,
-    )
+    limits: dict[str, Any] = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+    return config.patch(**limits, automatic_dynamic_shapes=False)
 
 
 def size_formula(size: Any) -> Any:

@@ -106,11 +106,7 @@ class Plan:
         }
 
     def save_figure(self, path: str | Path) -> None:
-        """Draw the two columns as stacked bars, and the largest batches if a memory was given.
-
-        Raises:
-            ExplainError: matplotlib is not installed.
-        """
+        """Draw the columns as bars, and largest batches, if any; ExplainError: no matplotlib."""
         before, after = self.before, self.after
         counts = [self._token_count(side) for side in (before, after)]
         tokens = None if before.largest_batch is None else counts

@@ -58,11 +58,9 @@ NOTED = "defer_logits"  # the pass in whose name notes are: they tell what becom
 
 @dataclass
 class Done:
-    """What a rewrite did, for the report, and what the backend must do around the graph.
-
-    ``sites`` counts places that were rewritten alike; where it is given, equal ones are one record.
-    ``inductor`` holds config keys under which Inductor serves the rewritten graph best; the user's
-    own keys come before them.
+    """What a rewrite did, for the report, and what the backend must do around the graph. Places
+    that ``sites`` counts are one record if equal; ``inductor`` holds config keys under which
+    Inductor serves the graph best, behind the user's own.
     """
 
     node: Node
