@@ -67,8 +67,7 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
     """Say why queries, keys and values cannot meet, or return None: layout, dtype, axes, device.
 
-    Args:
-        named: (batch, heads, length, depth) each; the first is what the others are compared with.
+    Each is (batch, heads, length, depth); the first is what the others are compared with.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():
@@ -85,11 +84,7 @@ def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
 
 
 def unlike_sizes(named: Mapping[str, Tensor]) -> str | None:
-    """Say why the sizes of queries, keys and values do not meet, or return None.
-
-    Args:
-        named: as for `unlike_heads`, which has nothing against them.
-    """
+    """Say why sizes that `unlike_heads` has nothing against do not meet, or return None."""
     (q_name, q), (k_name, k), (v_name, v) = named.items()
     sizes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     if k.shape != v.shape:

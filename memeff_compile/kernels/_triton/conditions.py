@@ -36,10 +36,7 @@ class Conditions:
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Say whether every query has a key within `ahead` and `behind`.
-
-        Example: with ahead=0 alone it is so for any number of keys but none.
-        """
+        """Say whether every query has a key within `ahead` and `behind`, as with ahead=0 alone."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead
@@ -51,15 +48,12 @@ class Conditions:
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
-        """Return the range of keys that the queries from `first` to before `stop` need.
-
-        Example: with ahead=0 and behind=2, queries 8 to 11 of many need keys 6 to 11.
-        """
+        """Return the range of keys that the queries from `first` to before `stop` need."""
         if self.has_empty_means(queries, keys):
             return 0, keys
         low = 0 if self.behind is None else min(keys, max(0, first - self.behind))
         high = keys if self.ahead is None else min(keys, max(0, stop + self.ahead))
-        return low, max(low, high)
+        return low, max(low, high)  # ahead=0, behind=2: queries 8 to 11 of many need keys 6 to 11
 
     def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:
         """Return bool (B or 1, stop - first, high - low): which keys count for which queries."""

@@ -77,9 +77,6 @@ H200 = GPUS[9, 0]
 
 
 def gpu_of(capability: tuple[int, int], vendor: str = NVIDIA) -> Gpu:
-    """Return what a kind of GPU has; one without a row has what every GPU of its vendor has.
-
-    Example: gpu_of((9, 0)).is_hopper and not gpu_of((9, 0), AMD).is_hopper.
-    """
+    """Return what a kind of GPU has; one without a row has what every GPU of its vendor has."""
     found = GPUS.get(capability) if vendor == NVIDIA else None
-    return found or Gpu(vendor, capability)
+    return found or Gpu(vendor, capability)  # so 9.0 of AMD is no Hopper

@@ -57,10 +57,7 @@ BOUNDS_WARPS = 8
 
 
 def depth_block(depth: int, least: int = 16) -> int:
-    """Return the power of two that holds a head dimension: at least `least`.
-
-    Example: depth_block(96) == 128 and depth_block(8) == 16.
-    """
+    """Return the power of two that holds a head dimension, at least `least`: 128 holds 96."""
     return max(least, 1 << (depth - 1).bit_length())
 
 
@@ -152,12 +149,8 @@ def find_bounds(
     start(
         kernels._attention_bounds_kernel,
         (batch * tiles,),
-        tables_of(given, like),
-        bounds if lse is None else lse,
-        bounds,
-        *positions_of(given),
-        *sizes,
-        tiles,
+        *(tables_of(given, like), bounds if lse is None else lse, bounds, *positions_of(given)),
+        *(*sizes, tiles),
         OURS=ours,
         OTHERS=others,
         CHUNK=max(1, BOUNDS_CHUNK // others),

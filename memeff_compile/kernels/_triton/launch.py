@@ -44,10 +44,7 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, those in capitals as one where the kernel takes them so.
-
-    Example: {"ROWS": 64, "num_warps": 4} becomes {"num_warps": 4, "C": C}, and C.ROWS is 64.
-    """
+    """Return arguments by name, those in capitals as one, C, where the kernel takes them so."""
     if not compat.takes(kernel, "C"):
         return dict(given)
     constants = tuple(item for item in given.items() if item[0].isupper())

@@ -50,20 +50,15 @@ class Dense(NamedTuple):
 
 
 def table_shape(mask: Tensor) -> tuple[Any, ...]:
-    """Return the shape of a mask's codes: a byte per tile.
-
-    Example: a mask of (4, 1, 100, 1) has codes of (4, 1, 2, 1).
-    """
+    """Return the shape of a mask's codes, a byte per tile: (4, 1, 2, 1) for (4, 1, 100, 1)."""
     batch, heads, rows, keys = mask.shape
     return batch, heads, tiles_of(rows, TILE), tiles_of(keys, TILE)
 
 
-def classify(mask: Tensor) -> Tensor:
-    """Return the code of each tile of a mask, (B or 1, H or 1, tiles, tiles) uint8.
-
-    Args:
-        mask: bool, true where a key counts, or floating, added to the scores; any size may be 1.
-    """
+def classify(
+    mask: Tensor,  # bool, true where a key counts, or floating, added to scores; any size may be 1
+) -> Tensor:
+    """Return the code of each tile of a mask, (B or 1, H or 1, tiles, tiles) uint8."""
     if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
         return _classify_plainly(mask)
     return classify_in_kernel(mask)

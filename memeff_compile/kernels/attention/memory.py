@@ -19,34 +19,22 @@ Size: TypeAlias = sympy.Expr | int
 def bytes_before(
     batch: Size, heads: Size, queries: Size, keys: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of one buffer of scores or weights, of which a chain builds several.
-
-    Example: bytes_before(4, 8, 2048, 2048, dtype=torch.float32) == 512 << 20.
-    """
+    """Return the bytes of one buffer of scores or weights, of which a chain builds several."""
     return dtype.itemsize * sympy.sympify(batch) * heads * queries * keys
 
 
 def mask_bytes(batch: Size, queries: Size, keys: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of a dense mask, one per sequence.
-
-    Example: mask_bytes(8, 2048, 2048, dtype=torch.bool) == 32 << 20.
-    """
+    """Return the bytes of a dense mask, one per sequence: 32 MiB for 8 times 2048 x 2048 truths."""
     return dtype.itemsize * sympy.sympify(batch) * queries * keys
 
 
 def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the forward keeps for the backward beside its output: the fp32 lse.
-
-    Example: bytes_after(4, 8, 2048) == 4 * 4 * 8 * 2048.
-    """
+    """Return the bytes that the forward keeps for the backward beside its output: the fp32 lse."""
     return 4 * sympy.sympify(batch) * heads * queries
 
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the backward needs beside the gradients: two fp32 per query.
-
-    Example: backward_bytes(4, 8, 2048) == 2 * 4 * 4 * 8 * 2048.
-    """
+    """Return the bytes that the backward needs beside the gradients: two fp32 per query."""
     return 8 * sympy.sympify(batch) * heads * queries
 
 
@@ -55,8 +43,6 @@ def bounds_bytes(batch: Size, length: Size, *, tile: Size) -> sympy.Expr:
 
     They live during a kernel: four int32 per tile of queries (or keys) of a sequence, of which
     `length` is cut into tiles of so many places.
-
-    Example: bounds_bytes(4, 2048, tile=128) == 16 * 4 * 16.
     """
     return 16 * sympy.sympify(batch) * sympy.ceiling(sympy.sympify(length) / tile)
 
@@ -65,8 +51,6 @@ def mask_tiles_bytes(batch: Size, heads: Size, queries: Size, keys: Size) -> sym
     """Return the bytes of the codes of a mask's tiles, kept for the backward.
 
     All are sizes of the mask, 1 where it is broadcast.
-
-    Example: mask_tiles_bytes(4, 1, 2048, 2048) == 4 * 32 * 32.
     """
     tiles = [sympy.ceiling(sympy.sympify(size) / TILE) for size in (queries, keys)]
     return sympy.sympify(batch) * heads * tiles[0] * tiles[1]
@@ -79,8 +63,6 @@ def lists_bytes(
 
     Batch and heads are the mask's, 1 where it is broadcast; ours and others, and the places per
     tile, are of M and N, or of N and M in the kernel of the gradients of k and v.
-
-    Example: lists_bytes(4, 1, 2048, 2048, tile=(128, 64)) == 4 * 4 * 16 * 35.
     """
     counts = [
         sympy.ceiling(sympy.sympify(n) / size) for n, size in zip((ours, others), tile, strict=True)

@@ -89,10 +89,7 @@ def supports(
     softcap: float = 0.0,  # 0 for none
     empty_rows: str = "zeros",  # one of `EMPTY_ROWS`
 ) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
-    """
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can."""
     tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
     return _unlike(_Call(q, k, v, *tables, ahead, behind, None, softcap, empty_rows))
 
@@ -196,10 +193,7 @@ def _conditions(name: str, given: _Call) -> Conditions:
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Say in a sentence why the engine `tiles` does not serve q, k and v of a kind, or return "".
-
-    Example: served(torch.device("cpu"), torch.float32, 64) names the device.
-    """
+    """Say in a sentence why engine `tiles` does not serve q, k and v of a kind, or return ""."""
     if where_it_runs(device).type != "cuda":
         return f"the tile kernels run on CUDA and the tensors are on {device.type}"
     if dtype not in HALF:

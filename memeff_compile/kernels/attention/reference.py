@@ -68,13 +68,8 @@ class _Operands:
         return found
 
 
-def block_of(heads: int, queries: int, keys: int) -> int:
-    """Return the queries of a block: as many as `BLOCK_SCORES` holds, at least 16.
-
-    `heads` are those of all sequences.
-
-    Example: block_of(32, 2048, 2048) == 64.
-    """
+def block_of(heads: int, queries: int, keys: int) -> int:  # heads of all sequences
+    """Return the queries of a block: as many as `BLOCK_SCORES` holds, at least 16."""
     return max(1, min(queries, max(16, BLOCK_SCORES // max(1, heads * keys))))
 
 
@@ -104,12 +99,11 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count.
+    """Attend to the keys that count; return results, and logarithms of the sums of the weights.
 
-    Returns:
-        (B, H, M, D) laid out as (B, M, H, D), and the logarithm of the sum of the weights,
-        (B, H, M) in fp32 or fp64: minus infinity for a query without keys. Under a mask that is
-        added, (2, B, H, M): the largest score, and that logarithm relative to it.
+    Results are (B, H, M, D) laid out as (B, M, H, D); logarithms (B, H, M) in fp32 or fp64, minus
+    infinity for a query without keys. Under a mask that is added these are (2, B, H, M): the
+    largest score, and the logarithm relative to it.
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)

@@ -107,10 +107,7 @@ def shape_for(
     has_tables: bool = False,  # masks or ids decide, not positions alone
     has_mask: bool = False,  # a mask that is a tensor decides
 ) -> Shape:
-    """Return the tile of a kernel.
-
-    Example: shape_for("forward", 128, H200).rows == 128.
-    """
+    """Return the tile of a kernel."""
     kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]
     for table, is_meant in (

@@ -19,11 +19,8 @@ WARPS = 8
 def cut(bits: int, depth: int) -> tuple[int, int]:
     """Return how many programs share a group where one token comes, and their warps.
 
-    As measured on an H200; more programs code a group faster and cost more where none is due.
-
-    Rows wider than 128 do not fit the registers of one warp.
-
-    Example: cut(4, 128) == (1, 4) and cut(2, 128) == (4, 1).
+    As measured on an H200; more programs code a group faster and cost more where none is due. Rows
+    wider than 128 do not fit the registers of one warp.
     """
     return (1, 4) if bits >= 4 else (4, 1 if depth <= 128 else 2)
 
@@ -60,10 +57,7 @@ def append(
         start(
             kernels._coded_kv_cache_append_kernel,
             (batch * heads, 2 * pieces),
-            cells_of(k),
-            cells_of(v),
-            Pool(*pool),
-            (heads, k_codes.shape[2], new, limit),
+            *(cells_of(k), cells_of(v), Pool(*pool), (heads, k_codes.shape[2], new, limit)),
             DEPTH=depth,
             BITS=bits,
             GROUP=group,

@@ -29,12 +29,7 @@ def append_lower(
     new = k.shape[2]
     with on_device(k):
         kernels._coded_kv_cache_append_lower_kernel[(batch * heads,)](
-            cells_of(k),
-            cells_of(v),
-            k_window,
-            v_window,
-            counts,
-            (heads, new, limit),
+            *(cells_of(k), cells_of(v), k_window, v_window, counts, (heads, new, limit)),
             DEPTH=depth,
             WINDOW=window,
             TOKENS=1 << (new - 1).bit_length(),
@@ -68,13 +63,8 @@ def append_pair(
         start(
             kernels._coded_kv_cache_append_pair_kernel,
             (batch * heads,),
-            cells_of(lower_k),
-            cells_of(lower_v),
-            cells_of(k),
-            cells_of(v),
-            *pair,
-            (heads, shared.k_codes.shape[2], new, limit),
-            float(settings.t),
+            *(cells_of(lower_k), cells_of(lower_v), cells_of(k), cells_of(v), *pair),
+            *((heads, shared.k_codes.shape[2], new, limit), float(settings.t)),
             float(settings.gamma),
             **_constants(depth, group, bits, settings),
             WINDOW=window,
@@ -133,13 +123,7 @@ def measure_prompt(
     apart = torch.empty((batch, heads, count), dtype=torch.float32, device=keys[0].device)
     with on_device(apart):
         kernels._coded_kv_cache_measure_pair_kernel[(batch * heads, count // group)](
-            *keys,
-            *_steps(keys[0]),
-            *values,
-            *_steps(values[0]),
-            apart,
-            heads,
-            count,
+            *(*keys, *_steps(keys[0]), *values, *_steps(values[0]), apart, heads, count),
             DEPTH=depth,
             GROUP=group,
             num_warps=8,
@@ -166,15 +150,8 @@ def code_prompt(
         start(
             kernels._coded_kv_cache_code_pair_kernel,
             (batch * heads, count // group),
-            *rows,
-            *_steps(rows[0]),
-            shared[place],
-            shared[2 + place],
-            is_kept.view(torch.uint8),
-            shared.starts,
-            lower.norms,
-            upper.norms,
-            (heads, shared.k_codes.shape[2], count),
+            *(*rows, *_steps(rows[0]), shared[place], shared[2 + place], is_kept.view(torch.uint8)),
+            *(shared.starts, lower.norms, upper.norms, (heads, shared.k_codes.shape[2], count)),
             float(settings.t),
             **_constants(depth, group, bits, settings),
             IS_VALUE=place == 1,

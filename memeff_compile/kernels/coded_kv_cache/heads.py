@@ -24,20 +24,14 @@ def require_bits(name: str, bits: int) -> int:
     return bits
 
 
-def quantized_heads(x: Tensor, bits: int, *, first: int = 0, first_bits: int = 4) -> Tensor:
-    """Round each token's head to codes and back; the gradient is that of the identity.
-
-    Args:
-        x: (B, H, N, D) floating.
-        bits: of a code: 8, 4, 3 or 2.
-        first: so many tokens, counted from position 0, get `first_bits` instead.
-        first_bits: as bits.
-
-    Returns:
-        (B, H, N, D) in the dtype of x.
-
-    Example: quantized_heads(torch.tensor([[[[7.0, 1.4]]]]), 4) is [[[[7.0, 1.0]]]].
-    """
+def quantized_heads(
+    x: Tensor,  # (B, H, N, D) floating
+    bits: int,  # of a code: 8, 4, 3 or 2
+    *,
+    first: int = 0,  # so many tokens, counted from position 0, get `first_bits` instead
+    first_bits: int = 4,  # as bits
+) -> Tensor:
+    """Round each token's head to codes and back, in its dtype; the gradient is the identity's."""
     require_bits("bits", bits)
     values = x.to(wide(x.dtype))
     found = _rounded(values.detach(), bits, x.dtype)

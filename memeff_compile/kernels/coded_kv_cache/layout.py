@@ -112,10 +112,7 @@ class Layout:
         return channel_group(self.depth, self.scheme)
 
     def groups(self, tokens: int) -> int:
-        """Return the groups that a cache for so many tokens has room for, at least one.
-
-        Example: Layout(128, 4).groups(32768) == 510.
-        """
+        """Return the groups that a cache for so many tokens has room for, at least one."""
         return max(1, (tokens - self.recent) // self.group)
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
@@ -141,32 +138,23 @@ def scale_shapes(depth: int, bits: int, group: int, scheme: str) -> tuple[tuple[
 
 
 def channel_group(depth: int, scheme: str) -> int:
-    """Return how many channels of a value share a scale.
-
-    Example: channel_group(128, "kivi") == 64 and channel_group(128, "per_head") == 128.
-    """
+    """Return how many channels of a value share a scale."""
     return depth // 2 if scheme == "kivi" and depth > 64 else depth
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return the tokens in a block of codes, from its last size.
-
-    Example: group_of(4096, 128, 4) == 64 and group_of(8192, 128, PLAIN) == 64.
-    """
+    """Return the tokens in a block of codes, from its last size: 64 for (4096, 128, 4)."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 8, 4 or 2 bits, (..., D) uint8, into (..., D * bits / 8) bytes.
-
-    Example: pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [33].
-    """
+    """Pack codes of 8, 4 or 2 bits, (..., D) uint8, into (..., D * bits / 8) bytes."""
     count = 8 // bits
     parts = torch.chunk(codes, count, -1)
     packed = parts[0].clone()
     for place, part in enumerate(parts[1:], 1):
         packed |= part << (bits * place)
-    return packed
+    return packed  # 1 and 2 of 4 bits: 33
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

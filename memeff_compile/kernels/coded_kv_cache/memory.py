@@ -25,24 +25,18 @@ def bytes_per_token(
     shares: Size,  # groups of channels of a value with scales of their own; not read with group 0
     itemsize: int = 2,  # bytes of a scale
 ) -> sympy.Expr:
-    """Return the bytes of one token's keys and values in codes, in one layer and sequence.
-
-    Example: bytes_per_token(8, 128, 4, group=64, shares=2) == 1152.
-    """
+    """Return the bytes of one token's keys and values in codes, in one layer and sequence."""
     codes = sympy.sympify(2) * heads * depth * bits / 8
     if group == 0:
         return codes + sympy.sympify(2) * heads * itemsize
     scales = 2 * sympy.sympify(depth) / group + 2 * sympy.sympify(shares)
-    return codes + heads * scales * itemsize
+    return codes + heads * scales * itemsize  # 1152 for (8, 128, 4, group=64, shares=2)
 
 
 def fixed_bytes(
     batch: Size, heads: Size, depth: Size, *, window: Size, kept: Size, itemsize: int = 2
 ) -> sympy.Expr:
-    """Return the bytes of the window and the kept tokens of one layer.
-
-    Example: fixed_bytes(1, 8, 128, window=192, kept=4) == 802816 + 128.
-    """
+    """Return the bytes of the window and the kept tokens of one layer."""
     tokens = sympy.sympify(window) + kept
     return sympy.sympify(batch) * heads * (2 * tokens * depth * itemsize + 4 * kept)
 
@@ -61,10 +55,7 @@ def _of_token(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of one layer's cache for so many tokens: codes, scales, window, kept tokens.
-
-    Example: bytes_after(Layout(128, 4), 1, 8, 32768, 2) == 1152 * 510 * 64 + 802944.
-    """
+    """Return the bytes of a layer's cache for so many tokens: codes, scales, window, kept ones."""
     each = _of_token(layout, heads, itemsize)
     fixed = fixed_bytes(
         batch, heads, layout.depth, window=layout.window, kept=layout.kept, itemsize=itemsize
@@ -78,8 +69,6 @@ def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: in
     The layout's `kept` counts all rows that there is room for, first tokens included. Codes and
     scales are there once; lengths of keys and values, windows and rows kept as they came twice;
     where a row is kept, once. Lengths are float16 in caches of 16 bits.
-
-    Example: pair_bytes(Layout(128, 4, kept=332), 1, 8, 32768, 2) == 44752200.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads
@@ -93,10 +82,7 @@ def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: in
 def view_bytes(
     batch: Size, heads: Size, tokens: Size, depth: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of the dense view: keys and values of so many heads, rebuilt in one step.
-
-    Example: view_bytes(16, 8, 32768, 128, dtype=torch.bfloat16) == 1 << 31.
-    """
+    """Return the bytes of the dense view: keys and values of so many heads, rebuilt in one step."""
     return sympy.Integer(2 * dtype.itemsize) * batch * heads * tokens * depth
 
 

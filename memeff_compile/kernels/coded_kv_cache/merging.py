@@ -55,10 +55,7 @@ def shared_direction(
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
-    """Return the direction that stands for both rows, (..., D) of length one, in fp32 or fp64.
-
-    Example: with the two at a right angle and t = 0.5 it is at 45 degrees to both.
-    """
+    """Return the direction that stands for both rows, (..., D) of length one, in fp32 or fp64."""
     (u, m), (v, n) = direction_and_length(lower), direction_and_length(upper)
     if rule == "max_norm":
         return torch.where((m >= n).unsqueeze(-1), u, v)

@@ -139,10 +139,7 @@ def _unlike_mask(q: Tensor, mask: Tensor | None) -> str | None:
 
 
 def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> str | None:
-    """Say in a sentence why an append cannot be served with these inputs, or return None.
-
-    Args: as for `coded_kv_cache_append`.
-    """
+    """Say in a sentence why an append cannot be served with these inputs, or return None."""
     sentence = supports_pool(pool, bits)
     if sentence is not None:
         return sentence

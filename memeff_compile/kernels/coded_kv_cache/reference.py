@@ -54,11 +54,9 @@ def encode(
     left_out: Tensor | None = None,
     dtype: torch.dtype | None = None,  # of the scales, by default that of x
 ) -> tuple[Tensor, Tensor]:
-    """Code groups of keys or of values.
+    """Code groups of keys or values; return codes, (B, H, n, G * D * bits / 8) uint8, and scales.
 
-    Returns:
-        codes: (B, H, n, G * D * bits / 8) uint8, or (B, H, n, G * D) numbers where bits is PLAIN.
-        scales: as the cache holds them for n groups.
+    Scales are as the cache holds them. Where bits is PLAIN, codes are (B, H, n, G * D) numbers.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -134,11 +132,8 @@ def require_room(length: int, new: int, limit: int) -> None:
 
 
 def groups_due(waiting: int, window: int, group: int) -> int:
-    """Return how many groups of the tokens that are not in codes have to be coded.
-
-    Example: groups_due(192, 192, 64) == 1.
-    """
-    return max(0, (waiting - window) // group + 1) if waiting >= window else 0
+    """Return how many groups of the tokens that are not in codes have to be coded."""
+    return max(0, (waiting - window) // group + 1) if waiting >= window else 0  # (192, 192, 64): 1
 
 
 def append(

@@ -30,10 +30,8 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
     """Return the launch for a head dimension, bits, and query heads per key-value head.
 
     One or two warps, or few rows, keep to the tensor core's instructions for single warps: those
-    for four warps, on 16 rows, came out wrong.
-    Chosen by `benchmarks/ops/coded_kv.py --part sweep` on an H200.
-
-    Example: shapes_for(128, 4) == Shapes(warps=2, stages=3, at_once=1, programs=4).
+    for four warps, on 16 rows, came out wrong. Chosen by `benchmarks/ops/coded_kv.py --part sweep`
+    on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -45,10 +43,7 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the rows of a tile for so many query heads per key-value head.
-
-    Example: rows_for(4) == 8 and rows_for(12) == 16.
-    """
+    """Return the rows of a tile for so many query heads per key-value head: 8 for 4, 16 for 12."""
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
@@ -56,17 +51,12 @@ def halves_for(repeat: int, bits: int) -> int:
     """Return how many groups lie side by side in the columns of a tile: two if the heads allow it.
 
     Codes of 8 bits take more shared memory and were faster one group at a time.
-
-    Example: halves_for(4, 4) == 2 and halves_for(8, 4) == 1.
     """
     return 2 if 2 * repeat <= rows_for(repeat) and bits != 8 else 1
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return the channels that one product covers: those whose codes share bytes, or a scale.
-
-    Example: part_width(128, 4, 64) == 64 and part_width(128, 2, 64) == 32.
-    """
+    """Return the channels that one product covers: those whose codes share bytes, or a scale."""
     if bits == 8:
         return channels
     return depth // 4 if bits == 3 else depth * bits // 8
@@ -75,9 +65,8 @@ def part_width(depth: int, bits: int, channels: int) -> int:
 def splits_for(pairs: int, groups: int, slots: int) -> int:
     """Return the number of programs that share the groups of one sequence and key-value head.
 
-    There are so many of these `pairs`, room for so many groups, and so many programs run at once.
-
-    Example: splits_for(8, 510, 528) == 64 and splits_for(1024, 510, 528) == 3.
+    There are so many of these `pairs`, room for so many groups, and so many programs run at once:
+    64 share for (8, 510, 528), 3 for (1024, 510, 528).
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))

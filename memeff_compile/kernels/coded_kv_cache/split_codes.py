@@ -88,11 +88,7 @@ def combine(out: Tensor, share: Tensor, stat: Tensor, shares: int) -> None:
     batch, _, heads, depth = out.shape
     if shares > 1:
         kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
-            share,
-            stat,
-            out,
-            shares,
-            batch * heads * shares,
+            *(share, stat, out, shares, batch * heads * shares),
             DEPTH=depth,
             SPLIT_BLOCK=1 << (shares - 1).bit_length(),
             num_warps=4,
@@ -133,13 +129,8 @@ def attend(
         start(
             kernels._coded_kv_cache_attention_kernel,
             (pairs, splits),
-            (q, q.stride(0), q.stride(1), q.stride(3)),
-            Pool(*pool),
-            counts if paired is None else paired,
-            mask_argument(mask, counts),
-            out,
-            share,
-            stat,
+            *((q, q.stride(0), q.stride(1), q.stride(3)), Pool(*pool)),
+            *(counts if paired is None else paired, mask_argument(mask, counts), out, share, stat),
             scale * math.log2(math.e),
             (kv_heads, groups, norm_count, mask_count, splits, batch * heads * shares),
             REPEAT=repeat,

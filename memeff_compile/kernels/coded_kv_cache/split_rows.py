@@ -34,8 +34,6 @@ def plan_for(repeat: int) -> Plan:
 
     The fastest of a sweep on an H200, 16 sequences of 32,768 tokens; larger tiles and more stages
     are 0.3 % slower and more.
-
-    Example: plan_for(4) == Plan(tile=64, warps=4, stages=2, programs=3).
     """
     return Plan(64, 4 if rows_for(repeat) == MIN_ROWS else 2, 2, 3)
 
@@ -75,14 +73,8 @@ def attend(
         start(
             split_rows_kernels._coded_kv_cache_rows_kernel,
             (pairs, splits),
-            (q, q.stride(0), q.stride(1), q.stride(3)),
-            rows,
-            paired,
-            mask_argument(mask, rows.counts),
-            out,
-            share,
-            stat,
-            scale * math.log2(math.e),
+            *((q, q.stride(0), q.stride(1), q.stride(3)), rows, paired),
+            *(mask_argument(mask, rows.counts), out, share, stat, scale * math.log2(math.e)),
             (kv_heads, row_count, mask_count, splits, batch * heads * splits),
             REPEAT=repeat,
             DEPTH=depth,

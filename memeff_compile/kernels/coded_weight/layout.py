@@ -99,11 +99,7 @@ _FORMATS = {
 
 
 def parse(name: str) -> Format:
-    """Read a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
-
-    Raises:
-        UnsupportedInputError: It is not the name of a codec.
-    """
+    """Read a codec's name: "win4", or "win4:k3:b512" for a lossy mode; refuse any other."""
     if name not in _FORMATS:
         raise UnsupportedInputError(
             f"codec is {name!r}; {', '.join(CODECS)} are lossless, and a lossy mode is one of them "
@@ -119,21 +115,14 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return how many runs win4's choice of a window goes on by: 1 takes all of them.
-
-    Example: sampled(14336 * 4096) == 14.
-    """
-    return max(1, padded(count) // (RUN * SAMPLED_RUNS))
+    """Return how many runs win4's choice of a window goes on by: 1 takes all of them."""
+    return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 
 def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int:
-    """Return where the window of `width` exponents starts that holds most weights.
+    """Return where the window of `width` exponents starts that holds most of 256 counts of weights.
 
-    Args:
-        counts: weights per exponent, 256 of them.
-        first, last: the window starts within these, both included.
-
-    Example: best_window([0, 5, 9, 1] + [0] * 252, 2, 0, 254) == 1.
+    It starts within `first` and `last`, both included.
     """
     sums = [sum(counts[start : start + width]) for start in range(first, last + 1)]
     return first + max(range(len(sums)), key=sums.__getitem__)
@@ -160,10 +149,7 @@ def tier_header(counts: Sequence[int]) -> list[int]:
 
 
 def frequencies(counts: Sequence[int]) -> list[int]:
-    """Return how many of 1024 slots each exponent gets, one at least where it occurs.
-
-    Example: frequencies([3, 1] + [0] * 254)[:3] == [768, 256, 0].
-    """
+    """Return how many of 1024 slots each exponent gets, at least one where it occurs."""
     total, slots = sum(counts), 1 << RANS_BITS
     found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
     while (surplus := sum(found) - slots) != 0:

@@ -10,25 +10,16 @@ Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_before(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of the decoded weight that a training step keeps for its backward.
-
-    Example: bytes_before(14336, 4096) == 117440512.
-    """
+    """Return the bytes of the decoded weight that a training step keeps for its backward."""
     return 2 * sympy.sympify(rows) * columns
 
 
 def bytes_after(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of it that are kept when the backward decodes again: none.
-
-    Example: bytes_after(14336, 4096) == 0.
-    """
+    """Return the bytes of it that are kept when the backward decodes again: none."""
     del rows, columns
     return sympy.Integer(0)
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:
-    """Return what a weight takes, all parts counted.
-
-    Example: bits_per_weight(3 * 1024, 2 * 1024) == 12.0.
-    """
+    """Return what a weight takes, all parts counted."""
     return 8 * nbytes / count

@@ -36,10 +36,7 @@ MAX_WEIGHTS = 1 << 31
 
 
 def supports_weight(weight: Tensor, codec: str = "win4") -> str | None:
-    """Say in a sentence why a tensor cannot be coded by a codec that `parse` reads, or return None.
-
-    Example: supports_weight(torch.ones(2, 3)) names the dtype.
-    """
+    """Say in a sentence why a codec that `parse` reads cannot code a tensor, or return None."""
     if weight.layout != torch.strided or weight.is_quantized:
         return "it is not a plain strided tensor"
     if weight.dtype != torch.bfloat16:
@@ -74,10 +71,7 @@ def _require(weight: Tensor, codec: str) -> None:
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Return the parts of a bf16 tensor of any shape, in the order of `parse(codec).parts`.
 
-    With spare room in lists other values fit in later.
-
-    Raises:
-        UnsupportedInputError: The tensor or the codec cannot be served.
+    With spare room in lists other values fit in later. What cannot be coded is refused.
     """
     form = parse(codec)
     _require(weight, codec)
@@ -93,10 +87,8 @@ def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> 
 def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
     """Encode a weight of the same shape into existing parts, where there is room; say whether.
 
-    Where it returns False, the parts hold no weight any more and have to be made anew.
-
-    Raises:
-        UnsupportedInputError: A lossy codec cannot hold the values: they are not all finite.
+    Where it returns False, the parts hold no weight any more and have to be made anew. A lossy
+    codec refuses values that are not all finite.
     """
     outcome = encode_soon(parts, weight, codec)
     return outcome if isinstance(outcome, bool) else outcome.fits()

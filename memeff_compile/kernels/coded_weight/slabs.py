@@ -26,11 +26,8 @@ def side_by_side(weights: Iterable[CodedWeight], room: Room = EXACT_FIT) -> None
     """Move the lists of weights into shared pieces of memory, with spare room behind each.
 
     A new piece is filled before the old lists in it are given up, weight by weight: what this takes
-    beside the weights is one piece.
-
-    Args:
-        weights: of any codecs and devices; values do not change.
-        room: spare room; a list that has some gets this on top.
+    beside the weights is one piece. They are of any codecs and devices, and keep their values; a
+    list that has spare room gets more on top.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:

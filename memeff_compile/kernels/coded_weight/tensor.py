@@ -223,11 +223,9 @@ class CodedWeight(Tensor):
     ) -> Unsettled:
         """Encode a new value in place, without waiting for the GPU to say whether it fitted.
 
-        What is returned has to be settled; reading the weight does so too.
-
-        Raises:
-            CodedWeightError: Memory ran out while codes were written. The value is kept as it is,
-                and encoded anew when the weight is next read.
+        What is returned has to be settled; reading the weight does so too. CodedWeightError where
+        memory ran out while codes were written: then the value is kept as it is, and encoded anew
+        when the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)

@@ -29,8 +29,6 @@ def bytes_before(
 
     Inductor scatters it into an fp32 buffer (fp64 for fp64) and adds that to the head's gradient or
     rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype.
-
-    Example: bytes_before(V, D, dtype=torch.bfloat16) == 4*V*D.
     """
     itemsize = max(dtype.itemsize, 4) if compiled else dtype.itemsize
     return sympy.Integer(itemsize) * sympy.sympify(vocab) * sympy.sympify(depth)
@@ -56,8 +54,6 @@ def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -
 
     Engine `sorted`: two partial sums per chunk of 32 tokens, in fp32. Engine `reference`: some
     columns of four fp32 matrices of N rows (fp64 for fp64).
-
-    Args: as for `bytes_after`.
     """
     n, d = sympy.sympify(tokens), sympy.sympify(depth)
     if engine == "sorted":

@@ -31,10 +31,7 @@ ENGINES = {
 
 
 def supports(weight: Tensor, ids: Tensor) -> str | None:
-    """Say in a sentence why the op cannot serve a (V, D) table and (...) token ids, or return None.
-
-    Example: supports(torch.ones(5, 4), torch.zeros(3).long()) is None.
-    """
+    """Say in a sentence why a (V, D) table and (...) token ids cannot be served, or return None."""
     sentence = unplain("weight", weight) or unfloating("weight", weight)
     if sentence is not None:
         return sentence

@@ -15,18 +15,12 @@ Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of one fused kernel's operands: three read, three written.
-
-    Example: bytes_before(N, I, dtype=torch.bfloat16) == 12*N*I.
-    """
+    """Return the bytes of one fused kernel's operands: three read, three written."""
     return 6 * _one(tokens, inner, dtype)
 
 
 def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of the three buffers that are read and written here.
-
-    Args: as for `bytes_before`.
-    """
+    """Return the bytes of the three buffers that are read and written here."""
     return 3 * _one(tokens, inner, dtype)
 
 
@@ -34,8 +28,6 @@ def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.E
     """Return the bytes an op holds while it runs, beside what it is given and returns.
 
     The forward has the product; the backward the product's gradient, which becomes the product.
-
-    Args: as for `bytes_before`.
     """
     return _one(tokens, inner, dtype)
 

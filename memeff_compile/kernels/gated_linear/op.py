@@ -37,10 +37,7 @@ def supports(
     bias: Tensor | None,  # (D,) or None
     activation: str,  # one of `ACTIVATIONS`
 ) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Example: supports(torch.ones(2, 3), torch.ones(2, 3), torch.ones(4, 3), None, "silu") is None.
-    """
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can."""
     if activation not in ACTIVATIONS:
         return f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed."
     named = {"gate": gate, "up": up, "weight": weight, "bias": bias}

@@ -17,10 +17,7 @@ Size: TypeAlias = sympy.Expr | int
 def bytes_before(
     batch: Size, heads: Size, keys: Size, depth: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of keys and values copied once per query head (repeat_kv).
-
-    Example: bytes_before(16, 32, 8192, 128, dtype=torch.bfloat16) == 2 << 30.
-    """
+    """Return the bytes of keys and values copied once per query head (repeat_kv)."""
     elements = sympy.sympify(batch) * heads * keys * depth
     return sympy.Integer(2 * dtype.itemsize) * elements
 
@@ -31,8 +28,6 @@ def bytes_after(
     """Return the bytes of the shares that the programs of one row leave to be summed, in fp32.
 
     `splits_for` says how many programs a row has; one leaves nothing behind.
-
-    Example: bytes_after(16, 32, 1, 128, splits=5) == 4 * 5 * 16 * 32 * 130.
     """
     if splits == 1:
         return sympy.Integer(0)

@@ -31,13 +31,7 @@ ENGINES = {
 def supports(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
-    """Say in a sentence why attention cannot be served with these inputs, or return None.
-
-    Args: as for `kv_cache_attention`; last may be None where it is not there yet.
-
-    Example: supports(torch.ones(1, 4, 1, 8), *2 * [torch.ones(1, 2, 9, 8)], torch.ones(1, 1).int())
-    is None.
-    """
+    """Say why attention cannot be served, or return None; `last` is None where it is not there."""
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (
         unlike_heads(named)
@@ -83,10 +77,7 @@ def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def supports_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor
 ) -> str | None:
-    """Say in a sentence why an append cannot be served with these inputs, or return None.
-
-    Args: as for `kv_cache_append`.
-    """
+    """Say in a sentence why an append cannot be served with these inputs, or return None."""
     if positions.dtype not in INDICES or positions.dim() != 1:
         return (
             f"positions is {short(positions.dtype)} with {positions.dim()} dimensions; int32 or "

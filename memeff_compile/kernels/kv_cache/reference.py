@@ -23,8 +23,6 @@ def attend(
     """Attend to the keys up to `last`, and among those to what `mask` shows.
 
     The result is laid out as (B, M, H, D). A query that sees nothing gets zeros.
-
-    Example: with last = [[0]] every head's output is the first value of its key-value head.
     """
     batch, heads, queries, depth = q.shape
     kv_heads, end = k_cache.shape[1], k_cache.shape[2]

@@ -44,8 +44,6 @@ def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
 
     A stage holds a tile of keys and one of values. One program fills the shared memory of a
     multiprocessor with stages: on an H200 that is 3 to 8 % faster than three smaller programs.
-
-    Example: shapes_for(128, 2, 16, H200) == Shapes(keys=128, warps=8, stages=3).
     """
     if itemsize > 2:  # no tensor cores: small tiles, or the registers overflow
         return Shapes(16, 8 if depth <= 128 else 4, 2)
@@ -57,7 +55,7 @@ def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
         keys //= 2
     stages = max(1, min(3, budget // (keys * stage)))
     is_wide = block > 64 and (rows > MIN_ROWS or keys > 64)
-    return Shapes(keys, 8 if is_wide else 4, stages)
+    return Shapes(keys, 8 if is_wide else 4, stages)  # 128, 8, 3 for (128, 2, 16, H200)
 
 
 def _shared_memory(gpu: Gpu) -> int:
@@ -70,30 +68,23 @@ def _bytes_per_key(depth: int, itemsize: int) -> int:
 
 
 def programs_per_processor(shapes: Shapes, depth: int, itemsize: int, gpu: Gpu) -> int:
-    """Return how many programs share a multiprocessor, by its shared memory.
-
-    Example: programs_per_processor(Shapes(128, 8, 3), 128, 2, H200) == 1.
-    """
+    """Return how many programs share a multiprocessor, by its shared memory."""
     used = shapes.stages * shapes.keys * _bytes_per_key(depth, itemsize)
     return max(1, min(MAX_PROGRAMS, _shared_memory(gpu) // used))
 
 
 def rows_for(rows: int, itemsize: int) -> int:
-    """Return the rows of a tile for so many query rows per key-value head.
-
-    Example: rows_for(4, 2) == 16 and rows_for(100, 2) == 32.
-    """
+    """Return the rows of a tile for so many query rows per key-value head."""
     most = MAX_ROWS if itemsize <= 2 else MIN_ROWS
-    return min(most, max(MIN_ROWS, 1 << (rows - 1).bit_length()))
+    return min(most, max(MIN_ROWS, 1 << (rows - 1).bit_length()))  # (100, 2): 32
 
 
 def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     """Return the number of programs that share the keys of one sequence and key-value head.
 
     There is a group for each of these and tile of query rows; keys of the cache count, filled or
-    not, and `slots` programs run at once.
-
-    Example: splits_for(8, 32768, 128, 132) == 16 and splits_for(128, 4096, 128, 132) == 1.
+    not, and `slots` programs run at once: 16 share for (8, 32768, 128, 132), one for
+    (128, 4096, 128, 132).
     """
     tiles = -(-keys // tile)
     return min(

@@ -48,12 +48,9 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return the elements that divide strides of keys, or 1 where Triton sees by itself that 16 do.
-
-    Example: alignment(100, 100) == 4 and alignment(128, 128) == 1.
-    """
+    """Return the elements that divide strides of keys, 1 where Triton sees by itself that 16 do."""
     common = math.gcd(16, *strides)
-    return 1 if common == 16 else common
+    return 1 if common == 16 else common  # 100: 4, 128: 1
 
 
 def _in_units(cache: Tensor, align: int) -> Cells:
@@ -105,14 +102,9 @@ def attend(
         start(
             kernels._kv_cache_attention_kernel,
             (groups, splits, plan.row_tiles),
-            cells_of(q),
-            _in_units(k_cache, align),
-            _in_units(v_cache, align),
-            last_keys,
-            (seen, *(seen.stride() if mask is not None else (0, 0, 0))),
-            (out, share, stat),
-            scale * math.log2(math.e),
-            sizes,
+            *(cells_of(q), _in_units(k_cache, align), _in_units(v_cache, align), last_keys),
+            *((seen, *(seen.stride() if mask is not None else (0, 0, 0))), (out, share, stat)),
+            *(scale * math.log2(math.e), sizes),
             REPEAT=repeat,
             DEPTH=depth,
             DEPTH_BLOCK=block,
@@ -129,11 +121,7 @@ def attend(
             start(
                 kernels._kv_cache_combine_kernel,
                 (rows * groups,),
-                share,
-                stat,
-                out,
-                last_keys,
-                sizes,
+                *(share, stat, out, last_keys, sizes),
                 REPEAT=repeat,
                 DEPTH=depth,
                 DEPTH_BLOCK=block,

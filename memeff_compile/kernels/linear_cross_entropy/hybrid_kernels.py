@@ -214,8 +214,5 @@ def _linear_cross_entropy_gradient_kernel(
 
 
 def block_for(width: int) -> int:
-    """Return the block of columns a program handles at once for pieces of `width` columns.
-
-    Example: block_for(64) == 128 and block_for(10_000) == 2048.
-    """
+    """Return the columns a program handles at once: 128 for pieces of 64, 2048 at most."""
     return min(MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))

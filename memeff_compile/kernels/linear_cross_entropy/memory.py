@@ -48,8 +48,6 @@ def bytes_before(
     backward: that output, its gradient and the gradient of its input, each in the cast's dtype, and
     the logits if they are returned. Measured at the same shape: 24000 MiB (22839 beyond the two
     gradients, which do not exist yet at the peak), formula 24000.
-
-    Example: bytes_before(N, D, V, dtype=torch.bfloat16) == 2*N*V.
     """
     del depth
     logits = dtype.itemsize

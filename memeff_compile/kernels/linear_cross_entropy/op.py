@@ -62,8 +62,6 @@ def supports(
 
     Reads dtypes, devices, layouts and sizes, never values, and adds no guard: sizes that are
     symbols are left to the op's own checks. Real and fake tensors both do.
-
-    Example: supports(torch.ones(3, 4), torch.ones(5, 4), None, torch.zeros(3).long()) is None.
     """
     given = Operands(hidden, weight, bias, target, column_weight)
     return (

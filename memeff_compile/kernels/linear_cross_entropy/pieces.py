@@ -51,10 +51,7 @@ class Widths(NamedTuple):
 
 
 def spans(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """Cut the columns [first, stop) into spans of `width`; the last one may be shorter.
-
-    Example: list(spans(0, 5, 2)) == [(0, 2), (2, 4), (4, 5)].
-    """
+    """Cut the columns [first, stop) into spans of `width`; the last one may be shorter."""
     for start in range(first, stop, width):
         yield start, min(start + width, stop)
 

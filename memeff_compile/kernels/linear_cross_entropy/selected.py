@@ -189,8 +189,7 @@ class Filter:
         start(
             kernels._linear_cross_entropy_selected_products_kernel,
             (shapes.programs,),
-            fused.tiles_of(self.packed, step, tile),
-            fused.tiles_of(self.packed, tile, step),
+            *(fused.tiles_of(self.packed, step, tile), fused.tiles_of(self.packed, tile, step)),
             fused.tiles_of(self.ranked, step, columns),
             *(walk.weight, walk.grad_weight, self.sums, self.slot_column, self.column_order),
             *(self.is_sparse[index], self.block_start, self.tile_start),

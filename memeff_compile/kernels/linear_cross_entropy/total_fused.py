@@ -333,10 +333,8 @@ class Walk:
         start(
             kernel,
             (shapes.programs,),
-            tiles_of(self.x, step, rows),
-            tiles_of(self.x, rows, step),
-            tiles_of(scaled, step, columns),
-            tiles_of(self.weight, step, columns),
+            *(tiles_of(self.x, step, rows), tiles_of(self.x, rows, step)),
+            *(tiles_of(scaled, step, columns), tiles_of(self.weight, step, columns)),
             tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
             *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
             *(

@@ -93,8 +93,6 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> st
     """Say in a sentence why a linear of x (..., K) cannot be served, or return None.
 
     There may be no weight (N, K), where there is only the packed one, and no bias (N,).
-
-    Example: supports(torch.ones(2, 32), torch.ones(8, 32)) is None.
     """
     given = [("x", x, 1), ("weight", weight, 2), ("bias", bias, 1)]
     for name, tensor, rank in given:

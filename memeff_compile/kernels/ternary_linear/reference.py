@@ -31,10 +31,7 @@ EXACT_IN_FLOAT = 1 << 24
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Pack (N, K) codes of -1, 0, 1 into (N, ceil(K / 16)) int32.
-
-    Example: unpack_codes(pack_codes(codes), K) equals codes.
-    """
+    """Pack (N, K) codes of -1, 0, 1 into (N, ceil(K / 16)) int32."""
     rows, columns = codes.shape
     words = words_for(columns)
     fields = codes.new_ones((rows, words * PER_WORD), dtype=torch.uint8)
@@ -88,10 +85,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def enter(x: Tensor, entry: Entry) -> Tensor:
-    """Return what is quantised: x, gated and normalised as the entry says, in its own dtype.
-
-    Example: enter(x, Entry()) is x.
-    """
+    """Return what is quantised: x, gated and normalised as the entry says, in its own dtype."""
     if entry.up is not None:
         x = x.relu().square() * entry.up
     if entry.norm is not None:
@@ -105,8 +99,6 @@ def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """Quantise each token (row) of x, (M, K): codes (M, K) int8 and scale (M,) float32.
 
     A token that holds what is no number, or from which no scale can be made, has the scale nan.
-
-    Example: codes_and_scale(torch.tensor([[1.0, -2.0]]), Quantizer())[0] is [[64, -127]].
     """
     kind = KINDS[quantizer.kind]
     values = x.to(compute_dtype(x.dtype, is_native=quantizer.is_native))

@@ -259,9 +259,7 @@ def vectors(
         start(
             kernels._ternary_vectors_kernel,
             (sum(tiles),),
-            _entering(x, entry),
-            outs[0] if added is None else added.contiguous(),
-            coded_or_not,
+            *(_entering(x, entry), outs[0] if added is None else added.contiguous(), coded_or_not),
             *map(three, (packed, weight_scale, biases, outs, count)),
             *(three(tiles)[:2], columns, words),
             **{**settings, "numbers": (entry.norm_eps, *settings["numbers"])},

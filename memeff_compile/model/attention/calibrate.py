@@ -195,10 +195,7 @@ def _table(found: _Found, min_score: float, levels: Sequence[str]) -> Calibratio
 
 
 def score(found: Tensor, wanted: Tensor) -> float:
-    """Return cosine similarity x (1 - relative L1), 0 at least; 0 where numbers are missing.
-
-    Example: score(torch.ones(3), torch.ones(3)) == 1.0.
-    """
+    """Return cosine similarity x (1 - relative L1), 0 at least; 0 where numbers are missing."""
     ours, theirs = found.flatten().double(), wanted.flatten().double()
     size = theirs.abs().sum()
     if not float(size):

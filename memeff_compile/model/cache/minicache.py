@@ -86,10 +86,7 @@ class MiniCache:
                 raise UnsupportedInputError(said)
 
     def capacity(self, tokens: int) -> int:
-        """Return the rows that a cache for so many tokens has room for.
-
-        Example: MiniCache(retained=0.01).capacity(32768) == 328.
-        """
+        """Return the rows that a cache for so many tokens has room for: 328 of 32768 by default."""
         return math.ceil(self.retained * tokens)
 
 
@@ -133,8 +130,6 @@ def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> lis
     """Return the pairs of neighbouring layers of one kind from `start` on, and before `end`.
 
     Each layer is in one at most; those of the kind None are in none.
-
-    Example: pairs_of(["a", "a", "a", None, "a", "b"], 1) == [(1, 2)].
     """
     found: list[tuple[int, int]] = []
     for lower, upper in pairwise(range(len(kinds))[start:end]):

@@ -26,12 +26,9 @@ Made = TypeVar("Made")
 
 
 def bucket(tokens: int) -> int:
-    """Return the length of a cache for so many tokens: an eighth more at most, and never under 256.
-
-    Example: bucket(12096) == 12288; bucket(20) == 256.
-    """
+    """Return the length of a cache for so many tokens: an eighth more at most, 256 at least."""
     step = max(_SMALLEST, (1 << (tokens - 1).bit_length() - 1) // 8) if tokens > 1 else _SMALLEST
-    return -(-tokens // step) * step
+    return -(-tokens // step) * step  # 12288 for 12096
 
 
 @dataclass
