@@ -164,7 +164,9 @@ def readable_source(node: Node) -> str:
 
 
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
-    """Return the positions of tensors that another piece of a graph that DDP cut gives ``gm``."""
+    """Return the positions of the tensors that another piece of the model hands to ``gm``: DDP cuts
+    a captured graph where its buckets end, and what crosses a cut is no input of the user's.
+    """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
         position
@@ -222,7 +224,9 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, bool]) -> Callable[[
 
 
 def may_be_under_policy(target: object) -> bool:
-    """Return whether a call may stand in a checkpoint with a policy: on graphs, it needs a rule."""
+    """Return whether a call may stand in a checkpoint with a policy: some on graphs have no rule.
+    Nested checkpoints and autograd functions are traced through, and need none.
+    """
     from torch.utils.checkpoint import _CachingTorchDispatchMode
 
     if not isinstance(target, HigherOrderOperator):
@@ -468,7 +472,9 @@ def _let_fake_modes_ask() -> None:
 
 
 def can_be_swapped(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.utils.swap_tensors` takes a tensor: no weak reference or graph does."""
+    """Return whether `torch.utils.swap_tensors` takes a tensor: not where a weak reference, as
+    compiled code has, or an autograd graph holds it.
+    """
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
@@ -495,10 +501,11 @@ def make_without_memory(
     storage_offset: int | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """Make a wrapper subclass that nothing takes for a tensor with memory: with a device's dispatch
-    keys and a null pointer, whatever reaches memory without Python (raw pointers, storages, a
-    `.data`) crashes. It has keys and storage of the meta device, and only says that it is on
-    `device`.
+    """Make a wrapper subclass that nothing takes for a tensor with memory.
+
+    A wrapper has its device's dispatch keys and a null pointer, so that whatever reaches memory
+    without Python crashes: raw pointers, storages, a plain tensor whose `.data` it became. This one
+    has keys and storage of the meta device, and only says that it is on `device`.
 
     The class answers what it says and refuses (`ABOUT_MEMORY`) from its `__torch_dispatch__`, and
     has a property `device` and a method `refuse_memory`, which raises.
@@ -547,7 +554,9 @@ ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def _refuse_assigned_data() -> torch.library.Library:
-    """Have assignments to `.data`, unseen by Python, ask `_shares_metadata` for tensors of meta."""
+    """Have assignments to `.data` ask `_shares_metadata` where one of the tensors has meta's keys:
+    PyTorch asks an operation that is never dispatched to Python.
+    """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
     return library
@@ -724,9 +733,10 @@ def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
-    """Make ``local``, perhaps of a subclass with FSDP2's hooks, what this rank holds of a parameter
-    that FSDP2 shards, without gradients. False unless it does, on their device, and has it in
-    shards now.
+    """Make ``local`` what this rank holds of a parameter that FSDP2 shards, with gradients off.
+
+    ``local`` may be of a subclass with FSDP2's hooks around its all-gather. False unless FSDP2
+    shards the parameter, keeps shards on their device, and has it in shards now.
     """
     old: Any = module._parameters[name]
     param = _find_fsdp2_shard(old)
@@ -916,14 +926,17 @@ def multiplies_bf16() -> bool:
 
 
 def keep_address(tensor: torch.Tensor) -> None:
-    """Tell Dynamo that a tensor stays where it is: CUDA graphs copy it not. Not while it traces."""
+    """Tell Dynamo that a tensor stays where it is, so that CUDA graphs need no copy of it. While
+    Dynamo traces it cannot be told; nothing is done then.
+    """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
 
 
 def room_for_graphs() -> dict[str, Any]:
-    """Return arguments of torch.compile that give a model its own, larger limit of graphs, else
-    shared by all: a decorator of transformers is compiled. Before torch 2.13 that one is raised.
+    """Return arguments of torch.compile that give a model its own, larger limit of graphs. Without
+    them all models of a process share one, since what is compiled is a decorator of transformers.
+    Before torch 2.13 there are no such arguments, and the shared limit is raised.
     """
     from torch._dynamo import config
 
@@ -973,8 +986,9 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
 
 
 def drop_empty_hooks(tensor: torch.Tensor) -> None:
-    """Forget removed hooks of a tensor: torch believes in what is left of them, and after
-    `swap_tensors`, by which modules with subclass weights move, it would run no new ones.
+    """Forget hooks that were registered on a tensor and removed again: what is left of them makes
+    torch believe that it runs hooks of this tensor. After `torch.utils.swap_tensors`, which moving
+    a module with subclass weights uses, those registered from then on would never run.
     """
     if not getattr(tensor, "_post_accumulate_grad_hooks", None):
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -1013,7 +1027,9 @@ def revive_hooks(tensor: torch.Tensor) -> None:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
-    """Return whether hooks run around an optimizer's step, ``but`` and those after each aside."""
+    """Return whether hooks run around the steps of an optimizer, those after every step aside.
+    ``but`` is a hook before every step that does not count.
+    """
     from torch.optim import optimizer as module
 
     return bool(

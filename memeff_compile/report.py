@@ -52,8 +52,9 @@ _INDENT = 11
 
 
 class VerbReport(ABC):
-    """What every verb on a model reports: a line, as text more, as JSON everything. A notebook
-    folds all but the line in; `verb_report(model)` has it later, too.
+    """What every verb on a model reports: a line, as text more, as JSON everything. `print` shows
+    the text, whose first line is `summary`; a notebook folds the rest in. A verb that returns the
+    model keeps its report for `verb_report(model)`.
     """
 
     @property

@@ -106,7 +106,10 @@ class Plan:
         }
 
     def save_figure(self, path: str | Path) -> None:
-        """Draw the columns as bars, and largest batches, if any; ExplainError: no matplotlib."""
+        """Draw the two columns as stacked bars, and the largest batches if a memory was given.
+
+        ExplainError where matplotlib is not installed.
+        """
         before, after = self.before, self.after
         counts = [self._token_count(side) for side in (before, after)]
         tokens = None if before.largest_batch is None else counts

@@ -125,9 +125,9 @@ class GraphPass(ABC):
         return ()
 
     def identity(self) -> str:
-        """Return what tells this pass and its versions apart in caches on disk: the text of its
-        classes' files, and its attributes (without a file, this process). Override it where a
-        rewrite depends on more.
+        """Return what tells this pass from others, and its versions apart, in caches on disk: the
+        text of the files of its classes, and its attributes. Override it where a rewrite depends on
+        more. A pass without a file is known to its own process alone.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

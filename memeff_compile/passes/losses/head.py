@@ -81,7 +81,9 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """One entry per row step, to the last that selects or reorders: equal for equal rows."""
+        """Equal for chains whose rows are the same rows in the same order: one entry per row step,
+        up to the last one that selects or reorders rows.
+        """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
