@@ -22,6 +22,7 @@ import argparse
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ class Bench:
         self.subject, self.given = subject, given
         self.weights: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.levels: list[str] = []
+        self.compiled: Any = None
         self.modes = [
             mode
             for mode in modes(subject.layers)
@@ -148,6 +150,11 @@ class Bench:
             facts |= took
             return subject.states(ids, model)
         assert mode.level is not None
+        if mode.compiled:
+            self.compiled = self.compiled or subject.compiled(mode.level)
+            found = subject.states(ids, self.compiled)
+            facts["sites"] = subject.sites()
+            return found
         lowered = facts.setdefault("lowered", Lowered(self._levels(mode.level)))
         return subject.states(ids, around=lowered.forward())
 
@@ -165,35 +172,41 @@ class Bench:
 
     def judge(self, ids: Tensor, deadline: float) -> Iterator[tuple[Mode, dict[str, Any]]]:
         """Yield each mode with its figures, all on the same sequences."""
-        subject, given = self.subject, self.given
-        judged = {mode: Judged() for mode in self.modes}
-        refused: dict[Mode, str] = {}
-        for number, part in enumerate(ids.to(subject.device).split(given.batch)):
-            if number and time.monotonic() > deadline:
-                print(f"out of time behind {number * given.batch} sequences", flush=True)
-                break
-            exact = subject.states(part)
-            for mode, held in judged.items():
-                started = time.monotonic()
-                try:
-                    found = self.states(mode, part, held.facts)
-                except MemeffError as problem:
-                    refused[mode] = str(problem)
-                    continue
-                held.add(subject, exact, found, part, given.prompt)
-                held.seconds += time.monotonic() - started
-        for mode, held in judged.items():
-            if mode in refused:
-                yield mode, {"refused": refused[mode]}
-                continue
+        subject, first = self.subject, self.given.prompt
+        parts = ids.to(subject.device).split(self.given.batch)
+        exact = [subject.states(part) for part in parts]
+
+        def figures(mode: Mode) -> dict[str, Any]:
+            held, started = Judged(), time.monotonic()
+            for part, wanted in zip(parts, exact, strict=True):
+                held.add(subject, wanted, self.states(mode, part, held.facts), part, first)
+            held.seconds = time.monotonic() - started
             lowered = held.facts.pop("lowered", None)
             if lowered is not None:
                 held.facts["attention_errors"] = [round(e, 4) for e in lowered.errors()]
                 held.facts["left_exact"] = len(lowered.exact)
-            yield mode, held.row()
+            return held.row()
+
+        yield from self._each(figures, deadline)
+
+    def _each(
+        self, figures: Callable[[Mode], dict[str, Any]], deadline: float
+    ) -> Iterator[tuple[Mode, dict[str, Any]]]:
+        """Yield each mode with its figures, or with why it has none."""
+        for mode in self.modes:
+            if time.monotonic() > deadline:
+                print(f"out of time before {mode.name}", flush=True)
+                return
+            try:
+                yield mode, figures(mode)
+            except MemeffError as problem:
+                yield mode, {"refused": str(problem)}
+            except Exception as problem:  # a crash of one is no reason to miss the others
+                traceback.print_exc()
+                yield mode, {"failed": f"{type(problem).__name__}: {problem}"[:300]}
 
     @torch.no_grad()
-    def keys(self) -> Iterator[tuple[Mode, dict[str, Any]]]:
+    def keys(self, deadline: float) -> Iterator[tuple[Mode, dict[str, Any]]]:
         """Yield each mode with the share of pass keys that it retrieves, beside the exact model."""
         subject, given = self.subject, self.given
         ids, answer = texts.pass_keys(subject.tokenizer, given.length, given.keys)
@@ -206,15 +219,13 @@ class Bench:
 
         parts = ids.split(given.batch)
         exact = torch.cat([right(subject.states(part), part) for part in parts])
-        for mode in self.modes:
-            try:
-                each = [right(self.states(mode, part, {}), part) for part in parts]
-            except MemeffError as problem:
-                yield mode, {"refused": str(problem)}
-                continue
-            found = torch.cat(each)
-            counts = {"asked": len(ids), "exact_right": int(exact.sum()), "right": int(found.sum())}
-            yield mode, {**counts, "digest": texts.digest(ids.cpu())}
+
+        def figures(mode: Mode) -> dict[str, Any]:
+            found = torch.cat([right(self.states(mode, part, {}), part) for part in parts])
+            counts = {"asked": len(ids), "exact_right": int(exact.sum())}
+            return {**counts, "right": int(found.sum()), "digest": texts.digest(ids.cpu())}
+
+        yield from self._each(figures, deadline)
 
 
 def measure(given: argparse.Namespace) -> int:
@@ -234,7 +245,7 @@ def measure(given: argparse.Namespace) -> int:
         label = name.partition("=")[0]
         facts = {"what": "quality", **subject.facts, "text": label, "length": given.length}
         if name == "keys":
-            made: Iterator[tuple[Mode, dict[str, Any]]] = bench.keys()
+            made: Iterator[tuple[Mode, dict[str, Any]]] = bench.keys(deadline)
         elif name == "own":
             ids = texts.own(subject.model, subject.tokenizer, given.length, given.sequences)
             made = bench.judge(ids, deadline)
@@ -279,8 +290,9 @@ def by_text(found: list[dict[str, Any]]) -> list[str]:
 def heading(name: str, column: list[dict[str, Any]]) -> str:
     """Return what a column is of."""
     if name == "keys":
-        asked = [f"{row['asked']}, the exact model {row['exact_right']}" for row in column[:1]]
-        return f"pass keys of {''.join(asked)}"
+        each = [r for r in column if "asked" in r]
+        asked = [f"{r['asked']}, the exact model {r['exact_right']}" for r in each]
+        return f"pass keys of {''.join(asked[:1])}"
     judged = [row for row in column if "tokens" in row][:1]
     of = [f", {row['tokens']:,} tokens at {row['perplexity_exact']:.2f}" for row in judged]
     return f"{name}{''.join(of)}: perplexity (se); KL (se); same token"
@@ -288,8 +300,8 @@ def heading(name: str, column: list[dict[str, Any]]) -> str:
 
 def cell(row: dict[str, Any]) -> str:
     """Return what one mode did to one text."""
-    if "refused" in row:
-        return "refused"
+    if "refused" in row or "failed" in row:
+        return "refused" if "refused" in row else "failed"
     if row["text"] == "keys":
         return str(row["right"])
     change = f"{100 * row['change']:+.2f} % ({100 * row['change_se']:.2f})"

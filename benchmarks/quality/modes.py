@@ -22,12 +22,14 @@ class Mode:
         name: in rows.
         cache: settings of `KVCache`.
         level: of attention; `CALIBRATED`: what `calibrate_attention` leaves in `8b`.
+        compiled: through the backend, at any length, in place of the op put into the model.
         mantissa: bits of the weights that are kept.
     """
 
     name: str
     cache: dict[str, Any] | None = None
     level: str | None = None
+    compiled: bool = False
     mantissa: int | None = None
 
 
@@ -47,4 +49,5 @@ def modes(layers: int) -> list[Mode]:
             settings = {"bits": 16, "merge": merge}
             found.append(Mode(f"cache, merged from {where} on, {shown}", cache=settings))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
+    found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))
     return found + [Mode(f"weights, {kept} bits of 7", mantissa=kept) for kept in MANTISSAS]

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -130,6 +131,22 @@ class Subject:
         if not count:
             raise UnsupportedInputError(f"no weight of {self.name} was compressed:\n{report}")
         return self._ready(model), {"bits": report.bits, "compressed": count}
+
+    def compiled(self, level: str) -> Any:
+        """Return the model compiled with attention in low bits at any length."""
+        options = {"memeff.attention": level, "memeff.attention.length": 0}
+        options["memeff.inner"] = "aot_eager"  # the rest is the exact model's own arithmetic
+        torch.compiler.reset()
+        memeff_compile.reset()
+        body = torch.compile(self.model.base_model, backend="memeff", options=options)
+        return SimpleNamespace(base_model=body)
+
+    def sites(self) -> int:
+        """Return how many attentions of the compiled model run in low bits, at least one."""
+        found = memeff_compile.last_report().rewrites("quantize_attention")
+        if not found:
+            raise UnsupportedInputError(f"no attention of {self.name} runs in low bits here")
+        return found
 
     def logits(self, last: Tensor) -> Tensor:
         """Return the fp32 logits of hidden states (N, D)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,17 +46,24 @@ def touched(change: str) -> set[str]:
     }
 
 
+@cache
+def values_in(path: Path) -> set[str]:
+    """Return the strings that a module holds as values, docstrings aside."""
+    tree = ast.parse(path.read_text())
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said
+    }
+
+
 def files_that_name(value: str) -> set[str]:
-    """Return the modules that hold a string as a value, docstrings aside."""
+    """Return the modules that hold a string as a value."""
     return {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
-        for tree in [ast.parse(path.read_text())]
-        for said in [{id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}]
-        if any(
-            isinstance(n, ast.Constant) and n.value == value and id(n) not in said
-            for n in ast.walk(tree)
-        )
+        if value in values_in(path)
     }
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -273,72 +271,6 @@ def test_inductors_hooks_see_our_ops() -> None:
     model = torch.compile(ToyModel(64, 16), backend="memeff", options=hooks)  # type: ignore[arg-type]
     model(torch.arange(8))
     assert [name for name, hook in hooks.items() if "linear_cross" not in hook.seen] == []
-
-
-PROGRAM = """
-import importlib
-import sys
-from pathlib import Path
-import torch
-from torch._dynamo.utils import counters
-import memeff_compile
-import own_pass
-
-def gated(x, w):
-    y = x @ w
-    return (y * torch.sigmoid(y)).sum()
-
-def train(chosen):
-    torch._dynamo.reset()
-    counters.clear()
-    x, w = torch.ones(3, 4), torch.ones(4, 5, requires_grad=True)
-    torch.compile(gated, backend="memeff", options={"memeff.passes": chosen})(x, w).backward()
-    found = counters["aot_autograd"]
-    print("RESULT", memeff_compile.last_report().rewrites("use_silu"),
-          found["autograd_cache_hit"], found["autograd_cache_miss"])
-
-train(own_pass.UseSilu())
-"""
-
-OTHERS = """
-train(own_pass.UseSilu())
-chosen = own_pass.UseSilu()
-chosen.limit = 3
-train(chosen)
-with Path(own_pass.__file__).open("a") as file:
-    file.write("# another version")
-train(importlib.reload(own_pass).UseSilu())
-"""
-
-
-@needs_compiler
-def test_it_survives_the_cache_in_a_second_process_and_its_versions_differ(tmp_path: Path) -> None:
-    def run(text: str) -> list[str]:
-        program = tmp_path / "program.py"
-        program.write_text(text)
-        inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-        done = subprocess.run(
-            [sys.executable, str(program)],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([*inherited, str(ROOT)]),
-                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-                "TORCHINDUCTOR_COMPILE_THREADS": "1",
-                "OMP_NUM_THREADS": "1",
-            },
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-        assert lines, done.stdout + done.stderr
-        return lines
-
-    (tmp_path / "own_pass.py").write_text(EXAMPLE.read_text())
-    cold, warm = "RESULT 1 0 1", "RESULT 1 1 0"
-    assert run(PROGRAM) == [cold]
-    assert run(PROGRAM + OTHERS) == [warm, warm, cold, cold]
 
 
 def test_a_pass_without_a_file_is_of_its_process_alone() -> None:
