@@ -57,6 +57,15 @@ def heads_inside(like: Tensor) -> Tensor:
     return like.new_empty((batch, length, heads, depth)).transpose(1, 2)
 
 
+def refusing(error: type[Exception], sentence: str) -> Function:
+    """Return a backward for an op that has none, or a backward op's: it raises."""
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise error(sentence)
+
+    return refuse
+
+
 def only_first(gradients: Function, refusal: str) -> Function:
     """Return `gradients` for where a second derivative may be asked for: that is refused."""
 
@@ -65,9 +74,7 @@ def only_first(gradients: Function, refusal: str) -> Function:
         def forward(ctx: Any, *arguments: Any) -> Any:
             return gradients(*arguments)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            raise DoubleBackwardError(refusal)
+        backward = staticmethod(refusing(DoubleBackwardError, refusal))
 
     return Once.apply
 

@@ -16,17 +16,11 @@ Kept = TypeVar("Kept", bound=VerbReport)
 
 
 class Changes(VerbReport, int):
-    """What a verb changed in a model; as a number, in how many places.
+    """What a verb changed in a model; as a number, in how many places."""
 
-    Attributes:
-        verb: its name.
-        places: what is now where, by the names of modules or weights.
-        left: what was looked at and left as it was, and why.
-    """
-
-    verb: str
-    places: Mapping[str, str]
-    left: Mapping[str, str]
+    verb: str  # its name
+    places: Mapping[str, str]  # what is now where, by the names of modules or weights
+    left: Mapping[str, str]  # what was looked at and left as it was, and why
     _sentence: str
 
     def __new__(

@@ -5,19 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental import gluon as gluon
+from triton.experimental.gluon import language
+from triton.experimental.gluon.language.nvidia import ampere, hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
+gl, NVMMASharedLayout = language, language.NVMMASharedLayout
+async_copy, mma_v2 = ampere.async_copy, ampere.mma_v2
+fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
+warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
@@ -25,20 +21,3 @@ def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: i
     """Return a matrix as the descriptor of tiles of a shape, which the GPU loads by itself."""
     layout = NVMMASharedLayout(swizzle, bits, 2)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
-
-
-__all__ = [
-    "NVMMASharedLayout",
-    "TensorDescriptor",
-    "async_copy",
-    "barrier",
-    "fence_async_shared",
-    "gl",
-    "gluon",
-    "mbarrier",
-    "mma_v2",
-    "tiles_of",
-    "tma",
-    "warpgroup_mma",
-    "warpgroup_mma_wait",
-]

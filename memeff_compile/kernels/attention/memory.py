@@ -6,14 +6,11 @@ what lives beside q, k, v, the output and the gradients.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 import torch
 
+from ..sizes import Size
 from .mask_tiles import TILE
-
-Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_before(

@@ -257,10 +257,6 @@ def _readable(mask: Tensor) -> Tensor:
     return mask
 
 
-def _fake_mask_tiles(mask: Tensor) -> Tensor:
-    return mask.new_empty(table_shape(mask), dtype=torch.uint8)
-
-
 def _setup_context(
     ctx: Any,
     inputs: tuple[Any, ...],
@@ -282,7 +278,6 @@ def _setup_context(
 
 
 def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
-    del grad_lse
     if grad is None:
         return (None,) * 8
     once = _gradients_once if torch.is_grad_enabled() else attention_backward  # create_graph=True
@@ -310,7 +305,9 @@ attention_backward = library.op(
 )
 attention_mask_tiles = library.op(
     "attention_mask_tiles(Tensor mask) -> Tensor",
-    *library.taking(_readable, classify, _fake_mask_tiles),
+    *library.taking(
+        _readable, classify, lambda mask: mask.new_empty(table_shape(mask), dtype=torch.uint8)
+    ),
 )
 _gradients_once = library.only_first(
     attention_backward,

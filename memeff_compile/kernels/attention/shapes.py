@@ -100,14 +100,9 @@ _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
 
 
 def shape_for(
-    kernel: str,  # one of `KERNELS`
-    depth: int,  # head dimension
-    gpu: Gpu,  # the GPU
-    *,
-    has_tables: bool = False,  # masks or ids decide, not positions alone
-    has_mask: bool = False,  # a mask that is a tensor decides
+    kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False, has_mask: bool = False
 ) -> Shape:
-    """Return the tile of a kernel."""
+    """Return the tile of one of `KERNELS`: of positions alone, or where tables or a mask decide."""
     kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]
     for table, is_meant in (

@@ -170,14 +170,9 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor,  # (B, H, M, D) bf16 or fp16
-    k: Tensor,  # (B, G, N, D)
-    v: Tensor,  # likewise
-    given: Conditions,  # the conditions
-    *,
-    plan: Plan | None = None,  # the tiles, by default what `plan_for` gives
+    q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; as `reference.attend`."""
+    """Attend to the keys that count, in bf16 or fp16; as `reference.attend`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
@@ -195,7 +190,7 @@ def attend(
 def gradients(
     grad_out: Tensor,  # (B, H, M, D), of out
     q: Tensor,  # as for `attend`
-    k: Tensor,  # likewise
+    k: Tensor,  # (B, G, N, D)
     v: Tensor,  # likewise
     out: Tensor,  # what it returned
     lse: Tensor,  # likewise

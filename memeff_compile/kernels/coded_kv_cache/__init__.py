@@ -21,6 +21,7 @@ from .layout import LENGTH as LENGTH
 from .layout import PLAIN as PLAIN
 from .layout import SCHEMES as SCHEMES
 from .layout import Layout as Layout
+from .layout import dtype_of as dtype_of
 from .layout import group_of as group_of
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
@@ -45,7 +46,6 @@ from .pair import OWN as OWN
 from .pair import SHARED as SHARED
 from .pair import coded_kv_cache_append_lower as coded_kv_cache_append_lower
 from .pair import coded_kv_cache_append_pair as coded_kv_cache_append_pair
-from .pair import dtype_of as dtype_of
 from .pair import pool_of as pool_of
 from .pair import shapes_of_pair as shapes_of_pair
 from .split_codes import plan_for as plan_for

@@ -91,13 +91,7 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 
 
 def merge_prompt(
-    pair: Pair,
-    # keys and values of the lower layer, then of the upper, each (B, H, n * group, D)
-    rows: Sequence[Tensor],
-    coded: int,  # tokens merged so far, 0
-    group: int,  # tokens per group
-    bits: int,  # of a code, or PLAIN
-    settings: Merging,  # how rows are merged
+    pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
     """Merge the first tokens of an empty cache; as `pair_reference.merge`, with a kernel a pass."""
     shared, count = pair.shared, rows[0].shape[2]

@@ -128,6 +128,19 @@ class Layout:
         return dict(zip(Pool._fields, (codes, codes, k_scales, v_scales, *rows, (3,)), strict=True))
 
 
+def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
+    """Return the dtype of a tensor of a cache, or of a pair of them, of some dtype and bits."""
+    if name in ("places", "starts", "kept_count", "left_over"):
+        return torch.int32
+    if name in ("bound", "counts"):
+        return torch.float32 if name == "bound" else torch.int64
+    if name.endswith("codes") and bits != 16:
+        return torch.uint8
+    if name.endswith("norms") and dtype.itemsize == 2:
+        return torch.float16  # 11 bits of a length; a bfloat16 has 8
+    return dtype
+
+
 def scale_shapes(depth: int, bits: int, group: int, scheme: str) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the scales of a group of keys, and of a group of values."""
     if bits == PLAIN:

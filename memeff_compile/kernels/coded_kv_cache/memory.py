@@ -6,14 +6,11 @@ however long the cache is: its window and its kept tokens.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 import torch
 
+from ..sizes import Size
 from .layout import PLAIN, Layout
-
-Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_per_token(

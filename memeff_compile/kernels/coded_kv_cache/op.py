@@ -15,12 +15,10 @@ from torch import Tensor
 
 from ...errors import UnsupportedInputError
 from .. import library
-from ..checks import FLOATING, require, short
+from ..checks import FLOATING, MAX_DEPTH, require, short
 from ..device import kernels_serve, where_it_runs
 from . import reference
-from .layout import BITS, PLAIN, Pool, group_of, scale_shapes
-
-MAX_DEPTH = 256
+from .layout import BITS, PLAIN, Pool, dtype_of, group_of, scale_shapes
 
 LEAST_DEPTH = 64
 """Channels per head, of which the kernels have been compared with float64 on a GPU."""
@@ -53,12 +51,9 @@ _WRITTEN = ", ".join(
 
 
 def supports(
-    q: Tensor,  # (B, Hq, 1, D)
-    pool: Sequence[Tensor],  # the tensors of a cache, as `POOL` names them
-    bits: int,  # of a code
-    mask: Tensor | None = None,  # bool (B or 1, 1, 1, N), or None
+    q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
 ) -> str | None:
-    """Say in a sentence why attention cannot be served with these inputs, or return None."""
+    """Say in a sentence why attention to a pool cannot be served, or return None."""
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 
@@ -79,7 +74,7 @@ def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
             return f"{name} is on {tensor.device} and k_window on {window.device}; move one."
         if not tensor.is_contiguous():
             return f"{name} is not contiguous; the tensors of a cache are used as allocated."
-        wanted = _dtype_of(name, window.dtype, bits)
+        wanted = dtype_of(name, window.dtype, bits)
         if tensor.dtype != wanted:
             return f"{name} is {short(tensor.dtype)}; {short(wanted)} is needed."
         if name != "counts" and tuple(tensor.shape[:2]) != (batch, heads):
@@ -98,12 +93,6 @@ def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | Non
         if found != shape:
             return f"{name} ends in {found}; {shape} is needed for codes of {bits} bits."
     return None
-
-
-def _dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
-    codes = dtype if bits == PLAIN else torch.uint8
-    known = {"codes": codes, "places": torch.int32, "counts": torch.int64}
-    return known.get(name.split("_")[-1], dtype)
 
 
 def _unlike_query(q: Tensor, pool: Sequence[Tensor]) -> str | None:
@@ -203,10 +192,9 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
     return group_of(pool[0].shape[3], pool[4].shape[3], bits)
 
 
-def _appends_on_gpu(pool: Sequence[Tensor], bits: int) -> bool:
+def on_kernels(window: Tensor, group: int) -> bool:
     """Say whether appending needs no number from the GPU; attention is another matter."""
-    window = pool[4]
-    is_served = _group(pool, bits) in (32, 64, 128) and kernels_serve(window.device, window.dtype)
+    is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 
 
@@ -222,7 +210,7 @@ def _append(*args: Any) -> None:
     require("coded_kv_cache_append", supports_append(pool, k, v, bits))
     if not k.numel():
         return
-    if _appends_on_gpu(pool, bits):
+    if on_kernels(pool[4], _group(pool, bits)):
         from .append_codes import append
 
         append(pool, k, v, bits, recent, limit)
@@ -269,12 +257,10 @@ def _fake_attention(q: Tensor, *args: Any) -> Tensor:
     return library.heads_inside(q)
 
 
-def _no_backward(ctx: object, *grads: Tensor) -> None:
-    raise UnsupportedInputError(
-        "a coded KV cache has no backward: it serves generation. Call the model under "
-        "torch.no_grad()."
-    )
-
+_no_backward = library.refusing(
+    UnsupportedInputError,
+    "a coded KV cache has no backward: it serves generation. Call the model under torch.no_grad().",
+)
 
 coded_kv_cache_append = library.op(
     f"coded_kv_cache_append({_WRITTEN}, Tensor k, Tensor v, int bits, int recent, int limit) -> ()",

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import library
 from ..checks import require
-from ..device import kernels_serve
 from . import pair_reference
 from .layout import Layout, Own, Pair, Shared, group_of
 from .merging import READINGS, RULES, SCALES
-from .op import supports_pool
+from .op import on_kernels, supports_pool
 from .pair_reference import Merging
 
 SHARED = Shared._fields
@@ -54,19 +52,6 @@ def shapes_of_pair(
     every["norms"] = (*front, layout.groups(tokens) * layout.group, 2)
     every |= dict.fromkeys(("starts", "bound", "kept_count", "left_over"), front)
     return {name: every[name] for name in SHARED}, {name: every[name] for name in OWN}
-
-
-def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
-    """Return the dtype of a pair's tensor, of a cache of some dtype and bits."""
-    if name in ("places", "starts", "kept_count", "left_over"):
-        return torch.int32
-    if name in ("bound", "counts"):
-        return torch.float32 if name == "bound" else torch.int64
-    if name.endswith("codes") and bits != 16:
-        return torch.uint8
-    if name.endswith("norms") and dtype.itemsize == 2:
-        return torch.float16  # 11 bits of a length; a bfloat16 has 8
-    return dtype
 
 
 def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
@@ -114,15 +99,10 @@ def _unlike(args: Sequence[Any]) -> str | None:
     return None
 
 
-def _on_kernels(window: Tensor, group: int) -> bool:
-    is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
-    return window.is_cuda and is_served and window.numel() > 0
-
-
 def _append_lower(*args: Any) -> None:
     k_window, v_window, counts, k, v, limit = args
     require("coded_kv_cache_append_lower", _unlike_lower(k_window, k, v))
-    if k_window.is_cuda and _on_kernels(k_window, 64):
+    if on_kernels(k_window, 64):
         from .append_pairs import append_lower
 
         append_lower(k_window, v_window, counts, k, v, limit)
@@ -151,7 +131,7 @@ def _append_pair(*args: Any) -> None:
     new = None if lower_k is None else (lower_k, lower_v)
     given = (pair, new, (k, v), bits, recent, limit, settings)
     window = pair.upper.k_window
-    if not _on_kernels(window, window.shape[2] - recent):
+    if not on_kernels(window, window.shape[2] - recent):
         pair_reference.append(*given, is_first=is_first)
         return
     from . import append_pairs

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import wide
+from ..library import heads_inside
 from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
@@ -137,14 +138,12 @@ def groups_due(waiting: int, window: int, group: int) -> int:
 
 
 def append(
-    pool: Sequence[Tensor],  # the tensors of a cache
-    k: Tensor,  # (B, H, T, D)
-    v: Tensor,  # likewise
-    bits: int,  # of a code
-    recent: int,  # tokens at the end that are never in codes
-    limit: int,  # tokens that the cache holds
+    pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
-    """Write tokens behind those that are there, and code the groups that are old enough."""
+    """Write tokens, (B, H, T, D), behind those that are there, and code groups that are old enough.
+
+    The last `recent` tokens are never in codes; the cache holds `limit`.
+    """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     window, new = k_window.shape[2], k.shape[2]
     group = window - recent
@@ -243,10 +242,10 @@ def attend(
 
     A query that sees nothing gets zeros.
     """
-    batch, heads, queries, depth = q.shape
+    batch, heads, _, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])
     if 0 in (length, q.numel()):
-        return q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
+        return heads_inside(q).zero_()
     keys, values = view(pool, norms, bits, length)
     seen = None
     if mask is not None:
@@ -256,5 +255,4 @@ def attend(
     found = F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=scale)
     if seen is not None:
         found = found.masked_fill(~seen.any(-1, keepdim=True), 0.0)
-    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
-    return out.copy_(found.reshape(batch, heads, queries, depth))
+    return heads_inside(q).copy_(found.reshape(q.shape))

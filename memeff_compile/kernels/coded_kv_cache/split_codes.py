@@ -35,14 +35,9 @@ class Plan:
 
 
 def plan_for(
-    pairs: int,  # sequences times key-value heads
-    groups: int,  # groups of codes the cache has room for
-    depth: int,  # channels per head
-    bits: int,  # of a code
-    device: torch.device,  # where it runs; an H200 is assumed off CUDA
-    repeat: int = 1,  # query heads per key-value head
+    pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
-    """Return the launch for so many sequences times key-value heads, from static sizes alone."""
+    """Return the launch for sequences times key-value heads, by sizes alone; off CUDA an H200's."""
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 

@@ -53,7 +53,6 @@ def attend(
     """Attend with one query per sequence; the shapes are as the op has checked them."""
     from . import split_rows_kernels
 
-    del bits
     rows = Pool(*pool)._replace(k_scales=None, v_scales=None)
     paired = paired_norms(norms)
     if paired is None:

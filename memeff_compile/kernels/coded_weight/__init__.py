@@ -21,7 +21,6 @@ from .layout import CODECS as CODECS
 from .layout import Format as Format
 from .layout import parse as parse
 from .memory import bits_per_weight as bits_per_weight
-from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
 from .op import ENGINES as ENGINES
 from .op import coded_weight_decode as coded_weight_decode

@@ -147,8 +147,10 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     """
     patterns = as_patterns(weight)
     if form.codec == "win4":
-        counts = histogram(patterns, sampled(patterns.numel()))
-        return _encode_win4(patterns, _best_window(counts), room)
+        counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
+        # The window is chosen without waiting for the GPU.
+        _run("win4_kernels", "win4_window_kernel", counts, (1,), counts, header, warps=4)
+        return _encode_win4(patterns, header, room)
     found = histogram(patterns).tolist()
     if form.codec == "rans":
         return _encode_rans(patterns, found, room)
@@ -203,13 +205,6 @@ def _write_win4(
     sums, block = (counts, starts, chunks), shapes.STARTS_BLOCK
     _run("win4_kernels", "win4_starts_kernel", patterns, (1,), *sums, BLOCK=block, warps=8)
     return marks
-
-
-def _best_window(counts: Tensor) -> Tensor:
-    """Return the header for weights with these exponents, without waiting for the GPU."""
-    header = _empty(counts, 1)
-    _run("win4_kernels", "win4_window_kernel", counts, (1,), counts, header, warps=4)
-    return header
 
 
 def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:

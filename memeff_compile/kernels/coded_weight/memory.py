@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 
-Size: TypeAlias = sympy.Expr | int
+from ..sizes import Size
 
 
 def bytes_before(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of the decoded weight that a training step keeps for its backward."""
+    """Return the bytes of the decoded weight that a training step keeps; else it decodes again."""
     return 2 * sympy.sympify(rows) * columns
-
-
-def bytes_after(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of it that are kept when the backward decodes again: none."""
-    del rows, columns
-    return sympy.Integer(0)
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:

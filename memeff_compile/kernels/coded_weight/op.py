@@ -232,10 +232,6 @@ def _products(given: _Products) -> list[Tensor]:
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
 
 
-def _fake_products(given: _Products) -> list[Tensor]:
-    return [_fake_product(each) for each in given.apart()]
-
-
 def _product_backward(
     grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
 ) -> Tensor:
@@ -247,13 +243,11 @@ def _product_backward(
 def _fake_product_backward(
     grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
 ) -> Tensor:
-    del parts, codec
     return grad.new_empty((*grad.shape[:-1], size[1]))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
     """Serve a dense weight, real or fake; a coded one is taken apart before it gets here."""
-    del trains
     return F.linear(x, weight, bias)
 
 
@@ -267,7 +261,6 @@ def _linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
     x, weight, *_ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
@@ -311,7 +304,6 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        del bias
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         shape = (*x.shape[:-1], weight.shape[0])
         return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
@@ -326,7 +318,6 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-        del ctx, token
         found: Tensor = coded_weight_linear(*operands, True)
         return found
 
@@ -352,7 +343,7 @@ coded_weight_product = library.op(
 coded_weight_products = library.op(
     "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "
     "-> Tensor[]",
-    *library.taking(_Products, _products, _fake_products),
+    *library.taking(_Products, _products, lambda given: [*map(_fake_product, given.apart())]),
 )
 coded_weight_linears = library.op(
     "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",

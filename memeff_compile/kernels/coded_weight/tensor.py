@@ -109,7 +109,6 @@ class CodedWeight(Tensor):
         requires_grad: bool = False,
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
-        del codec, room
         # Parts are fake where a compiler makes the weight; its modes are asked for the device.
         make: Callable[..., Tensor] = compat.wrapper_subclass
         if type(parts[0]) is Tensor:
@@ -128,7 +127,6 @@ class CodedWeight(Tensor):
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
         """Wrap parts as `op.encode` makes them."""
-        del shape, requires_grad
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it
         for name, part in zip(parse(codec).parts, parts, strict=True):
@@ -249,10 +247,9 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor:
-        """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
+        """Turn a gradient that `steps` allows into the weight after a step, as `codecs.step`.
 
-        The gradient, which `steps` has to allow, is returned as the new value; until that is stored
-        the weight holds none.
+        Until that new value is stored the weight holds none.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -274,7 +271,6 @@ class CodedWeight(Tensor):
         self, mesh: object, size: object, stride: object, module: object, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
         """Give FSDP2 what it gathers: this rank's values, as its MixedPrecisionPolicy has them."""
-        del mesh, size, stride, module
         return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
 
     def fsdp_post_all_gather(
@@ -293,12 +289,10 @@ class CodedWeight(Tensor):
         inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
         """Put a weight together again."""
-        del outer_stride
         return CodedWeight([inner[name] for name in parse(codec).parts], codec, outer_size)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the parts, and what others have set on the weight."""
-        del protocol
         return _rebuild, (type(self), self.parts, *self._about(), self._set_by_others())
 
     def __copy__(self) -> CodedWeight:
@@ -327,7 +321,6 @@ class CodedWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         """Name shape, codec and size; values are not decoded for it."""
-        del tensor_contents
         return (
             f"CodedWeight(shape={tuple(self.shape)}, codec={self.codec!r}, "
             f"device={str(self.device)!r}, requires_grad={self.requires_grad}; "
@@ -346,7 +339,6 @@ class CodedWeight(Tensor):
 
         A compiler sees the linear, and our pass does it.
         """
-        del types
         with compat.without_torch_function():
             serve = _ABOVE.get(func)
             if serve is not None and isinstance(args[0], CodedWeight):
@@ -366,7 +358,6 @@ class CodedWeight(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Serve what can be served in coded form; refuse writes; decode for everything else."""
-        del types
         if func is _DEVICE:
             return cast("CodedWeight", args[0]).place
         if func in compat.ABOUT_MEMORY:
@@ -454,10 +445,6 @@ def _share_memory(weight: CodedWeight) -> CodedWeight:
     return weight
 
 
-def _is_shared(weight: CodedWeight) -> bool:
-    return all(part.is_shared() for part in weight.parts)
-
-
 def _no_address(weight: CodedWeight, *_: object) -> NoReturn:
     raise CodedWeightError(
         f"the address of a compressed weight of {tuple(weight.shape)} was asked for, and its dense "
@@ -468,7 +455,6 @@ def _no_address(weight: CodedWeight, *_: object) -> NoReturn:
 
 def _takes_data(weight: CodedWeight, new: Tensor) -> bool:
     """Say to `Module.half` and its like whether `weight.data = new` is possible."""
-    del new
     if compat.can_be_swapped(weight):
         return True
     if weight.grad is None and not compat.tensor_hooks(weight):
@@ -547,7 +533,7 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
     Tensor.untyped_storage: _untyped_storage,
     Tensor.storage: _storage,
     Tensor.share_memory_: _share_memory,
-    Tensor.is_shared: _is_shared,
+    Tensor.is_shared: lambda weight: all(part.is_shared() for part in weight.parts),
     Tensor.data_ptr: _no_address,
     Tensor.__cuda_array_interface__.__get__: _no_address,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
@@ -570,10 +556,6 @@ def _view(weight: CodedWeight, size: Sequence[int]) -> object:
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
         return NotImplemented
     return _share(weight, (weight.numel(),))
-
-
-def _clone(weight: CodedWeight, **_: object) -> CodedWeight:
-    return weight.like([part.clone() for part in weight.parts])
 
 
 def _to_copy(weight: CodedWeight, **kwargs: Any) -> object:
@@ -631,7 +613,7 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _share,
     _aten.alias.default: _share,
     _aten.view.default: _view,
-    _aten.clone.default: _clone,
+    _aten.clone.default: lambda weight, **_: weight.like([part.clone() for part in weight.parts]),
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
     _aten.is_set_to.default: _is_set_to,

@@ -5,25 +5,18 @@ They count what lives beside the inputs and the one gradient of the table that i
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 import torch
 
+from ..sizes import Size
 from .reference import MIN_COLUMNS, PIECE_BYTES, PIECES
-
-Size: TypeAlias = sympy.Expr | int
 
 # Sorted ids and their order, and what the sort and the engines' index vectors take: 64-bit numbers.
 INDEX_BYTES_PER_TOKEN = 96
 
 
 def bytes_before(
-    vocab: Size,  # V, D as symbols or numbers
-    depth: Size,  # likewise
-    *,
-    dtype: torch.dtype,  # dtype of the table
-    compiled: bool = True,  # inductor if true, op by op otherwise
+    vocab: Size, depth: Size, *, dtype: torch.dtype, compiled: bool = True
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient takes without us.
 

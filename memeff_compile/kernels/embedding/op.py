@@ -121,17 +121,14 @@ def _backward(grad_rows: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> T
 
 
 def _fake_backward(grad_rows: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
-    del ids, padding_idx
     return grad_rows.new_empty((vocab, grad_rows.shape[-1]))
 
 
 def _fake_accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
-    del grad_rows, padding_idx
     require("embedding", supports(grad_weight, ids))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
     _, ids, _, padding_idx = inputs
     ctx.save_for_backward(ids)
     ctx.padding_idx = padding_idx

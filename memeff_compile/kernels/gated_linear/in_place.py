@@ -6,8 +6,6 @@ for 16384 x 8192 numbers in bf16: 1.5 GiB read and written by the gradients, 0.3
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..device import on_device
@@ -15,9 +13,7 @@ from ..device import on_device
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
     """Write act(gate) * up to ``out``; as `reference.product`, of bf16, fp16 or fp32."""
-    from . import in_place_kernels as kernels
-
-    _launch(kernels._gated_product_kernel, gate, up, out, activation)
+    _launch("_gated_product_kernel", gate, up, out, activation)
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
@@ -25,16 +21,14 @@ def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
 
     As `reference.gradients`, of bf16, fp16 or fp32.
     """
+    _launch("_gated_gradients_kernel", gate, up, grad, activation)
+
+
+def _launch(name: str, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:
     from . import in_place_kernels as kernels
 
-    _launch(kernels._gated_gradients_kernel, gate, up, grad, activation)
-
-
-def _launch(kernel: Any, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:
-    from .in_place_kernels import BLOCK, WARPS
-
-    count = gate.numel()
+    count, block = gate.numel(), kernels.BLOCK
     with on_device(gate):
-        kernel[(-(-count // BLOCK),)](
-            gate, up, third, count, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
+        getattr(kernels, name)[(-(-count // block),)](
+            gate, up, third, count, ACTIVATION=activation, BLOCK=block, num_warps=kernels.WARPS
         )

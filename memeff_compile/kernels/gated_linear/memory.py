@@ -6,12 +6,10 @@ the product and the gradients of gate and up.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 import torch
 
-Size: TypeAlias = sympy.Expr | int
+from ..sizes import Size
 
 
 def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:

@@ -31,13 +31,9 @@ ENGINES = {
 
 
 def supports(
-    gate: Tensor,  # (..., I), the two halves of the gated product
-    up: Tensor,  # likewise
-    weight: Tensor,  # (D, I), of the linear
-    bias: Tensor | None,  # (D,) or None
-    activation: str,  # one of `ACTIVATIONS`
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can."""
+    """Say why gate and up, (..., I), and a linear (D, I) cannot be served, or return None."""
     if activation not in ACTIVATIONS:
         return f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed."
     named = {"gate": gate, "up": up, "weight": weight, "bias": bias}
@@ -155,7 +151,6 @@ def _fake_backward(given: _Gradients) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
     gate, up, weight, _, activation = inputs
     ctx.save_for_backward(gate, up, weight)
     ctx.activation = activation

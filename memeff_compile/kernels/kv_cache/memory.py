@@ -6,12 +6,10 @@ numbers. They count what lives beside the cache, the queries and the output.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 import torch
 
-Size: TypeAlias = sympy.Expr | int
+from ..sizes import Size
 
 
 def bytes_before(

@@ -146,13 +146,6 @@ def _last(mask: Tensor) -> Tensor:
     return (mask[:, 0] * places).amax(-1) - 1
 
 
-def _no_backward(ctx: object, grad: Tensor) -> None:
-    raise UnsupportedInputError(
-        "kv_cache_attention has no backward: it serves generation. Call it under torch.no_grad(), "
-        "or use scaled_dot_product_attention where gradients are needed."
-    )
-
-
 kv_cache_append = library.op(
     "kv_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) "
     "-> ()",
@@ -162,6 +155,10 @@ kv_cache_attention = library.op(
     "kv_cache_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor last, "
     "Tensor? mask=None, float? scale=None) -> Tensor",
     *library.taking(_Call, _attention, _fake_attention),
-    backward=_no_backward,
+    backward=library.refusing(
+        UnsupportedInputError,
+        "kv_cache_attention has no backward: it serves generation. Call it under torch.no_grad(), "
+        "or use scaled_dot_product_attention where gradients are needed.",
+    ),
 )
 kv_cache_last = library.op("kv_cache_last(Tensor mask) -> Tensor", _last)

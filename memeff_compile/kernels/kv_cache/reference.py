@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..library import heads_inside
+
 
 def attend(
     q: Tensor,  # (B, H, M, D)
@@ -29,7 +31,7 @@ def attend(
     if q.device.type == "cpu":
         end = max(0, min(end, int(last.max()) + 1)) if last.numel() else 0
     if 0 in (end, q.numel()):
-        return q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
+        return heads_inside(q).zero_()
     keys, values = k_cache[:, :, :end], v_cache[:, :, :end]
     seen = _seen(last, mask, end)
     repeat = heads // kv_heads
@@ -38,8 +40,7 @@ def attend(
     found = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
     if bias is not None:
         found = found.masked_fill(~bias.any(-1, keepdim=True), 0.0)
-    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
-    return out.copy_(found.reshape(batch, heads, queries, depth))
+    return heads_inside(q).copy_(found.reshape(q.shape))
 
 
 def _seen(last: Tensor, mask: Tensor | None, end: int) -> Tensor | None:

@@ -112,14 +112,12 @@ def product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = Fals
 
 
 def launch_statistics(
-    s: Tensor,  # (N, W) fp32 products of columns first .. first + W
-    given: Operands,
-    state: Tensor,  # (N, STATE) fp32, kept between the strips of one call
-    found: Rows,  # the results, to be written
-    first: int,
-    knobs: Knobs,
+    s: Tensor, given: Operands, state: Tensor, found: Rows, first: int, knobs: Knobs
 ) -> None:
-    """Fold one strip of products into the running state; the last strip also writes the results."""
+    """Fold products, fp32 (N, W) of the columns from `first` on, into the state, (N, STATE).
+
+    The last strip also writes the results.
+    """
     from . import hybrid_kernels
 
     (_, weight, bias, target, column_weight), (rows, width) = given, s.shape
@@ -140,15 +138,13 @@ def launch_statistics(
 
 
 def launch_gradient(
-    s: Tensor,  # (N, W) fp32 products of columns first .. first + W
-    g: Tensor,  # (N, W) in the input dtype, unit stride along columns; may be `s` itself
-    given: Operands,
-    kept: Kept,
-    grads: RowGradients,  # fp32 cotangents, contiguous
-    first: int,
-    knobs: Knobs,
+    s: Tensor, g: Tensor, given: Operands, kept: Kept, grads: RowGradients, first: int, knobs: Knobs
 ) -> None:
-    """Turn one strip of products into gradients with respect to the products."""
+    """Turn a strip of products into gradients with respect to the products.
+
+    `g`, in the input dtype, has unit stride along columns and may be `s` itself; `grads` are fp32
+    cotangents, contiguous.
+    """
     from . import hybrid_kernels
 
     (_, _, bias, target, column_weight), (rows, width) = given, s.shape

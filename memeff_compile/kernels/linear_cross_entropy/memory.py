@@ -7,11 +7,12 @@ bound of what our op holds: pieces, per-row vectors and the fp32 sum of the hidd
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 
+from ..sizes import Size
 from . import total_fused
 from .pieces import (
     HYBRID_AUTO_BYTES,
@@ -23,8 +24,6 @@ from .pieces import (
     reference_bytes_per_logit,
 )
 from .shapes import FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW, FUSED_MIN_WIDTH
-
-Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_before(
@@ -49,7 +48,6 @@ def bytes_before(
     the logits if they are returned. Measured at the same shape: 24000 MiB (22839 beyond the two
     gradients, which do not exist yet at the peak), formula 24000.
     """
-    del depth
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
     if compiled:
@@ -83,19 +81,15 @@ class Pieces(NamedTuple):
 
 
 def bytes_after(
-    rows: Size,
-    depth: Size,
-    vocab: Size,
-    *,
-    pieces: Pieces | None = None,  # symbols for a short formula; by default `piece_sizes`
-    **how: Any,  # as of `How`
+    rows: Size, depth: Size, vocab: Size, *, pieces: Pieces | None = None, **how: Any
 ) -> sympy.Expr:
     """Return an upper bound of the bytes our op holds beside inputs and returned gradients.
 
     The larger of forward and backward: the workspace of pieces (each at most half as wide as the
     vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
     fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit hidden states
-    and of pieces of the weight, and on a CPU the copies of the rows that are not ignored.
+    and of pieces of the weight, and on a CPU the copies of the rows that are not ignored. `how`
+    is as of `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
     """
     n, d = sympy.sympify(rows), sympy.sympify(depth)
     dtype, engine, device_type, *_, training, _ = How(**how)

@@ -359,13 +359,11 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return (*found, None, None)
 
 
-def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:
-    """Say to who asks for it that there is no second derivative."""
-    raise DoubleBackwardError(
-        "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
-        "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}."
-    )
-
+refuse_double_backward = library.refusing(
+    DoubleBackwardError,
+    "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
+    "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}.",
+)
 
 _KNOBS = (
     "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "

@@ -87,20 +87,16 @@ def row_groups(rows: int, fitting: int, shapes: Shapes) -> RowGroups:
     return RowGroups(-(-blocks // count) * shapes.rows, count)
 
 
-def fused_budget(rows: int, workspace: int) -> int:
-    """Return the bytes of G that backward may hold; `workspace` 0 means automatic."""
-    return workspace or max(FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW * rows)
-
-
 @lru_cache(maxsize=1024)
 def piece_width(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
     """Choose how many columns of G backward holds at once.
 
     Within the budget, and at most half the vocabulary, the width whose launches leave the fewest
-    multiprocessors idle in their last waves.
+    multiprocessors idle in their last waves. A workspace of 0 is automatic.
     """
     step = shapes.columns
-    limit = fused_budget(rows, workspace) // (2 * max(rows, 1))
+    budget = workspace or max(FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW * rows)
+    limit = budget // (2 * max(rows, 1))
     limit = min(max(limit // step * step, FUSED_MIN_WIDTH, step), -(-vocab // (2 * step)) * step)
     coarse = step * -(-limit // (step * 64))
     candidates = range(limit, max(limit // 2, step - 1), -coarse)

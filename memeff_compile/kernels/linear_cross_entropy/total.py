@@ -23,10 +23,10 @@ from ... import compat
 from .. import library
 from ..checks import require
 from ..device import kernels_serve, tuned, where_it_runs, without_autocast
+from ..sizes import Size
 from . import op as rows_op
 from . import total_fused, total_reference
-from .call import Knobs, Operands
-from .memory import Size
+from .call import Operands
 from .shapes import is_minimal
 from .total_reference import Loss, Totals, total_of
 
@@ -146,7 +146,9 @@ def _forward(given: Loss) -> tuple[Tensor, ...]:
     )
     with without_autocast(hidden.device.type):
         if rows == 0:
-            found = _of_nothing(flat)
+            # A total of 0, or nan where a mean of no rows is asked for.
+            total = total_of(hidden.new_zeros(0, dtype=given.wide), flat.row_weight, given.norm)
+            found = Totals(total, *rows_op.zero_gradients(flat[:3], flat.output_mask))
         elif _fused_serves(hidden.device, hidden.dtype, hidden.shape[-1]) and total_fused.serves(
             weight
         ):
@@ -160,19 +162,9 @@ def _forward(given: Loss) -> tuple[Tensor, ...]:
     return (found.total, *rows_op.as_results(found[1:], hidden))
 
 
-def _of_nothing(given: Loss) -> Totals:
-    """Return the total of no rows, which is 0, or nan where a mean of them is asked for."""
-    nothing = given.hidden.new_zeros(0, dtype=given.wide)
-    zeros = rows_op.zero_gradients(given[:3], given.output_mask)
-    return Totals(total_of(nothing, given.row_weight, given.norm), *zeros)
-
-
 def _by_recomputing(given: Loss) -> Totals:
     """Run an engine's forward and its backward behind it, where none makes both at once."""
-    operands, modifiers = (*given[:4], None), (given.ignore_index, given.scale, given.softcap)
-    knobs = Knobs(*modifiers, False, False, given.gradient_filter, given.workspace)
-    level, sorts = given.filter_level, given.sort_vocabulary
-    settings = knobs._replace(filter_level=level, sort_vocabulary=sorts)._asdict()
+    operands, settings = (*given[:4], None), given.knobs._asdict()
     nll, lse, nothing, entropy, _ = rows_op.linear_cross_entropy(*operands, **settings)
     of_rows = (given.row_gradients(nll.dtype), torch.zeros_like(lse), nothing, entropy)
     kept = (lse, entropy)
@@ -236,7 +228,6 @@ def _setup_context(
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
 ) -> None:
-    del keyword_only_inputs
     _, *gradients = output
     ctx.mark_non_differentiable(*gradients)
     # Else autograd makes zeros as large as the gradients for results nobody differentiates.
@@ -249,7 +240,6 @@ def _setup_context(
 def _link(
     ctx: Any, grad_total: Tensor | None, *without_gradient: None
 ) -> tuple[Tensor | None, ...]:
-    del without_gradient
     if grad_total is None:
         return (None,) * 6
     *gradients, hidden, weight, bias = ctx.saved_tensors

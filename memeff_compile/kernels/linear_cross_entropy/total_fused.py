@@ -337,15 +337,8 @@ class Walk:
             *(tiles_of(scaled, step, columns), tiles_of(self.weight, step, columns)),
             tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
             *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
-            *(
-                self.counters[2 * number[0] + number[1]],
-                first,
-                here,
-                self.width,
-                self.vocab,
-                self.depth,
-                *splits,
-            ),
+            *(self.counters[2 * number[0] + number[1]], first, here),
+            *(self.width, self.vocab, self.depth, *splits),
             ADD=number[0] > 0 or self.adds_first,
             HAS_PARTS=self.parts is not None,
             NEEDS_WEIGHT=needs_weight,
@@ -361,11 +354,7 @@ class _Total(Walk):
     """The walk of engine T: logits once, and their gradients from them."""
 
     def __init__(self, given: Loss) -> None:
-        modifiers = given.ignore_index, given.scale, given.softcap
-        knobs = Knobs(*modifiers, False, False, given.gradient_filter, given.workspace)
-        level, sorts = given.filter_level, given.sort_vocabulary
-        knobs = knobs._replace(filter_level=level, sort_vocabulary=sorts)
-        super().__init__(Operands(*given[:4]), knobs, given.output_mask)
+        super().__init__(Operands(*given[:4]), given.knobs, given.output_mask)
         self.factor = given.row_gradients(torch.float32)
         # Ignored rows, which no kernel writes, have a loss of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like
@@ -381,7 +370,7 @@ class _Total(Walk):
         """Compute the losses of these rows, their dE and what they give to dC."""
         from . import total_kernels as kernels
 
-        selection, again = self.selection, self.again[index]
+        selection, again, rows = self.selection, self.again[index], self.shapes.rows
         hidden, block = self.hidden[first : first + here], row_block(self.depth, self.shapes)
         if self.is_compact:
             assert self.scaled is not None
@@ -405,10 +394,10 @@ class _Total(Walk):
             assert self.scaled is not None
             start(
                 kernels._linear_cross_entropy_total_scale_rows_kernel,
-                (self._padded(here),),
+                (min(-(-here // rows) * rows, self.height),),
                 *(hidden, hidden.stride(0), self.row_scale, selection.kept, self.scaled),
                 *(first, here, self.depth),
-                PAD=self.shapes.rows,
+                PAD=rows,
                 BLOCK=block,
                 **self.flags,
             )
@@ -428,9 +417,6 @@ class _Total(Walk):
             ROWS=ROWS,
             TILES=TILES,
         )
-
-    def _padded(self, rows: int) -> int:
-        return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)
 
     def _logits(self, first: int, here: int, again: Tensor | None) -> None:
         from . import total_kernels as kernels

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from .call import Knobs
 from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
 
 # Rows of the narrowest piece: the weight is read once per piece.
@@ -23,13 +24,9 @@ MIN_ROWS = 64
 
 
 def rows_per_piece(
-    rows: sympy.Expr | int,  # N as a symbol or number
-    vocab: int,  # V
-    bytes_per_logit: int,  # of the wide dtype; twice that with a softcap
-    workspace: int,  # bytes, 0 = automatic
-    device_type: str,  # where the tensors are
+    rows: sympy.Expr | int, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return how many rows of logits are alive at once: at most half of them."""
+    """Return how many rows of wide logits live at once, at most half; workspace 0 is automatic."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -59,6 +56,12 @@ class Loss(NamedTuple):
     def wide(self) -> torch.dtype:
         """The dtype of the total."""
         return checks.wide(self.hidden.dtype)
+
+    @property
+    def knobs(self) -> Knobs:
+        """The settings as engines of rows take them."""
+        knobs = Knobs(*self[6:9], False, False, self.gradient_filter, self.workspace)
+        return knobs._replace(filter_level=self.filter_level, sort_vocabulary=self.sort_vocabulary)
 
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return what the gradient of each row's loss is times: its weight over the norm, or 0.

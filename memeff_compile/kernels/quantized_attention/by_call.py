@@ -88,7 +88,11 @@ class _Call(NamedTuple):
 def _attend(given: _Call) -> Tensor:
     _require_levels(given.levels)
     (q, k, v), tables = given[:3], given[3:6]
-    _require_no_gradient(q, k, v)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
+        raise UnsupportedInputError(
+            "quantized_attention_by_call has no backward: it serves inference. Call it under "
+            "torch.no_grad()."
+        )
     counter, ahead, behind, scale = given[7:]
     assert counter is not None
     is_wide = q.dtype == torch.float64
@@ -125,14 +129,6 @@ def _require_levels(levels: Sequence[str]) -> None:
         raise UnsupportedInputError(
             f"quantized_attention_by_call: levels is {list(levels)}; a list of "
             f"{', '.join((*LEVELS, 'exact'))} is needed."
-        )
-
-
-def _require_no_gradient(*operands: Tensor) -> None:
-    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
-        raise UnsupportedInputError(
-            "quantized_attention_by_call has no backward: it serves inference. Call it under "
-            "torch.no_grad()."
         )
 
 

@@ -6,13 +6,10 @@ to a multiple of 128.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 
+from ..sizes import Size
 from .settings import BLOCK
-
-Size: TypeAlias = sympy.Expr | int
 
 
 def code_bytes(
@@ -25,10 +22,7 @@ def code_bytes(
     *,
     value_bytes: int = 1,  # 1 for E4M3, 2 for fp16
 ) -> sympy.Expr:
-    """Return the bytes of q, k and v as codes with their scales.
-
-    Example: code_bytes(1, 32, 8, 16384, 16384, 128) is 97 MiB, where q, k and v take 192.
-    """
+    """Return the bytes of q, k and v as codes with their scales, half of what they take in bf16."""
     padded = sympy.ceiling(sympy.sympify(keys) / BLOCK) * BLOCK
     q = sympy.sympify(batch) * heads * queries * depth
     k = sympy.sympify(batch) * groups * (padded * depth + 4 * padded / BLOCK)

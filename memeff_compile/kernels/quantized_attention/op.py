@@ -45,10 +45,7 @@ def supports(
     granularity: str = "row",  # one of `GRANULARITIES`
     smooth: str | None = None,  # some of the letters q, k and v, or None
 ) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
-    """
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can."""
     return _unlike_settings(level, granularity, smooth) or supports_attention(
         q, k, v, key_mask, query_ids, key_ids
     )
@@ -125,18 +122,15 @@ def _require_support(given: _Call) -> None:
     require("quantized_attention", unlike)
 
 
-def _no_backward(ctx: object, grad: Tensor | None, grad_lse: Tensor | None) -> None:
-    raise UnsupportedInputError(
-        "quantized_attention has no backward: it serves inference. Call it under torch.no_grad(), "
-        "or use memeff::attention where gradients are needed."
-    )
-
-
 quantized_attention = library.op(
     "quantized_attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
     "Tensor? query_ids=None, Tensor? key_ids=None, *, SymInt? ahead=None, SymInt? behind=None, "
     'float? scale=None, str level="8b", str granularity="row", str? smooth=None, '
     "bool with_lse=True) -> (Tensor out, Tensor lse)",
     *library.taking(_Call, _attend, _fake_attend),
-    backward=_no_backward,
+    backward=library.refusing(
+        UnsupportedInputError,
+        "quantized_attention has no backward: it serves inference. Call it under torch.no_grad(), "
+        "or use memeff::attention where gradients are needed.",
+    ),
 )

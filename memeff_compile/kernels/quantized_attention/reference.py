@@ -246,11 +246,7 @@ def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
 
 
 def attend(
-    q: Tensor,  # (B, H, M, D)
-    k: Tensor,  # (B, G, N, D)
-    v: Tensor,  # likewise
-    given: Conditions,  # the conditions
-    settings: Settings,  # the arithmetic
+    q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys that count; the result is laid out as (B, M, H, D).
 

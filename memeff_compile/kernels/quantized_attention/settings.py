@@ -94,10 +94,7 @@ def settings_for(
     with_lse: bool = True,  # whether the logarithms of the sums are wanted
     has_fp8: bool = True,  # whether the device multiplies E4M3; fp16 stands in where it does not
 ) -> Settings:
-    """Return the arithmetic of a level.
-
-    Example: settings_for("4b").smooth == "qkv" and settings_for("4b").limit == 7.
-    """
+    """Return the arithmetic of a level."""
     limit = 7 if level == "4b" else 127
     values = "e4m3" if has_fp8 and level != "8b+f16" else "f16"
     own = "qkv" if level == "4b" else "kv"
@@ -105,10 +102,7 @@ def settings_for(
 
 
 def sampled_queries(queries: int) -> tuple[int, int, int]:
-    """Return every how many blocks of `QUERY_ROWS` one is sampled, how many are, and their queries.
-
-    Example: sampled_queries(16384) == (32, 8, 512) and sampled_queries(100) == (1, 2, 100).
-    """
+    """Return every how many blocks of `QUERY_ROWS` is sampled, how many are, and their queries."""
     blocks = -(-queries // QUERY_ROWS)
     stride = max(1, -(-blocks // MOST_SAMPLES))
     samples = -(-blocks // stride)

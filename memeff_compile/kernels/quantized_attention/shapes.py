@@ -73,8 +73,6 @@ def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
     """Return the tile of the attention kernel.
 
     With tables masks, ids, corrections or scales of single keys are loaded, not codes alone.
-
-    Example: shape_for(128, H200).keys == 128.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
     found = _SHAPES[kind][block]

@@ -47,10 +47,7 @@ def attend_under_mask(
     scale: float | None = None,  # of the scores
     level: str = "8b",  # a level of the op
 ) -> Tensor | None:
-    """Return attention at a level, or None where it is not served.
-
-    Example: attend_under_mask(q, k, v, bias) is None where `bias` prefers some keys to others.
-    """
+    """Return attention at a level, or None where it is not served, as where the mask is a bias."""
     if supports(q, k, v, level=level) is not None:
         return None
     ahead = 0 if is_causal else None

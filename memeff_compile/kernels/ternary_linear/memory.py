@@ -5,12 +5,10 @@ They count what a linear keeps from its forward for its backward.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import sympy
 import torch
 
-Size: TypeAlias = sympy.Expr | int
+from ..sizes import Size
 
 
 def saved_before(rows: Size, columns: Size, tokens: Size, *, dtype: torch.dtype) -> sympy.Expr:

@@ -22,7 +22,7 @@ from ..checks import require, short
 from ..device import kernels_serve, starts_early
 from . import reference
 from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
-from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS
+from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS, quantizes_first
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -167,7 +167,6 @@ def _pack(weight: Tensor, scale: Tensor, is_step: bool = False, is_native: bool 
 
 
 def _fake_pack(weight: Tensor, scale: Tensor, *settings: bool) -> Tensor:
-    del settings
     require("ternary_linear_pack", _unlike_weight(weight, scale))
     return weight.new_empty((weight.shape[0], words_for(weight.shape[1])), dtype=torch.int32)
 
@@ -214,7 +213,6 @@ def _quantize(x: Tensor, *quantizer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_quantize(x: Tensor, kind: str = "int8", *details: Any) -> tuple[Tensor, Tensor, Tensor]:
-    del details
     require("ternary_linear_quantize", _unlike_tokens(x, kind))
     tokens = math.prod(x.shape[:-1])
     return (
@@ -281,7 +279,9 @@ def _linear(given: _Linear) -> list[Tensor]:
     overlaps = has_kernels and starts_early(x.device)
     if has_kernels and rows.shape[0] <= MAX_VECTORS:
         coded, is_early = None, given.is_early and overlaps
-        if engine.codes_first(packed[0].shape[1], sum(w.shape[0] for w in packed), quantizer):
+        # Else each program that multiplies quantises for itself, which saves a launch.
+        height = sum(weight.shape[0] for weight in packed)
+        if KINDS[quantizer.kind].keeps_half or quantizes_first(packed[0].shape[1], height):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)
             is_early, entry = overlaps, NO_ENTRY
         settings["coded"] = coded
@@ -305,14 +305,6 @@ def _fake_linear(given: _Linear) -> list[Tensor]:
 
 def _empty_linear(x: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)
-
-
-def _no_backward(ctx: object, *grads: object) -> None:
-    raise UnsupportedInputError(
-        "ternary_linear has no backward: it serves inference, and packed weights cannot be "
-        "trained. Call it under torch.no_grad(); to train, keep the full-precision weights "
-        "(memeff_compile.ternarize_)."
-    )
 
 
 def _unlike_product(given: _Product) -> str | None:
@@ -410,7 +402,6 @@ def _fake_product_backward(given: _Gradients) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    del output
     x, weight, codes, scale, _, packed, weight_scale, bias, biased, _, *steps = inputs
     ctx.set_materialize_grads(False)  # a result nobody differentiates gives its weight no gradient
     ctx.save_for_backward(codes, scale, *packed, *weight_scale)
@@ -459,13 +450,6 @@ def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     return grad_x, grad_weight, None, None, None, nothing, nothing, of_added, places, *settings
 
 
-def _no_second_derivative(ctx: object, *grads: object) -> None:
-    raise DoubleBackwardError(
-        "ternary_linear has a first derivative only: its gradients pass straight through the "
-        "rounding. Switch the rewrite off with options={'memeff.ternary': 'off'}."
-    )
-
-
 def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
     """Give no gradient: quantised values are constants, their inputs get it from the product."""
     return (None,) * len(ctx.needs_input_grad)
@@ -480,7 +464,12 @@ ternary_linear = library.op(
     f"ScalarType dtype, bool weight_is_step=False, {_QUANTIZER}, Tensor? up=None, "
     "Tensor? norm=None, float norm_eps=0.0, Tensor? added=None, bool is_early=False) -> Tensor[]",
     *library.taking(_Linear, _linear, _fake_linear),
-    backward=_no_backward,
+    backward=library.refusing(
+        UnsupportedInputError,
+        "ternary_linear has no backward: it serves inference, and packed weights cannot be "
+        "trained. Call it under torch.no_grad(); to train, keep the full-precision weights "
+        "(memeff_compile.ternarize_).",
+    ),
 )
 ternary_linear_pack = library.op(
     "ternary_linear_pack(Tensor weight, Tensor scale, bool is_step=False, bool is_native=False) "
@@ -511,7 +500,11 @@ ternary_linear_product_backward = library.op(
     "Tensor[] weight_scale, SymInt columns, bool is_step, bool weight_is_step, bool of_x, "
     "bool[] of_weight, bool[] of_bias) -> Tensor[]",
     *library.taking(_Gradients, _product_backward, _fake_product_backward),
-    backward=_no_second_derivative,
+    backward=library.refusing(
+        DoubleBackwardError,
+        "ternary_linear has a first derivative only: its gradients pass straight through the "
+        "rounding. Switch the rewrite off with options={'memeff.ternary': 'off'}.",
+    ),
 )
 
 TWINS = [

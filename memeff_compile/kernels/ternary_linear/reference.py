@@ -159,7 +159,6 @@ def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes in planes, scales, and the sum of the codes of each token."""
-    del is_chained
     codes, scale = codes_and_scale(enter(x, entry), quantizer)
     return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)
 
@@ -183,7 +182,6 @@ def product(
 
     It is no view: an op in place may follow.
     """
-    del sums, is_chained
     by_token = scale if is_step else 1.0 / scale
     by_weight = weight_scale.reshape(()).float()
     by_weight = by_weight if weight_is_step else 1.0 / by_weight

@@ -67,7 +67,6 @@ def quantizes_first(words: int, rows: int) -> bool:
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
     """Return the launch, as `vector_shapes`, for tokens that are quantised: the best of a sweep."""
-    del tokens
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
         return VectorShapes(8, 4)
@@ -75,15 +74,12 @@ def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorS
 
 
 def tile_shapes(
-    tokens: int,  # of activations and of weights
-    rows: int,  # likewise
-    width: int,  # bytes per row of weights
-    processors: int,  # multiprocessors of the GPU
-    *,
-    # whether sums of 128 x 128 fit four warps, as they do in capability 9.0
-    is_hopper: bool = True,
+    tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
 ) -> TileShapes:
-    """Return the launch for more tokens: the fastest of a sweep, or what is near it."""
+    """Return the launch for more tokens: the fastest of a sweep, or what is near it.
+
+    A row of weights has `width` bytes; on Hopper the sums of 128 x 128 fit four warps.
+    """
     large = TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
     if tokens > 64:
         if -(-rows // 128) * -(-tokens // 128) >= processors:

@@ -23,19 +23,9 @@ from .shapes import (
     TileShapes,
     VectorShapes,
     coded_shapes,
-    quantizes_first,
     tile_shapes,
     vector_shapes,
 )
-
-
-def codes_first(words: int, rows: int, quantizer: Quantizer) -> bool:
-    """Return whether up to four tokens are quantised by a kernel before the one that multiplies.
-
-    Else each program of the latter does it for itself, which saves a launch.
-    """
-    return KINDS[quantizer.kind].keeps_half or quantizes_first(words, rows)
-
 
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lowest bit that a number of this dtype has as float32."""
@@ -58,15 +48,11 @@ def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
     return names.get(dtype, tl.float32) if is_native else tl.float32
 
 
-def _settings(x: Tensor, quantizer: Quantizer) -> dict[str, Any]:
-    """Return what a kernel has to know of a quantiser."""
-    return _settings_of(quantizer, x.dtype, x.shape[1], x.is_cuda)
-
-
 @lru_cache(maxsize=256)
-def _settings_of(
+def _settings(
     quantizer: Quantizer, dtype: torch.dtype, columns: int, is_cuda: bool
 ) -> dict[str, Any]:
+    """Return what a kernel has to know of a quantiser."""
     kind = KINDS[quantizer.kind]
     rounded = torch.tensor(quantizer.eps, dtype=torch.float32).to(
         dtype if quantizer.is_native else torch.float32
@@ -178,7 +164,7 @@ def _quantize_plan(
 ) -> QuantizePlan:
     """Return the launch for so many tokens of so many columns."""
     tokens, columns = sizes
-    constants = dict(_settings_of(quantizer, dtype, columns, is_cuda))
+    constants = dict(_settings(quantizer, dtype, columns, is_cuda))
     numbers = constants.pop("numbers")
     block = _power_of_two(words_for(columns) * 16)
     constants |= {
@@ -251,7 +237,7 @@ def vectors(
     def three(given: Sequence[Any]) -> tuple[Any, ...]:
         return (*given, *[given[0]] * (3 - len(given)))
 
-    settings = _settings(x, quantizer)
+    settings = _settings(quantizer, x.dtype, columns, x.is_cuda)
     coded_or_not = (packed[0], weight_scale[0], packed[0])
     if coded is not None:
         coded_or_not = (coded[0].view(torch.int32), *coded[1:])

@@ -384,14 +384,6 @@ class _Hook:
         return self.pool.take(kind, range(tokens, longest + 1), mask, make)
 
 
-def _generating(model: Untyped) -> Untyped:
-    """Return the model of transformers whose generate() runs: inside adapters and compiled ones."""
-    model = compat.without_compile(model)
-    if not hasattr(type(model), _HOOK) and hasattr(model, "get_base_model"):  # PEFT's
-        model = compat.without_compile(model.get_base_model())
-    return model
-
-
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
@@ -419,7 +411,9 @@ def use_kv_cache_(
         model.generate(**inputs)
         undo()
     """
-    inner = _generating(model)
+    inner: Untyped = compat.without_compile(model)
+    if not hasattr(type(inner), _HOOK) and hasattr(inner, "get_base_model"):  # PEFT's
+        inner = compat.without_compile(inner.get_base_model())
     if not hasattr(type(inner), _HOOK) or not hasattr(inner, "generate"):
         refuse(
             f"{type(model).__name__} has no generate() of transformers; pass a KVCache to the "

@@ -81,7 +81,6 @@ class InPlace(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else all tokens."""
-        del args, kwargs
         new = key_states, value_states
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
             refuse(
@@ -140,7 +139,6 @@ class InPlace(CacheLayerMixin):
 
     def keeps(self, remove: int) -> str | None:
         """Return why the last `remove` tokens cannot be removed, or None, as where any can be."""
-        del remove
         return None
 
     @abstractmethod

@@ -26,19 +26,13 @@ METHOD = "memeff_ternary"
 
 
 class PackedTernaryConfig(QuantizationConfigMixin):
-    """What config.json says of a packed model, by the paths of its linears.
-
-    Attributes:
-        linears: how each quantises its tokens.
-        bias_dtypes: of biases that are not of the model's dtype.
-        norm_eps: of linears that norm their input first.
-    """
+    """What config.json says of a packed model, by the paths of its linears."""
 
     def __init__(
         self,
-        linears: dict[str, str] | None = None,
-        bias_dtypes: dict[str, str] | None = None,
-        norm_eps: dict[str, float] | None = None,
+        linears: dict[str, str] | None = None,  # how each quantises its tokens
+        bias_dtypes: dict[str, str] | None = None,  # of biases that are not of the model's dtype
+        norm_eps: dict[str, float] | None = None,  # of linears that norm their input first
         **_: object,
     ) -> None:
         self.quant_method: Any = METHOD

@@ -405,7 +405,6 @@ def _decode_in_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """Give dense tensors under the usual names, unless the parameters themselves are asked for."""
-    del local_metadata
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):

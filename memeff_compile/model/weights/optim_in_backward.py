@@ -279,7 +279,6 @@ class BackwardOptimizer(VerbReport, Optimizer):
         update.parameter.updated_in_backward = _Mark(update.parameter)  # type: ignore[attr-defined]
 
         def after_gradient(parameter: Tensor) -> None:
-            del parameter
             update.seen += 1
             if update.seen >= self.accumulate:
                 update.run(self.max_norm)
@@ -336,7 +335,6 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that have not led to an update yet."""
-        del set_to_none
         for update in self._updates:
             update.seen = 0
             update.parameter.grad = None
