@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,24 +54,6 @@ class Roles:
     written: tuple[int, ...] = ()  # tensors that the step writes to
 
 
-class Engine(Protocol):
-    """What records on one device."""
-
-    lock: Any
-
-    def is_free(self) -> bool:
-        """Return whether a step may be recorded or replayed now."""
-
-    def stream(self) -> Hashable:
-        """Return what tells the stream that work goes to."""
-
-    def random_state(self) -> bytes:
-        """Return the state of the device's random numbers."""
-
-    def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
-        """Record what a step does, without doing it; return what does it, and what it returned."""
-
-
 class _Unfit(Exception):
     """A step that cannot be recorded, and why, for the report."""
 
@@ -79,7 +61,7 @@ class _Unfit(Exception):
 class Recorder:
     """A compiled step that is replayed where that is the same."""
 
-    def __init__(self, step: Step, roles: Roles, use: Replays, engine: Engine) -> None:
+    def __init__(self, step: Step, roles: Roles, use: Replays, engine: CudaEngine) -> None:
         self._step, self._roles, self._use, self._engine = step, roles, use, engine
         self._waiting: OrderedDict[Hashable, _Buffers | None] = OrderedDict()
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
@@ -423,6 +405,6 @@ def _collecting_nothing() -> Iterator[None]:
 
 
 @cache
-def engine_for(device: torch.device) -> Engine:
+def engine_for(device: torch.device) -> CudaEngine:
     """Return what records on a device."""
     return CudaEngine(device)
