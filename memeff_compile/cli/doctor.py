@@ -200,7 +200,7 @@ def _self_tests() -> list[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inner = "aot_eager" if inductor_problem(device) else "inductor"
     tests = [(_trains, "toy model", inner)]
-    if _installed("transformers"):  # on a CPU nothing is recorded, and Inductor takes its time
+    if installed("transformers"):  # on a CPU nothing is recorded, and Inductor takes its time
         tests.append((_generates, "generate()", "eager" if device == "cpu" else inner))
     findings = []
     for test, name, compiler in tests:
