@@ -49,6 +49,7 @@ DEFERRED_SENTENCE = (
 
 _WIDTH = 96
 _INDENT = 11
+_TWO_LINES = 145  # characters of a source line that are shown, however its words break
 
 
 class VerbReport(ABC):
@@ -138,7 +139,8 @@ class Record:
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
-        source = self.source.split(": ")[0] if self.source in quoted else self.source
+        shown = textwrap.shorten(self.source, _TWO_LINES, placeholder=" ...")
+        source = self.source.split(": ")[0] if self.source in quoted else shown
         quoted.add(self.source)
         texts = (source, self.sentence, *self._consequences(times))
         return _paragraph(label, f"{self.pass_name}{where}{why}", *texts)
@@ -318,16 +320,16 @@ class GraphReport:
         kind = "training" if self.training else "inference"
         nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
         took = f"{self.seconds:.1f} s" if self.seconds >= 1 else f"{self.seconds * 1000:.0f} ms"
-        heading = f"{self.name} ({kind}, {nodes}, our passes {took})"
-        paragraphs = [record._text(times, quoted) for record, times in _folded(self.records)]
+        went = ""
         if not any(record.action in CHANGES for record in self.records):
-            nothing = ": no pass found anything to do here"
-            why = " for the reasons above" if self.records else nothing
             is_undone = any(record.action == "mismatch" for record in self.records)
-            went = "The original graph runs" if is_undone else "The graph went on unchanged"
-            paragraphs.append(f"{went}{why}.")
+            went = ": the original runs" if is_undone else ": it went on unchanged"
+            went += "" if self.records else ", no pass found anything to do here"
+        heading = f"{self.name} ({kind}, {nodes}, our passes {took}){went}"
+        paragraphs = [record._text(times, quoted) for record, times in _folded(self.records)]
         paragraphs += map(str, self._uses())
-        return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
+        text = textwrap.indent("\n\n".join(paragraphs), "  ")
+        return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
         """Return this report with the counts as they are now."""
