@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,24 +54,6 @@ class Roles:
     written: tuple[int, ...] = ()  # tensors that the step writes to
 
 
-class Engine(Protocol):
-    """What records on one device."""
-
-    lock: Any
-
-    def is_free(self) -> bool:
-        """Return whether a step may be recorded or replayed now."""
-
-    def stream(self) -> Hashable:
-        """Return what tells the stream that work goes to."""
-
-    def random_state(self) -> bytes:
-        """Return the state of the device's random numbers."""
-
-    def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
-        """Record what a step does, without doing it; return what does it, and what it returned."""
-
-
 class _Unfit(Exception):
     """A step that cannot be recorded, and why, for the report."""
 
@@ -79,7 +61,7 @@ class _Unfit(Exception):
 class Recorder:
     """A compiled step that is replayed where that is the same."""
 
-    def __init__(self, step: Step, roles: Roles, use: Replays, engine: Engine) -> None:
+    def __init__(self, step: Step, roles: Roles, use: Replays, engine: CudaEngine) -> None:
         self._step, self._roles, self._use, self._engine = step, roles, use, engine
         self._waiting: OrderedDict[Hashable, _Buffers | None] = OrderedDict()
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
@@ -108,10 +90,8 @@ class Recorder:
         )
 
     def _signature(self, args: Sequence[Any]) -> tuple[Hashable, ...]:
-        roles = self._roles
-        found: list[Hashable] = [args[place] for place in roles.numbers]
-        found += [(args[place].shape, args[place].stride()) for place in roles.varying]
-        return tuple(found)
+        sizes = ((args[place].shape, args[place].stride()) for place in self._roles.varying)
+        return (*(args[place] for place in self._roles.numbers), *sizes)
 
     def _prepare(self, key: Hashable, args: Sequence[Any]) -> Callable[..., Any] | None:
         """Return what runs a call that has no recording yet; None: the step itself."""
@@ -224,10 +204,9 @@ class _Buffers:
                 raise _Unfit(f"an input is a {type(given).__name__}")
             if given.numel() and given.untyped_storage().data_ptr() in held:
                 raise _Unfit("an input shares memory with a cache or a weight")
+            how = {"dtype": given.dtype, "device": given.device}
             with torch.inference_mode(mode=False), torch.no_grad():
-                made = torch.empty_strided(
-                    given.shape, given.stride(), dtype=given.dtype, device=given.device
-                )
+                made = torch.empty_strided(given.shape, given.stride(), **how)
             if not _is_dense(_unexpanded(made)):
                 raise _Unfit("an input overlaps itself in memory")
             self.tensors[place] = made
@@ -389,12 +368,7 @@ class _Pool:
         return self._handle, graph
 
 
-def _captured(
-    graph: torch.cuda.CUDAGraph,
-    pool: Any,
-    step: Step,
-    inputs: Sequence[Any],
-) -> Any:
+def _captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Step, inputs: Sequence[Any]) -> Any:
     idle = torch.zeros(1, device="cuda")
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -431,6 +405,6 @@ def _collecting_nothing() -> Iterator[None]:
 
 
 @cache
-def engine_for(device: torch.device) -> Engine:
+def engine_for(device: torch.device) -> CudaEngine:
     """Return what records on a device."""
     return CudaEngine(device)

@@ -1,7 +1,8 @@
 """What this machine can run: versions, devices, compilers, engines, and what to do about gaps.
 
 `memeff doctor` prints the findings and exits with 0 when the backend is usable.
-The last finding is a measurement, not a guess: a toy model is compiled, trained and compared.
+The last findings are measurements, not guesses: a toy model is compiled, trained and compared, and
+a model of transformers generates after `memeff_compile.compile(model, kv_cache="static")`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
 import memeff_compile
 from memeff_compile.errors import first_line
@@ -66,7 +68,7 @@ def diagnose() -> list[Finding]:
     if is_usable(findings):
         findings += [*_devices(), *_backend()]
     if is_usable(findings):
-        findings += [*_engines(), _toy_model()]
+        findings += [*_engines(), *_self_tests()]
     return findings
 
 
@@ -90,7 +92,8 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
+    """Return the version of a package, or ""."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -106,13 +109,13 @@ def _versions() -> list[Finding]:
     if sys.platform == "linux":
         findings.append(_required("triton", MIN_TRITON))
     for package, use in (("transformers", "Hugging Face models"), ("numpy", "torch itself")):
-        found = _installed(package) or f"not installed (optional, for {use})"
+        found = installed(package) or f"not installed (optional, for {use})"
         findings.append(Finding("versions", package, found))
     return findings
 
 
 def _required(package: str, minimum: tuple[int, int]) -> Finding:
-    found = _installed(package)
+    found = installed(package)
     if found and _release(found) >= minimum:
         return Finding("versions", package, found)
     how, seen = (" --upgrade", f"{found}, too old") if found else ("", "not installed")
@@ -191,28 +194,56 @@ def _engines_of(op: str, engines: Mapping[str, str], first: str) -> list[Finding
     return [mine, *(Finding("what runs where", "", text) for text in others)]
 
 
-def _toy_model() -> Finding:
+def _self_tests() -> list[Finding]:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inner = "aot_eager" if inductor_problem(device) else "inductor"
+    tests = [(_trains, "toy model", inner)]
+    if installed("transformers"):  # on a CPU nothing is recorded, and Inductor takes its time
+        tests.append((_generates, "generate()", "eager" if device == "cpu" else inner))
+    findings = []
+    for test, name, compiler in tests:
+        label, remedy = f"{name} on {device}, {compiler}", ""
+        try:
+            torch.manual_seed(0)
+            text = test(device, compiler)
+        except Exception as error:
+            # Whatever went wrong is the finding.
+            text = f"failed: {type(error).__name__}: {first_line(error)}"
+            remedy = "run it with TORCH_LOGS='+memeff_compile' and report what it prints"
+        findings.append(Finding("self-test", label, text, remedy, blocks=bool(remedy)))
+    return findings
+
+
+def _trains(device: str, inner: str) -> str:
     import torch
 
     from memeff_compile.cli.toy import ToyModel
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    inner = "aot_eager" if inductor_problem(device) else "inductor"
-    label = f"toy model on {device}, {inner}"
-    torch.manual_seed(0)
-    model = ToyModel().to(device)
-    ids = torch.arange(32, device=device)
+    model, ids = ToyModel().to(device), torch.arange(32, device=device)
     expected = model(ids)
-    try:
-        compiled = memeff_compile.compile(model, inner=inner)
-        loss = compiled(ids)
-        loss.backward()
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
-    except Exception as error:
-        # Whatever went wrong is the finding.
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        remedy = "run it with TORCH_LOGS='+memeff_compile' and report what it prints"
-        return Finding("self-test", label, f"failed: {reason[0]}", remedy, blocks=True)
+    loss = memeff_compile.compile(model, inner=inner)(ids)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
     count = memeff_compile.last_report().rewrites("fuse_linear_cross_entropy")
-    text = f"trains; {count} rewrite, same loss as eager ({loss.item():.6f})"
-    return Finding("self-test", label, text)
+    return f"trains; {count} rewrite, same loss as eager ({loss.item():.6f})"
+
+
+def _generates(device: str, inner: str) -> str:
+    """Generate as the page of serving says, which is docs/use/serving.md."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: Any = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, eos_token_id=None, **sizes)
+    model: Any = LlamaForCausalLM(config)
+    model.to(device).eval()
+    asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ids = torch.arange(2, 10, device=device)[None]
+    expected = model.generate(ids, **asked)
+    memeff_compile.compile(model, kv_cache="static", inner=inner)
+    if not torch.equal(model.generate(ids, **asked), expected):
+        raise RuntimeError("a compiled model generates other tokens than eager")
+    replayed = sum(graph.replays.replays for graph in memeff_compile.graphs() if graph.replays)
+    return f"same tokens as eager; {replayed} steps were replayed as CUDA graphs"

@@ -263,12 +263,13 @@ _no_backward = library.refusing(
 )
 
 coded_kv_cache_append = library.op(
-    f"coded_kv_cache_append({_WRITTEN}, Tensor k, Tensor v, int bits, int recent, int limit) -> ()",
+    f"coded_kv_cache_append({_WRITTEN}, Tensor k, Tensor v, int bits, int recent, SymInt limit)"
+    " -> ()",
     _append,
     _fake_append,
 )
 coded_kv_cache_view = library.op(
-    f"coded_kv_cache_view({_READ}, Tensor? k_norms, Tensor? v_norms, int bits, int tokens) "
+    f"coded_kv_cache_view({_READ}, Tensor? k_norms, Tensor? v_norms, int bits, SymInt tokens) "
     "-> (Tensor, Tensor)",
     _view,
     _fake_view,

@@ -152,13 +152,13 @@ def _fake_append_lower(*args: Any) -> None:
 
 coded_kv_cache_append_lower = library.op(
     "coded_kv_cache_append_lower(Tensor(a!) k_window, Tensor(b!) v_window, Tensor(c!) counts, "
-    "Tensor k, Tensor v, int limit) -> ()",
+    "Tensor k, Tensor v, SymInt limit) -> ()",
     _append_lower,
     _fake_append_lower,
 )
 coded_kv_cache_append_pair = library.op(
     f"coded_kv_cache_append_pair({_WRITTEN}, Tensor? lower_k, Tensor? lower_v, Tensor k, Tensor v, "
-    "int bits, int recent, int limit, int keep_first, str rule, float t, float gamma, "
+    "int bits, int recent, SymInt limit, int keep_first, str rule, float t, float gamma, "
     "str reading, str scale, bool is_first) -> ()",
     _append_pair,
     _fake_append_pair,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import (
@@ -240,6 +241,22 @@ def test_opcheck(op: str) -> None:
         ),
     }
     torch.library.opcheck(*calls[op], test_utils=CHECKS)
+
+
+def test_another_length_is_compiled_once_for_all_lengths() -> None:
+    """Prompt and step of generate() write to caches of many lengths, and read them whole."""
+    counter, (k, v) = CompileCounter(), draw(2, 2, 7, 16, torch.float32)
+    pool = allocate(SMALL, 2, 2, 160, torch.float32)
+
+    def write_and_read(limit: int) -> tuple[Tensor, Tensor]:
+        append(pool, k, v, SMALL, limit)
+        return view(pool, SMALL, limit)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(write_and_read, backend=counter, fullgraph=True)
+    lengths = 90, 112, 144
+    assert [compiled(length)[0].shape[2] for length in lengths] == [*lengths]
+    assert counter.frame_count == 2
 
 
 def test_a_gradient_is_refused() -> None:

@@ -177,7 +177,11 @@ def test_sizes_of_heads_come_from_the_model_where_transformers_does_not_say(
 
 @pytest.mark.parametrize(
     "kv_cache",
-    ["static", pytest.param(4, marks=pytest.mark.slow), {"bits": 3, "recent": 32}],
+    [
+        pytest.param("static", marks=pytest.mark.slow),  # the doctor's own test is of it
+        pytest.param(4, marks=pytest.mark.slow),
+        {"bits": 3, "recent": 32},
+    ],
 )
 def test_one_line_compiles_generation(kv_cache: Any) -> None:
     model, plain = make(num_hidden_layers=1), make(num_hidden_layers=1)
