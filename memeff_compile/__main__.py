@@ -47,18 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, rest = parser.parse_known_args(arguments)
     if rest and command.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if command.command == "doctor":
-        return _doctor()
-    if command.command == "explain":
-        return run(command)
-    if command.command == "tune":
-        return tune(command)
-    if command.command == "options":
-        return _options()
-    return _demo(rest)
+    if command.command == "demo":
+        return _demo(rest)
+    commands_of = {"doctor": _doctor, "explain": run, "tune": tune, "options": _options}
+    return commands_of[command.command](command)
 
 
-def _doctor() -> int:
+def _doctor(_: argparse.Namespace) -> int:
     from memeff_compile.cli.doctor import diagnose, findings_text, is_usable
 
     findings = diagnose()
@@ -66,7 +61,7 @@ def _doctor() -> int:
     return 0 if is_usable(findings) else 1
 
 
-def _options() -> int:
+def _options(_: argparse.Namespace) -> int:
     from memeff_compile.options import options_page
 
     sys.stdout.write(options_page())

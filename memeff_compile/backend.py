@@ -92,11 +92,8 @@ def _inner(trip: Trip) -> Callable[..., Any]:
 
 
 def keep_transformers_losses_in_one_graph() -> None:
-    """Keep a one-time warning of transformers from splitting a model and its loss.
-
-    Classes without a ``loss_type`` (GPT-2) warn once, through a cached logger method, when their
-    loss is looked up; Dynamo breaks the graph there, so that head and loss land in two graphs.
-    Naming that one bound method as ignorable while tracing keeps them together.
+    """Name a one-time warning of transformers as ignorable while tracing: Dynamo breaks the graph
+    at it, between head and loss, for classes without a ``loss_type`` (GPT-2).
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     warn_once = getattr(getattr(modeling, "logger", None), "warning_once", None)
@@ -152,9 +149,7 @@ def compile(
         model: A module or function; leave it out to use the call as a decorator.
         mode: An Inductor mode, such as "reduce-overhead".
         options: As in `torch.compile(options=...)`, or an `Options`.
-        dynamic: As in `torch.compile`.
-        fullgraph: As in `torch.compile`.
-        disable: As in `torch.compile`.
+        dynamic, fullgraph, disable: As in `torch.compile`.
         kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
             mapping, or "static" for an exact one. The model is compiled in place, and every later
             `generate()` makes, allocates and reuses such caches by itself, as `use_kv_cache_`.
@@ -201,9 +196,8 @@ def _compile_for_generation(
             "settings is needed."
         )
     if not isinstance(model, torch.nn.Module):
-        raise OptionError(
-            f"kv_cache is for models of transformers that generate, and this is {model!r}."
-        )
+        said = f"kv_cache is for models of transformers that generate, and this is {model!r}."
+        raise OptionError(said)
     from .model.cache.kv_cache import use_kv_cache_
 
     bits = 16 if kv_cache == "static" else kv_cache
@@ -212,9 +206,7 @@ def _compile_for_generation(
 
 
 def _parse(
-    mode: str | None,
-    options: Mapping[str, object] | Options | None,
-    settings: Mapping[str, object],
+    mode: str | None, options: Mapping[str, object] | Options | None, settings: Mapping[str, object]
 ) -> Options:
     given = options.to_dict() if isinstance(options, Options) else options
     named = {key_of(name): value for name, value in settings.items()}

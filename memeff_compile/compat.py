@@ -99,13 +99,9 @@ def example_value(node: Node) -> Any:
 
 def example_input(node: Node) -> Any:
     """Return the real object behind a placeholder while its graph compiles, or None."""
-    graph_arg = node.meta.get("grapharg")
-    if graph_arg is None:
-        return None
-    try:
-        return graph_arg.example
-    except (AttributeError, AssertionError):
-        return None
+    with contextlib.suppress(AttributeError, AssertionError):
+        return node.meta.get("grapharg").example  # type: ignore[union-attr]
+    return None
 
 
 def source_name(node: Node) -> str:
@@ -155,9 +151,8 @@ def frame_variables() -> Mapping[str, Any]:
 
 def readable_source(node: Node) -> str:
     """Return the name of a placeholder as its owner would say it: ``lm_head.weight``."""
-    name = re.sub(
-        r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]", r".\1", source_name(node)
-    )
+    held = r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]"
+    name = re.sub(held, r".\1", source_name(node))
     local = re.fullmatch(r"L\[['\"](\w+)['\"]\](.*)", name)
     if local is None:
         return name
@@ -169,7 +164,9 @@ def readable_source(node: Node) -> str:
 
 
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
-    """Return the positions of tensors that another piece of a graph that DDP cut gives ``gm``."""
+    """Return the positions of the tensors that another piece of the model hands to ``gm``: DDP cuts
+    a captured graph where its buckets end, and what crosses a cut is no input of the user's.
+    """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
         position
@@ -227,7 +224,9 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, bool]) -> Callable[[
 
 
 def may_be_under_policy(target: object) -> bool:
-    """Return whether a call may stand in a checkpoint with a policy: on graphs, it needs a rule."""
+    """Return whether a call may stand in a checkpoint with a policy: some on graphs have no rule.
+    Nested checkpoints and autograd functions are traced through, and need none.
+    """
     from torch.utils.checkpoint import _CachingTorchDispatchMode
 
     if not isinstance(target, HigherOrderOperator):
@@ -348,8 +347,7 @@ def size_hint(size: Any) -> int:
     """Return a number for a size, the hint of a symbol; 0 when it has none. Adds no guard."""
     if isinstance(size, int):
         return size
-    node = getattr(size, "node", None)
-    hint = getattr(node, "hint", None)
+    hint = getattr(getattr(size, "node", None), "hint", None)
     return int(hint) if isinstance(hint, int) else 0
 
 
@@ -382,8 +380,8 @@ def compile_with_inductor(
     """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
 
     Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
-    code compiled by another version of this package would call ops that are no more. ``tag`` is
-    what else our ops were compiled for and no graph shows.
+    other versions have other ops. ``tag`` is what else our ops were compiled for and no graph
+    shows.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -474,7 +472,9 @@ def _let_fake_modes_ask() -> None:
 
 
 def can_be_swapped(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.utils.swap_tensors` takes a tensor: no weak reference or graph does."""
+    """Return whether `torch.utils.swap_tensors` takes a tensor: not where a weak reference, as
+    compiled code has, or an autograd graph holds it.
+    """
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
@@ -504,8 +504,8 @@ def make_without_memory(
     """Make a wrapper subclass that nothing takes for a tensor with memory.
 
     A wrapper has its device's dispatch keys and a null pointer, so that whatever reaches memory
-    without Python crashes: raw pointers, storages, a plain tensor whose `.data` it became. This
-    one has keys and storage of the meta device, and only says that it is on `device`.
+    without Python crashes: raw pointers, storages, a plain tensor whose `.data` it became. This one
+    has keys and storage of the meta device, and only says that it is on `device`.
 
     The class answers what it says and refuses (`ABOUT_MEMORY`) from its `__torch_dispatch__`, and
     has a property `device` and a method `refuse_memory`, which raises.
@@ -554,7 +554,9 @@ ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def _refuse_assigned_data() -> torch.library.Library:
-    """Have assignments to `.data`, unseen by Python, ask `_shares_metadata` for tensors of meta."""
+    """Have assignments to `.data` ask `_shares_metadata` where one of the tensors has meta's keys:
+    PyTorch asks an operation that is never dispatched to Python.
+    """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
     return library
@@ -680,9 +682,7 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
     DDP calls its pieces cut, too: what they return goes to other pieces, or to the user.
     """
     why = getattr(gm, "compile_subgraph_reason", None)
-    if why is None or "DDPOptimizer" in str(why.reason):
-        return False
-    return bool(why.graph_break)
+    return why is not None and "DDPOptimizer" not in str(why.reason) and bool(why.graph_break)
 
 
 # Lets the device stop with a message when it finds a condition false; the host goes on.
@@ -733,9 +733,10 @@ def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
-    """Make ``local``, perhaps of a subclass with FSDP2's hooks, what this rank holds of a parameter
-    that FSDP2 shards, without gradients. False unless it does, on their device, and has it in
-    shards now.
+    """Make ``local`` what this rank holds of a parameter that FSDP2 shards, with gradients off.
+
+    ``local`` may be of a subclass with FSDP2's hooks around its all-gather. False unless FSDP2
+    shards the parameter, keeps shards on their device, and has it in shards now.
     """
     old: Any = module._parameters[name]
     param = _find_fsdp2_shard(old)
@@ -899,11 +900,8 @@ def fresh_capture() -> Any:
     """Return a context in which captures neither count towards, nor learn from, other compiles."""
     from torch._dynamo import config
 
-    return config.patch(
-        recompile_limit=1 << 20,
-        accumulated_recompile_limit=1 << 20,
-        automatic_dynamic_shapes=False,
-    )
+    limits: dict[str, Any] = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+    return config.patch(**limits, automatic_dynamic_shapes=False)
 
 
 def size_formula(size: Any) -> Any:
@@ -928,14 +926,17 @@ def multiplies_bf16() -> bool:
 
 
 def keep_address(tensor: torch.Tensor) -> None:
-    """Tell Dynamo that a tensor stays where it is: CUDA graphs copy it not. Not while it traces."""
+    """Tell Dynamo that a tensor stays where it is, so that CUDA graphs need no copy of it. While
+    Dynamo traces it cannot be told; nothing is done then.
+    """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
 
 
 def room_for_graphs() -> dict[str, Any]:
-    """Return arguments of torch.compile that give a model its own, larger limit of graphs, else
-    shared by all: a decorator of transformers is compiled. Before torch 2.13 that one is raised.
+    """Return arguments of torch.compile that give a model its own, larger limit of graphs. Without
+    them all models of a process share one, since what is compiled is a decorator of transformers.
+    Before torch 2.13 there are no such arguments, and the shared limit is raised.
     """
     from torch._dynamo import config
 
@@ -985,8 +986,9 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
 
 
 def drop_empty_hooks(tensor: torch.Tensor) -> None:
-    """Forget removed hooks of a tensor: torch believes in what is left of them, and after
-    `swap_tensors`, by which modules with subclass weights move, it would run no new ones.
+    """Forget hooks that were registered on a tensor and removed again: what is left of them makes
+    torch believe that it runs hooks of this tensor. After `torch.utils.swap_tensors`, which moving
+    a module with subclass weights uses, those registered from then on would never run.
     """
     if not getattr(tensor, "_post_accumulate_grad_hooks", None):
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -1025,7 +1027,9 @@ def revive_hooks(tensor: torch.Tensor) -> None:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
-    """Return whether hooks run around an optimizer's step, ``but`` and those after each aside."""
+    """Return whether hooks run around the steps of an optimizer, those after every step aside.
+    ``but`` is a hook before every step that does not count.
+    """
     from torch.optim import optimizer as module
 
     return bool(

@@ -167,9 +167,8 @@ def save(table: Table, path: Path) -> None:
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False
-        ) as file:
+        where: Any = {"dir": path.parent, "prefix": path.name, "delete": False}
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", **where) as file:
             temporary = file.name
             file.write(table.to_json())
         Path(temporary).replace(path)
@@ -235,16 +234,15 @@ def fingerprint(machines: Iterable[Machine]) -> str:
 
     It tags compiled code that is kept on disk: what an op returns may depend on the engine.
     """
-    decided = [
+    decided = {
         (machine.gpu, name, found.value)
         for machine in machines
         if (entry := measured(machine)) is not None
         for name, found in entry.found.items()
         if found.value != found.default
-    ]
-    if not decided:
-        return ""
-    return hashlib.sha256(repr(sorted(set(decided), key=repr)).encode()).hexdigest()[:16]
+    }
+    said = repr(sorted(decided, key=repr)).encode()
+    return hashlib.sha256(said).hexdigest()[:16] if decided else ""
 
 
 def speed_note(machine: Machine) -> str:

@@ -310,20 +310,13 @@ def _check_paths(key: str, value: object) -> tuple[str, ...]:
 
 
 def plain_path(path: str) -> str:
-    """Return a module path without what `torch.compile(module)` puts into it.
-
-    Example:
-        >>> plain_path("_orig_mod.lm_head")
-        'lm_head'
-    """
+    """Return a module path without the `_orig_mod` that `torch.compile(module)` puts into it."""
     return re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path).removeprefix(".")
 
 
 def _check_skip(key: str, value: object) -> object:
-    if isinstance(value, Mapping):
-        rules = {name: _check_paths(key, paths) for name, paths in value.items()}
-    else:
-        rules = {"*": _check_paths(key, value)}
+    given = value if isinstance(value, Mapping) else {"*": value}
+    rules = {name: _check_paths(key, paths) for name, paths in given.items()}
     return _FrozenMapping({name: paths for name, paths in rules.items() if paths})
 
 
@@ -607,9 +600,6 @@ class Options:
     def attention_levels(self, site: str) -> tuple[str, ...]:
         """Return the level of a site, or one for each of its calls; nothing where no table has it.
 
-        Args:
-            site: The path of the module that calls attention.
-
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")
             ('8b',)
@@ -647,12 +637,8 @@ class Options:
 
     def _check_filter_knobs(self) -> None:
         """Refuse a knob of a filter that is not on: it would do nothing."""
-        owners = {
-            "eps": ("block",),
-            "tau": ("mass",),
-            "parts": ("mass", "block"),
-            "sort_vocabulary": ("mass", "block"),
-        }
+        either = ("mass", "block")
+        owners = {"eps": ("block",), "tau": ("mass",), "parts": either, "sort_vocabulary": either}
         for knob, modes in owners.items():
             value = getattr(self, f"linear_cross_entropy_{knob}")
             if value not in (None, "both", False) and self.linear_cross_entropy not in modes:
@@ -692,14 +678,9 @@ class Options:
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, object] | None = None) -> Options:
-        """Validate what `torch.compile` was given.
+        """Validate `mode` and `options` of `torch.compile`, and change neither.
 
-        Args:
-            mode: Value of `torch.compile(mode=...)`, or None.
-            options: Value of `torch.compile(options=...)`, or None. It is never changed.
-
-        Raises:
-            OptionError: With what was seen, the nearest right name, and what to do.
+        OptionError says what was seen, the nearest right name, and what to do.
         """
         if options is not None and not isinstance(options, Mapping):
             takes = "it takes a mapping such as {'memeff.logits': 'eager'}."
@@ -722,33 +703,23 @@ class Options:
         return cls(**values, inductor=inductor)
 
     def skips(self, pass_name: str, module_path: str) -> bool:
-        """Say whether `memeff.skip` keeps a pass away from a module.
-
-        Args:
-            pass_name: One of `pass_names`.
-            module_path: Path as in `named_modules()`; the root module is "".
+        """Say whether `memeff.skip` keeps a pass away from a module; the root module is "".
 
         Example:
-            >>> Options(skip={"*": ("model.layers.*.mlp",)}).skips(
-            ...     "defer_logits", "model.layers.3.mlp.up_proj"
-            ... )
+            >>> Options(skip={"*": ("layers.*.mlp",)}).skips("defer_logits", "layers.3.mlp.up")
             True
         """
-        patterns = (*self.skip.get("*", ()), *self.skip.get(pass_name, ()))
-        return any(
-            fnmatchcase(module_path, pattern) or fnmatchcase(module_path, f"{pattern}.*")
-            for pattern in patterns
-        )
+        given = (*self.skip.get("*", ()), *self.skip.get(pass_name, ()))
+        patterns = (each for pattern in given for each in (pattern, f"{pattern}.*"))
+        return any(fnmatchcase(module_path, pattern) for pattern in patterns)
 
     def inductor_patches(self) -> dict[str, Any]:
         """Return the config patches for Inductor: those of the mode, then the explicit keys."""
-        patches: dict[str, Any] = {}
-        if self.mode is not None:
-            from memeff_compile import compat
+        if self.mode is None:
+            return dict(self.inductor)
+        from memeff_compile import compat
 
-            patches.update(compat.inductor_modes()[self.mode])
-        patches.update(self.inductor)
-        return patches
+        return {**compat.inductor_modes()[self.mode], **self.inductor}
 
     def to_dict(self) -> dict[str, Any]:
         """Return what differs from the defaults, as `torch.compile(options=...)` takes it."""
@@ -769,9 +740,8 @@ class Options:
 def _by_field() -> dict[str, _Info]:
     infos = {each.name: each.metadata.get("info") for each in fields(Options)}
     # A knob of an option has a dot: `attention_length` is `memeff.attention.length`.
-    keys = {
-        name: re.sub(r"^(linear_cross_entropy|attention|verify)_", r"\1.", name) for name in infos
-    }
+    knob = re.compile(r"^(linear_cross_entropy|attention|verify)_")
+    keys = {name: knob.sub(r"\1.", name) for name in infos}
     return {name: replace(info, key=PREFIX + keys[name]) for name, info in infos.items() if info}
 
 

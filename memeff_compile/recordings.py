@@ -90,10 +90,8 @@ class Recorder:
         )
 
     def _signature(self, args: Sequence[Any]) -> tuple[Hashable, ...]:
-        roles = self._roles
-        found: list[Hashable] = [args[place] for place in roles.numbers]
-        found += [(args[place].shape, args[place].stride()) for place in roles.varying]
-        return tuple(found)
+        sizes = ((args[place].shape, args[place].stride()) for place in self._roles.varying)
+        return (*(args[place] for place in self._roles.numbers), *sizes)
 
     def _prepare(self, key: Hashable, args: Sequence[Any]) -> Callable[..., Any] | None:
         """Return what runs a call that has no recording yet; None: the step itself."""
@@ -206,10 +204,9 @@ class _Buffers:
                 raise _Unfit(f"an input is a {type(given).__name__}")
             if given.numel() and given.untyped_storage().data_ptr() in held:
                 raise _Unfit("an input shares memory with a cache or a weight")
+            how = {"dtype": given.dtype, "device": given.device}
             with torch.inference_mode(mode=False), torch.no_grad():
-                made = torch.empty_strided(
-                    given.shape, given.stride(), dtype=given.dtype, device=given.device
-                )
+                made = torch.empty_strided(given.shape, given.stride(), **how)
             if not _is_dense(_unexpanded(made)):
                 raise _Unfit("an input overlaps itself in memory")
             self.tensors[place] = made
@@ -371,12 +368,7 @@ class _Pool:
         return self._handle, graph
 
 
-def _captured(
-    graph: torch.cuda.CUDAGraph,
-    pool: Any,
-    step: Step,
-    inputs: Sequence[Any],
-) -> Any:
+def _captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Step, inputs: Sequence[Any]) -> Any:
     idle = torch.zeros(1, device="cuda")
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

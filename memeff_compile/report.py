@@ -49,11 +49,13 @@ DEFERRED_SENTENCE = (
 
 _WIDTH = 96
 _INDENT = 11
+_TWO_LINES = 145  # characters of a source line that are shown, however its words break
 
 
 class VerbReport(ABC):
-    """What every verb on a model reports: a line, as text more, as JSON everything. A notebook
-    folds all but the line in; `verb_report(model)` has it later, too.
+    """What every verb on a model reports: a line, as text more, as JSON everything. `print` shows
+    the text, whose first line is `summary`; a notebook folds the rest in. A verb that returns the
+    model keeps its report for `verb_report(model)`.
     """
 
     @property
@@ -81,35 +83,21 @@ def format_bytes(count: float) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One thing that a pass did, or one thing that it left alone.
+    """One thing that a pass did, or one thing that it left alone."""
 
-    Args:
-        pass_name: One of `options.PASS_NAMES`, or "backend".
-        action: What happened.
-        code: Short stable name of the reason, for tests and scripts ("logits_reused").
-        sentence: What happened, for a reader.
-        hint: What the user can do about it, or "".
-        source: The user's line, as "train.py:12 in forward: loss = ...", or "".
-        module: Path of the module as in `named_modules()`, or "".
-        bytes_before: Bytes that the dominant buffers take without the change.
-        bytes_after: Bytes that they take with it.
-        sizes: Value (or size hint, where a dimension is dynamic) of each symbol in the formulas.
-        sites: How many places it is about, where like ones are counted together.
-        also: Modules of the places that are counted with the first.
-    """
-
-    pass_name: str
-    action: Action
-    code: str
-    sentence: str
-    hint: str = ""
-    source: str = ""
-    module: str = ""
-    bytes_before: sympy.Expr | None = None
-    bytes_after: sympy.Expr | None = None
+    pass_name: str  # one of `options.PASS_NAMES`, or "backend"
+    action: Action  # what happened
+    code: str  # a short stable name of the reason, for tests and scripts ("logits_reused")
+    sentence: str  # what happened, for a reader
+    hint: str = ""  # what the user can do about it, or ""
+    source: str = ""  # the user's line, as "train.py:12 in forward: loss = ...", or ""
+    module: str = ""  # path of the module as in `named_modules()`, or ""
+    bytes_before: sympy.Expr | None = None  # what the dominant buffers take without the change
+    bytes_after: sympy.Expr | None = None  # what they take with it
+    # value (or size hint, where a dimension is dynamic) of each symbol in the formulas
     sizes: Mapping[str, int] = field(default_factory=dict)
-    sites: int = 1
-    also: tuple[str, ...] = ()
+    sites: int = 1  # how many places it is about, where like ones are counted together
+    also: tuple[str, ...] = ()  # modules of the places that are counted with the first
 
     def __hash__(self) -> int:
         return hash((self.pass_name, self.action, self.code, self.sentence, self.source))
@@ -151,7 +139,8 @@ class Record:
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
-        source = self.source.split(": ")[0] if self.source in quoted else self.source
+        shown = textwrap.shorten(self.source, _TWO_LINES, placeholder=" ...")
+        source = self.source.split(": ")[0] if self.source in quoted else shown
         quoted.add(self.source)
         texts = (source, self.sentence, *self._consequences(times))
         return _paragraph(label, f"{self.pass_name}{where}{why}", *texts)
@@ -299,29 +288,17 @@ class Replays:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What happened to one graph.
+    """What happened to one graph."""
 
-    Args:
-        name: As Dynamo counts, "graph 0/0".
-        training: Whether the graph was compiled with gradients.
-        records: In the order in which the passes ran.
-        nodes: Nodes of the graph as it came in.
-        seconds: Time spent in our own code.
-        before: The graph as it came in, as text.
-        after: The graph as it went on to the inner compiler, as text.
-        logits: What became of its deferred logits so far; None where there are none.
-        replays: How often it ran as a CUDA graph so far; None where it never may.
-    """
-
-    name: str
-    training: bool
-    records: tuple[Record, ...]
-    nodes: int
-    seconds: float
-    before: str = ""
-    after: str = ""
-    logits: LogitsUse | None = None
-    replays: Replays | None = None
+    name: str  # as Dynamo counts, "graph 0/0"
+    training: bool  # whether the graph was compiled with gradients
+    records: tuple[Record, ...]  # in the order in which the passes ran
+    nodes: int  # of the graph as it came in
+    seconds: float  # spent in our own code
+    before: str = ""  # the graph as it came in, as text
+    after: str = ""  # the graph as it went on to the inner compiler, as text
+    logits: LogitsUse | None = None  # what became of deferred logits so far, if there are any
+    replays: Replays | None = None  # how often it ran as a CUDA graph, if it ever may
 
     def __str__(self) -> str:
         return self._text(set())
@@ -343,16 +320,16 @@ class GraphReport:
         kind = "training" if self.training else "inference"
         nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
         took = f"{self.seconds:.1f} s" if self.seconds >= 1 else f"{self.seconds * 1000:.0f} ms"
-        heading = f"{self.name} ({kind}, {nodes}, our passes {took})"
-        paragraphs = [record._text(times, quoted) for record, times in _folded(self.records)]
+        went = ""
         if not any(record.action in CHANGES for record in self.records):
-            nothing = ": no pass found anything to do here"
-            why = " for the reasons above" if self.records else nothing
             is_undone = any(record.action == "mismatch" for record in self.records)
-            went = "The original graph runs" if is_undone else "The graph went on unchanged"
-            paragraphs.append(f"{went}{why}.")
+            went = ": the original runs" if is_undone else ": it went on unchanged"
+            went += "" if self.records else ", no pass found anything to do here"
+        heading = f"{self.name} ({kind}, {nodes}, our passes {took}){went}"
+        paragraphs = [record._text(times, quoted) for record, times in _folded(self.records)]
         paragraphs += map(str, self._uses())
-        return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
+        text = textwrap.indent("\n\n".join(paragraphs), "  ")
+        return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
         """Return this report with the counts as they are now."""
@@ -504,12 +481,7 @@ class Report(VerbReport):
         return f"memeff_compile: {', '.join(filter(None, parts))}"
 
     def to_json(self, *, include_graphs: bool = True, indent: int | None = None) -> str:
-        """Return the report as JSON, with formulas as strings.
-
-        Args:
-            include_graphs: Whether to include the text of each graph before and after.
-            indent: As in `json.dumps`.
-        """
+        """Return the report as JSON, formulas as strings, with or without the texts of graphs."""
         graphs = [graph._to_dict(include_graphs=include_graphs) for graph in self.graphs]
         return json.dumps({"bytes_saved": self.bytes_saved, "graphs": graphs}, indent=indent)
 
@@ -593,5 +565,9 @@ def graphs() -> Sequence[GraphReport]:
 
 
 def last_report() -> Report:
-    """Return what was done to every graph compiled since the last reset."""
+    """Return what was done to every graph compiled since the last reset.
+
+    Example:
+        >>> print(memeff_compile.last_report())  # doctest: +SKIP
+    """
     return Report(tuple(graphs()))

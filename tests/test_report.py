@@ -72,7 +72,6 @@ next: compute the softmax outside of the compiled function (fuse_linear_cross_en
 memeff_compile: 2 graphs, 2 changes, 1 declined, 9.69 GiB never allocated
 
 graph 0/0 (training, 412 nodes, our passes 18 ms)
-
   rewrote    fuse_linear_cross_entropy in lm_head
              train.py:12 in forward: loss = F.cross_entropy(self.lm_head(h), labels)
              Linear and cross entropy run as memeff::linear_cross_entropy; no N x V tensor is
@@ -88,15 +87,12 @@ graph 0/0 (training, 412 nodes, our passes 18 ms)
              Reading out.logits after the weights changed raises; options={'memeff.logits':
              'eager'} restores eager logits.
 
-graph 1/0 (training, 412 nodes, our passes 18 ms)
-
+graph 1/0 (training, 412 nodes, our passes 18 ms): it went on unchanged
   declined   fuse_linear_cross_entropy (logits_reused)
              train.py:14 in forward: p = logits.softmax(-1)
              The logits are read again by softmax, so they have to exist.
              Would save 3.91 GiB: 4*N*V bytes with N = 8192, V = 128256.
-             What to do: compute the softmax outside of the compiled function.
-
-  The graph went on unchanged for the reasons above.""",
+             What to do: compute the softmax outside of the compiled function.""",
     )
 
 
@@ -114,9 +110,7 @@ next: nothing here is what a pass rewrites; details() has the graphs.""",
         """\
 memeff_compile: 1 graph, no changes
 
-graph 0/0 (inference, 412 nodes, our passes 18 ms)
-
-  The graph went on unchanged: no pass found anything to do here.""",
+graph 0/0 (inference, 412 nodes, our passes 18 ms): it went on unchanged, no pass found anything to do here""",
     )
 
 
@@ -166,7 +160,6 @@ next: nothing to do; details() has the rest.""",
 memeff_compile: 1 graph, 32 changes, 61.62 GiB never allocated
 
 graph 0/0 (training, 412 nodes, our passes 18 ms)
-
   rewrote    rewrite_kv_update in model.layers.0.self_attn and 31 more
              model.py:7 in forward: logits = self.lm_head(h)
              out.logits is computed from the hidden states on first use.
@@ -236,12 +229,9 @@ def test_text_of_an_internal_error() -> None:
     assert_expected_inline(
         text,
         """\
-graph 0/0 (training, 412 nodes, our passes 18 ms)
-
+graph 0/0 (training, 412 nodes, our passes 18 ms): it went on unchanged
   failed     backend (internal_error)
-             Our code failed: KeyError: 'x'.
-
-  The graph went on unchanged for the reasons above.""",
+             Our code failed: KeyError: 'x'.""",
     )
 
 

@@ -31,8 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import RESULTS, rows
+from benchmarks import rows
 from benchmarks.quality import texts
+from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.lossy_modes import mean_and_error
 from benchmarks.quality.subject import Subject
 from memeff_compile.kernels.coded_kv_cache import merging
@@ -139,13 +140,11 @@ class Behind:
 def measure(given: argparse.Namespace) -> int:
     """Write a row of cosines, one for each pair that is tried alone, and one for each pairing."""
     started = time.monotonic()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, given.dtype or ("bfloat16" if device == "cuda" else "float32"))
-    subject = Subject(given.model, device, dtype)
+    subject = subject_of(given)
     environment = rows.environment()
     for name in given.texts:
-        ids = texts.rows_of(subject.tokenizer, name, given.length, given.sequences).to(device)
+        ids = texts.rows_of(subject.tokenizer, name, given.length, given.sequences)
+        ids = ids.to(subject.device)
         facts = {"what": "layer pairs", **subject.facts, "text": name, "sequences": len(ids)}
         facts |= {"length": given.length, "prompt": given.prompt, "digest": texts.digest(ids.cpu())}
         facts |= environment
@@ -220,27 +219,10 @@ def table(given: argparse.Namespace) -> int:
 
 def main() -> int:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    actions = {"measure": measure, "table": table}
-    parser.add_argument("action", choices=actions)
-    parser.add_argument("--model", type=Path, help="a folder that from_pretrained takes")
-    parser.add_argument("--texts", nargs="+", default=list(texts.NAMED))
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--sequences", type=int, default=8)
+    parser = parser_of(__doc__, texts=list(texts.NAMED), prompt=1024, sequences=8)
     parser.add_argument("--candidates", type=int, default=1000, help="pairs tried alone at most")
     parser.add_argument("--counts", nargs="+", type=int, default=[1, 2, 4, 7])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds of pairs alone")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    where = "nvidia-h200" if torch.cuda.is_available() else "cpu"
-    given.out = given.out or RESULTS / where / "layer-pairs.jsonl"
-    if given.action == "measure" and given.model is None:
-        parser.error("--model is needed: a folder of weights and a tokenizer")
-    return actions[given.action](given)
+    return run(parser, {"measure": measure, "table": table}, "layer-pairs.jsonl")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
-from benchmarks import RESULTS, rows
+from benchmarks import rows
 from benchmarks.quality import texts
+from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import CALIBRATED, Mode, modes
 from benchmarks.quality.subject import Lowered, States, Subject
 from memeff_compile.errors import MemeffError
@@ -231,10 +232,7 @@ class Bench:
 def measure(given: argparse.Namespace) -> int:
     """Write a row for each text and mode."""
     started = time.monotonic()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, given.dtype or ("bfloat16" if device == "cuda" else "float32"))
-    subject = Subject(given.model, device, dtype)
+    subject = subject_of(given)
     bench = Bench(subject, given)
     deadline = started + given.budget
     environment = rows.environment()
@@ -323,33 +321,15 @@ def worst(found: list[dict[str, Any]]) -> str:
     return shown
 
 
-ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {"measure": measure, "table": table}
-
-
 def main() -> int:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("action", choices=ACTIONS)
-    parser.add_argument("--model", type=Path, help="a folder that from_pretrained takes")
-    parser.add_argument("--texts", nargs="+", default=["prose", "source", "own", "keys"])
+    named = ["prose", "source", "own", "keys"]
+    parser = parser_of(__doc__, texts=named, prompt=512, sequences=24)
     parser.add_argument("--modes", nargs="+", default=[], help="parts of names; all without")
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens before those judged")
     parser.add_argument("--piece", type=int, default=64)
-    parser.add_argument("--sequences", type=int, default=24)
     parser.add_argument("--keys", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    where = "nvidia-h200" if torch.cuda.is_available() else "cpu"
-    given.out = given.out or RESULTS / where / "quality.jsonl"
-    if given.action == "measure" and given.model is None:
-        parser.error("--model is needed: a folder of weights and a tokenizer")
-    return ACTIONS[given.action](given)
+    return run(parser, {"measure": measure, "table": table}, "quality.jsonl")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
+    """Return the version of a package, or ""."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -108,13 +109,13 @@ def _versions() -> list[Finding]:
     if sys.platform == "linux":
         findings.append(_required("triton", MIN_TRITON))
     for package, use in (("transformers", "Hugging Face models"), ("numpy", "torch itself")):
-        found = _installed(package) or f"not installed (optional, for {use})"
+        found = installed(package) or f"not installed (optional, for {use})"
         findings.append(Finding("versions", package, found))
     return findings
 
 
 def _required(package: str, minimum: tuple[int, int]) -> Finding:
-    found = _installed(package)
+    found = installed(package)
     if found and _release(found) >= minimum:
         return Finding("versions", package, found)
     how, seen = (" --upgrade", f"{found}, too old") if found else ("", "not installed")
@@ -199,7 +200,7 @@ def _self_tests() -> list[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inner = "aot_eager" if inductor_problem(device) else "inductor"
     tests = [(_trains, "toy model", inner)]
-    if _installed("transformers"):  # on a CPU nothing is recorded, and Inductor takes its time
+    if installed("transformers"):  # on a CPU nothing is recorded, and Inductor takes its time
         tests.append((_generates, "generate()", "eager" if device == "cpu" else inner))
     findings = []
     for test, name, compiler in tests:

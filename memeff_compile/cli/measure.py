@@ -214,10 +214,14 @@ def find_gpu(*, quick: bool) -> Bench:
 
     device = torch.device("cuda", torch.cuda.current_device())
     if not can_run_kernels(device):
+        from .doctor import installed
+
         major, minor = torch.cuda.get_device_capability(device)
+        found = installed("triton")
         raise TuneError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
-            f"triton {_triton_version()}; {needed}. CUDA_VISIBLE_DEVICES chooses another GPU."
+            f"triton {f'{found} is' if found else 'is not'} installed; {needed}. "
+            "CUDA_VISIBLE_DEVICES chooses another GPU."
         )
     asked = list(questions(device, quick=quick))
     if not asked:
@@ -226,15 +230,6 @@ def find_gpu(*, quick: bool) -> Bench:
             "nothing to choose, and nothing was measured."
         )
     return Bench(machine(device.index), asked, GpuClock(device), seconds=1.0 if quick else 4.0)
-
-
-def _triton_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"{version('triton')} is installed"
-    except PackageNotFoundError:
-        return "is not installed"
 
 
 def today() -> str:

@@ -85,8 +85,8 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor over the same values, a leaf as `self` is: eager's refusals are
-        eager's own.
+        """Return a plain tensor over the same values that is a leaf, or not, as `self` is:
+        refusals, as of `numpy()` where it requires grad, then come from eager PyTorch itself.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:

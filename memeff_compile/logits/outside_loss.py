@@ -17,6 +17,7 @@ tensors in their own right: gathered, summed or handed to `nll_loss` they are ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -398,42 +399,15 @@ def _result_dtype(
     return _result_dtypes[key]
 
 
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: object = None,
-    ignore_index: int = -100,
-    reduce: object = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    how = (size_average, reduce, reduction, label_smoothing)
-    return _class_loss(F.cross_entropy, input, target, weight, ignore_index, *how)
-
-
-def _nll_loss(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: object = None,
-    ignore_index: int = -100,
-    reduce: object = None,
-    reduction: str = "mean",
-) -> Any:
-    how = (size_average, reduce, reduction)
-    return _class_loss(F.nll_loss, input, target, weight, ignore_index, *how)
-
-
 def _class_loss(
     function: Callable[..., Tensor],  # F.cross_entropy, or F.nll_loss, which takes no smoothing
     input: Any,
     target: Any,
-    weight: Tensor | None,
-    ignore_index: int,
-    size_average: object,
-    reduce: object,
-    reduction: str,
+    weight: Tensor | None = None,
+    size_average: object = None,
+    ignore_index: int = -100,
+    reduce: object = None,
+    reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
     view, is_log = _class_last(input, target), function is F.nll_loss
@@ -655,8 +629,8 @@ def _serving(handler: Any) -> Callable[..., Any]:
 SERVED: dict[Any, Callable[..., Any]] = {
     function: _serving(handler)
     for handler, functions in {
-        _cross_entropy: (F.cross_entropy,),
-        _nll_loss: (F.nll_loss,),
+        partial(_class_loss, F.cross_entropy): (F.cross_entropy,),
+        partial(_class_loss, F.nll_loss): (F.nll_loss,),
         _functional_log_softmax: (F.log_softmax,),
         _log_softmax: (torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax),
         _gather: (torch.gather, torch.Tensor.gather),

@@ -100,12 +100,9 @@ class LogitsSource:
             return recipe.logits(rows, self.weight, self.bias, self.vectors)
 
     def require_unchanged(self) -> None:
-        """Raise a StaleLogitsError if something has changed, without waiting for a GPU.
-
-        A loss comes right behind the forward pass, as a rule, and looking at the head's values
-        would make the host wait there. Until a gradient has come back through these logits, which
-        is before any ordinary loop can write to the head by hand, that last look is left to an
-        assertion on the device.
+        """Raise a StaleLogitsError if something has changed, without waiting for a GPU as a look at
+        the head's values would: until a gradient has come back, before which no ordinary loop
+        writes to the head by hand, that look is left to an assertion on the device.
         """
         if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
             self._refuse(self.change())

@@ -110,7 +110,9 @@ class DeferredLogits(LazyTensor):
         return self.to_read()
 
     def to_read(self) -> Tensor:
-        """Return an ordinary view of this one for autograd, which nobody writes to: `implicit`."""
+        """Return an ordinary tensor that is a view of this one for autograd; nobody writes to it.
+        The one view that is no `DeferredLogits`: nobody else asks for `implicit`.
+        """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
         return plain

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from memeff_compile import compat
+from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.report import VerbReport
 
 Kept = TypeVar("Kept", bound=VerbReport)
@@ -45,7 +46,16 @@ class Changes(VerbReport, int):
         return json.dumps({**said, "places": self.places, "left": self.left}, indent=indent)
 
 
+VERBS = "compress_", "decompress_", "load_compressed_", "pack_ternary_", "ternarize_"
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, VerbReport]] = weakref.WeakKeyDictionary()
+
+
+def require_module(model: object, verb: str) -> None:
+    """Raise UnsupportedInputError where a verb was given anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedInputError(
+            f"{verb} was given a {type(model).__name__}; it needs an nn.Module: the model itself."
+        )
 
 
 def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
@@ -66,5 +76,8 @@ def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
     Example:
         >>> print(memeff_compile.verb_report(model).summary)  # doctest: +SKIP
     """
+    if verb is not None and verb not in VERBS:
+        raise OptionError(f"verb_report: the verb is {verb!r}; one of {', '.join(VERBS)} is needed")
+    require_module(model, "verb_report")
     reports = _kept.get(compat.without_compile(model), {})
     return reports.get(verb) if verb else next(reversed(reports.values()), None)

@@ -109,9 +109,8 @@ class CompressKVCache(cached.CachedPass):
         match.owned = [match.node, *chains, match.view]
         query = info.value(given["query"])
         is_one_row = query.is_cuda and compat.statically_true(query.shape[0] == 1)
-        return Done(
-            match.node, _sentence(info, match), inductor=cached.advice(is_one_row=is_one_row)
-        )
+        advice = cached.advice(is_one_row=is_one_row)
+        return Done(match.node, _sentence(info, match), inductor=advice)
 
 
 def _is_view(node: Node) -> bool:
@@ -214,11 +213,10 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
     found = info.written_between([*pool, *match.view.users], match.view, match.node)
     if found is None:
         return None
-    return Decline(
-        "mutated",
-        f"`{node_name(found)}` writes to the cache or to its dense view before attention reads it",
-        "write before reading",
+    said = (
+        f"`{node_name(found)}` writes to the cache or to its dense view before attention reads it"
     )
+    return Decline("mutated", said, "write before reading")
 
 
 def _leads_to(node: Node, end: Node) -> bool:
@@ -232,9 +230,8 @@ def _leads_to(node: Node, end: Node) -> bool:
     return False
 
 
-_ON_MERGING = (
-    ". Merging layers saves memory, not time: each layer of a pair reads all that they share"
-)
+_ON_MERGING = ". Merging layers saves memory, not time: each layer of a pair "
+_ON_MERGING += "reads all that they share"
 
 
 def _sentence(info: GraphInfo, match: Site) -> str:

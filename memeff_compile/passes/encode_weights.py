@@ -126,11 +126,8 @@ class EncodeWeights(GraphPass):
         dtype = info.value(site.node).dtype
         if dtype == torch.bfloat16:
             return None
-        return Decline(
-            f"other_dtype({short(dtype)})",
-            "autocast runs this linear in another dtype than the weight was compressed from",
-            "use autocast with torch.bfloat16",
-        )
+        said = "autocast runs this linear in another dtype than the weight was compressed from"
+        return Decline(f"other_dtype({short(dtype)})", said, "use autocast with torch.bfloat16")
 
     def places(self, match: Several) -> Sequence[Node]:
         return [site.node for site in match.sites]

@@ -30,12 +30,12 @@ from ..kernels.device import where_it_runs
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import reader_of
-from .attention.sites import subclass
+from .attention.sites import dropout_active, subclass, weights_used
 from .attention.torch_kernels import kernels_chosen, why_no_kernel
 from .graph.base import Decline, Done, GraphPass, mutated
-from .graph.canonical import aten, call_of, read_one
+from .graph.canonical import aten, call_of
 from .graph.editor import Editor, EditRefused
-from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
+from .graph.graph_info import GraphInfo, kind_among, same_shape
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,12 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
     if node.op != "call_method" or node.target not in ("masked_fill_", "masked_fill"):
         return Mask(node, None)
     zeros, taken, *fill = node.args
-    call = read_one(zeros)
+    truth = info.tensor(taken)
     is_ours = (
-        call is not None
-        and call.op is aten.zeros_like.default
+        call_of(zeros, aten.zeros_like.default) is not None
         and list(zeros.users) == [node]
         and fill == [-math.inf]
-        and (truth := info.tensor(taken)) is not None
+        and truth is not None
         and truth.dtype == torch.bool
         and same_shape(truth.shape, tensor.shape)
     )
@@ -223,38 +222,25 @@ def _unserved(match: Multihead) -> Decline | None:
         return subclass(kind)
     held = [given[name] for name in ("bias_k", "bias_v", "static_k", "static_v")]
     if given["add_zero_attn"] or any(node is not None for node in held):
-        return Decline(
-            "keys_of_its_own",
-            "the module has keys or values of its own (add_bias_kv, add_zero_attn, static_k, "
-            "static_v)",
-            "leave them out",
-        )
+        own = "(add_bias_kv, add_zero_attn, static_k, static_v)"
+        said = f"the module has keys or values of its own {own}"
+        return Decline("keys_of_its_own", said, "leave them out")
     for user in match.node.users if match.builds_weights else ():
         if user is match.output:
             continue
         onward = list(user.users) if user.target is operator.getitem else [user]
         if onward:
-            name = node_name(onward[0])
-            return Decline(
-                f"weights_used({name})",
-                f"the attention weights are also used by `{name}`, so they have to be there",
-                "call the module with need_weights=False",
-            )
+            return weights_used(onward[0], "call the module with need_weights=False")
     if not given["training"] or compat.known_number(given["dropout_p"]) == 0:
         return None
-    return Decline(
-        "dropout_active",
-        "attention dropout is active, and another kernel would drop other weights",
-        "train with a dropout of 0",
-    )
+    return dropout_active(None, "train with a dropout of 0")
 
 
 def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
     """Ask whether a mask is what it was made from still, and whether it needs a gradient."""
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:
-            held = [mask.node, mask.taken]
-            write = info.written_between(held, mask.node, match.node)
+            write = info.written_between([mask.node, mask.taken], mask.node, match.node)
             if write is not None:
                 return mutated(write, "a mask before attention reads it")
     for mask in match.masks:

@@ -92,22 +92,16 @@ class FuseEmbeddingGradient(GraphPass):
         if weight is None or not weight.is_floating_point():
             return True  # the check says why it is not served
         gain = self.gain(info, table)
-        before, after = (
-            int(e.subs({s: gain.sizes[s.name] for s in e.free_symbols}))
-            for e in (gain.before, gain.after)
-        )
-        return after <= before + SLACK_BYTES
+        saved = gain.before - gain.after
+        return bool(saved.subs({s: gain.sizes[s.name] for s in saved.free_symbols}) >= -SLACK_BYTES)
 
     def check(self, info: GraphInfo, match: Table) -> Decline | None:
         weight, kind = info.value(match.weight), kind_among((match.weight,))
         anchor = match.lookups[0]
         if kind:
-            return Decline(
-                f"subclass_weight({kind})",
-                f"the embedding's weight is a {kind}, which this op does not take",
-                "gather or dequantise the embedding",
-                anchor,
-            )
+            said = f"the embedding's weight is a {kind}, which this op does not take"
+            hint = "gather or dequantise the embedding"
+            return Decline(f"subclass_weight({kind})", said, hint, anchor)
         for call in match.calls:
             ids = info.tensor(call.args["indices"])
             sentence = "the ids are not a tensor" if ids is None else None

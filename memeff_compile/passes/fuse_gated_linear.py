@@ -111,9 +111,8 @@ def _gains(info: GraphInfo, match: Gated) -> bool:
         return False
     if not out.requires_grad or not info.regions[match.linear].grad:
         return False
-    if gate.dtype != out.dtype or up.dtype != out.dtype:  # rounded on the way
-        return False
-    if info.may_share_memory(match.gate, match.up):  # halves of one tensor
+    is_rounded = gate.dtype != out.dtype or up.dtype != out.dtype
+    if is_rounded or info.may_share_memory(match.gate, match.up):  # halves of one tensor
         return False
     return _is_computed_here(match.gate) and _is_computed_here(match.up)
 
@@ -156,11 +155,8 @@ def _unserved(info: GraphInfo, match: Gated) -> Decline | None:
         )
     kind = kind_among((match.weight, match.bias, match.gate, match.up))
     if kind:
-        return Decline(
-            f"subclass_weight({kind})",
-            f"an operand of the linear is a {kind}, which this op does not take",
-            "gather or dequantise the weight",
-        )
+        said = f"an operand of the linear is a {kind}, which this op does not take"
+        return Decline(f"subclass_weight({kind})", said, "gather or dequantise the weight")
     gate, up, weight = map(info.value, (match.gate, match.up, match.weight))
     bias = info.tensor(match.bias)
     # Under autocast the linear casts its weight; so does the rewrite.
@@ -168,8 +164,7 @@ def _unserved(info: GraphInfo, match: Gated) -> Decline | None:
     sentence = op_folder.supports(gate, up, weight, bias, match.activation)
     if sentence:
         return Decline("unsupported", sentence)
-    nodes = [match.gate, match.up, match.activated, match.product, match.weight]
-    nodes += [match.bias] if match.bias is not None else []
+    nodes = [*parts, match.weight, *([] if match.bias is None else [match.bias])]
     first = min((match.gate, match.up), key=lambda n: info.positions[n])
     writer = info.written_between(nodes, first, match.linear)
     what = "an operand between gate or up and the linear"

@@ -27,6 +27,7 @@ from .. import compat
 from ..kernels import attention as attention_folder
 from ..kernels import gated_linear as gated_folder
 from ..kernels import quantized_attention as quantized_folder
+from ..kernels.device import where_it_runs
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, named, read_one
@@ -70,12 +71,13 @@ class KeepActivations(GraphPass):
 
     name = "keep_activations"
 
-    def find(self, info: GraphInfo) -> Iterable[Products]:
+    def find(self, info: GraphInfo) -> Iterable[Products | Decline]:
         """Yield what is kept of this body."""
         if info.called_by is None or not info.region.grad:
             return
         every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]
-        found = [product for product in every if product is not None]
+        yield from (found for found in every if isinstance(found, Decline))
+        found = [product for product in every if isinstance(product, Product)]
         if info.options.recompute == "attention" or _unserved(info) is not None:
             found = [product for product in found if product.is_attention]
         elif not self._is_skipped(info, found):
@@ -157,7 +159,7 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
     for node in info.gm.graph.nodes:
         with suppress(Exception):
             product = _product(info, node)
-            if product is not None:
+            if isinstance(product, Product):
                 yield product
 
 
@@ -175,14 +177,18 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
             yield product.node
 
 
-def _product(info: GraphInfo, node: Node) -> Product | None:
-    """Read a node as a call that could be kept, or return None."""
+def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
+    """Read a node as a call that could be kept, or return None, or why its result cannot."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None
     if call.op in _ATTENTION:
         query, key = (info.value(call.args[name]) for name in _ATTENTION[call.op])
         value = _first(node)  # as deep as values are, which queries need not be
+        if _is_made_op_by_op(value):
+            sentence = "PyTorch runs this attention op by op: there is no fused call to keep"
+            hint = "on a CPU it fuses four dimensions, no dropout, values as deep as queries"
+            return Decline("op_by_op", sentence, hint).counted(node)
         rows, depth = _count(value.shape[:-1]), compat.size_hint(value.shape[-1])
         is_half = bool(call.args.get("is_causal")) or call.args.get("ahead") is not None
         keys, both = compat.size_hint(key.shape[-2]), compat.size_hint(query.shape[-1]) + depth
@@ -194,6 +200,17 @@ def _product(info: GraphInfo, node: Node) -> Product | None:
         operations = 2 * _count(value.shape) * compat.size_hint(rows_of.shape[-1])
         return Product(node, _count(value.shape) * value.itemsize, operations, is_attention=False)
     return None
+
+
+def _is_made_op_by_op(value: torch.Tensor) -> bool:
+    """Return whether PyTorch chose its form of attention that ends in a plain product.
+
+    Dynamo's own run of the call chose, as `sdpa_kernel` says; of a planned GPU it says nothing.
+    """
+    made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
+    while made is not None and any(each in made.name() for each in ("View", "ToCopy")):
+        made = made.next_functions[0][0]
+    return made is not None and made.name() in ("BmmBackward0", "MmBackward0")
 
 
 def _has_gradient(node: Node) -> bool:

@@ -11,10 +11,10 @@ memory. The view costs nothing: its sizes and strides are those the table has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -77,9 +77,7 @@ class KeepRotaryTables(GraphPass):
         return Done(match[0], sentence, sites=len(match))
 
     def dead(self, match: Tables) -> Sequence[Node]:
-        """Return nothing: all that was there is still read."""
-        del match
-        return ()
+        return ()  # all that was there is still read
 
 
 def _is_wave(info: GraphInfo, node: Node) -> bool:
@@ -106,7 +104,7 @@ def _table(info: GraphInfo, wave: Node) -> Node | None:
     value = info.tensor(table)
     if value is None or not compat.is_fake(value) or value.requires_grad:
         return None
-    numbers = sympy.prod(compat.size_hint(size) for size in value.shape)
+    numbers = math.prod(compat.size_hint(size) for size in value.shape)
     is_large = numbers >= FEWEST_NUMBERS and value.is_contiguous()
     is_written = any(info.may_write(write, (table,)) for write in info.writes)
     return table if len(_readers(table)) >= FEWEST_READERS and is_large and not is_written else None

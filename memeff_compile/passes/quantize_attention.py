@@ -197,12 +197,9 @@ def _asked_of_op(call: Node) -> Asked | Decline:
     if settings.get("softcap"):
         return Decline("softcap", "the scores are capped by tanh, which the op does not", "", call)
     if settings.get("empty_rows", "zeros") != "zeros":
-        return Decline(
-            "empty_rows",
-            "a query that attends to nothing gets the mean of all values, which the op does not",
-            "use attn_implementation='sdpa', where such a query gets zeros",
-            call,
-        )
+        said = "a query that attends to nothing gets the mean of all values, which the op does not"
+        hint = "use attn_implementation='sdpa', where such a query gets zeros"
+        return Decline("empty_rows", said, hint, call)
     q, k, v, *tables = (*call.args, None, None, None)[:6]
     told = {name: settings.get(name) for name in ("ahead", "behind", "scale")}
     return Asked((q, k, v), tuple(tables), **told, kind="told")  # type: ignore[arg-type]
@@ -215,12 +212,8 @@ def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
         return replace(found, node=node)
     levels = info.options.attention_levels(place.name)
     if not levels:
-        return Decline(
-            "not_in_table",
-            "the table of levels does not name the module: kept exact",
-            "calibrate on inputs that reach it",
-            node,
-        )
+        said = "the table of levels does not name the module: kept exact"
+        return Decline("not_in_table", said, "calibrate on inputs that reach it", node)
     if len(levels) == calls:
         levels = levels[place.call : place.call + 1]
     if len(set(levels)) == 1:
@@ -251,12 +244,9 @@ def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None
     result = info.tensor(node)
     query, key, value = map(info.value, asked.operands)
     if result is None or result.requires_grad:
-        return Decline(
-            "needs_gradient",
-            "attention takes part in a backward pass: kept exact",
-            "low bits serve inference; use torch.no_grad() or torch.inference_mode()",
-            node,
-        )
+        said = "attention takes part in a backward pass: kept exact"
+        hint = "low bits serve inference; use torch.no_grad() or torch.inference_mode()"
+        return Decline("needs_gradient", said, hint, node)
     kind = kind_among(asked.operands)
     if kind:
         what = f"an operand of attention is a {kind}, which the op does not look into"

@@ -141,7 +141,9 @@ class RewriteKVUpdate(cached.CachedPass):
             last = _bound(editor, visible) if mask is None else _last(info, editor, mask, match)
             taken = (match.call.args["query"], key.node, value.node, last, mask)
             out = editor.call(op_folder.kv_cache_attention, *taken, cached.held_scale(match.call))
-            if _is_laid_out_by_head(info, match.node):
+            old = info.value(match.node)
+            # A result that lies by head, as the op's does not, may have users that need a view.
+            if not compat.statically_true(old.shape[2] == 1) and old.is_contiguous():
                 out = editor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         editor.replace(match.node, out)
         match.owned += visible.chain
@@ -216,11 +218,8 @@ def _visible(info: GraphInfo, match: Site) -> Visible | None:
     by_position = _by_position(info, mask, cache.shape[2])
     if by_position is not None:
         return by_position
-    if value.dtype != torch.bool or value.dim() != 4:
-        return None
-    if not (same_shape(value.shape[1:2], (1,)) and same_shape(value.shape[3:], cache.shape[2:3])):
-        return None
-    return Visible(mask)
+    is_whole = same_shape(value.shape[1::2], (1, cache.shape[2]))
+    return Visible(mask) if value.dtype == torch.bool and value.dim() == 4 and is_whole else None
 
 
 _TRANSPARENT = named("expand.default alias.default contiguous.default")
@@ -288,10 +287,9 @@ def _bound(editor: Editor, visible: Visible) -> Node:
     """Return (B or 1, M or 1): the last key each query sees, from the compared positions."""
     positions = visible.bound
     assert positions is not None
-    if compat.example_value(positions).dim() == 4:
-        last = editor.call(aten.squeeze.dims, positions, [1, 3])
-    else:
-        last = editor.call(aten.t.default, positions)
+    has_heads = compat.example_value(positions).dim() == 4
+    turned = (aten.squeeze.dims, positions, [1, 3]) if has_heads else (aten.t.default, positions)
+    last = editor.call(*turned)
     return editor.call(aten.sub.Scalar, last, visible.minus) if visible.minus else last
 
 
@@ -409,10 +407,8 @@ def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] |
 
 def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
     """Return whether what a write returns ends in ``owned`` nodes that nobody else uses."""
-    mine = set(owned)
-    return set(write.users) <= mine and all(
-        set(node.users) <= mine for node in owned[1:] if node.op != "placeholder"
-    )
+    others = [node for node in owned[1:] if node.op != "placeholder"]
+    return all(set(node.users) <= set(owned) for node in (write, *others))
 
 
 def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
@@ -435,7 +431,7 @@ def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
         return (node, call.args["source"], call.args["index"]) if is_along_keys else None
     if node.target is not operator.setitem or len(node.args) != 3:
         return None
-    index, new = node.args[1], node.args[2]
+    _, index, new = node.args
     if not isinstance(index, tuple) or not isinstance(new, Node):
         return None
     everything = slice(None, None, None)
@@ -458,14 +454,6 @@ def _nothing_between(
     between = [node for node, position in info.positions.items() if lo < position < hi]
     read = (info.tensor(operand) for node in between for operand in node.all_input_nodes)
     return not any(compat.is_fake(value) and compat.storage_key(value) in held for value in read)
-
-
-def _is_laid_out_by_head(info: GraphInfo, node: Node) -> bool:
-    """Return whether a result lies by head, as the op's does not: its users may need a view."""
-    value = info.tensor(node)
-    if value is None or compat.statically_true(value.shape[2] == 1):
-        return False
-    return bool(value.is_contiguous())
 
 
 def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:

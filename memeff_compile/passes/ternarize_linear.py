@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import sympy
@@ -223,8 +224,8 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
     """Return whether what this linear needs is there before the first one of the group."""
     first, (weight, tokens) = group.sites[0], site.both
     needed = [weight.source, *([site.bias] if site.bias is not None else [])]
-    same = info.tensor(site.linear), info.tensor(first.linear)
-    if same[0] is None or same[1] is None or same[0].dtype != same[1].dtype:
+    mine, theirs = info.tensor(site.linear), info.tensor(first.linear)
+    if mine is None or theirs is None or mine.dtype != theirs.dtype:
         return False
     begin, end = info.positions[first.linear], info.positions[site.linear]
     has_form = first.both[0].quantizer.is_step == weight.quantizer.is_step
@@ -295,11 +296,8 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
     """Return what the op does not take, what it would get wrong, or that it gains nothing."""
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:
-        return Decline(
-            f"subclass_weight({kind})",
-            f"an operand of the linear is a {kind}: the scale would be that of a part of it",
-            "gather the weight before the linear",
-        )
+        said = f"an operand of the linear is a {kind}: the scale would be that of a part of it"
+        return Decline(f"subclass_weight({kind})", said, "gather the weight before the linear")
     users = (other_user(found.chain, found.chain[0]) for found in site.both if found.chain)
     user = next(filter(None, users), None)
     if user is not None:
@@ -411,12 +409,8 @@ def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
 
 def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
     """Emit one call for all, before the first of them."""
-    first = match.nodes[0]
-    lists: list[list[Any]] = [[], [], []]
-    for node in match.nodes:
-        for held, given in zip(lists, _lists(node), strict=True):
-            held += given
-    entering, added = match.entering, match.added
+    first, entering, added = match.nodes[0], match.entering, match.added
+    lists = [list(chain(*held)) for held in zip(*map(_lists, match.nodes), strict=True)]
     settings = list(first.args[4:])
     if entering.chain or added is not None:
         whole = (torch.float32, False, *op_folder.Quantizer().arguments())

@@ -274,11 +274,9 @@ def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Value
 
 
 def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
-    """Return the shape of an input at another batch and length.
-
-    The batch is the first dimension, or the second one (positions of three kinds); there may be
-    several rows for each sequence, as of images. Channels of pictures, and a width that happens to
-    be the length, are no length.
+    """Return the shape of an input at another batch and length. The batch is the first dimension,
+    or the second one (positions of three kinds); there may be several rows for each sequence, as of
+    images. Channels of pictures, and a width that happens to be the length, are no length.
     """
     shape = list(tensor.shape)
     batch, length = told.batch or sizes.batch, told.length or sizes.length

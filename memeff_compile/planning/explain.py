@@ -120,8 +120,9 @@ def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Pro
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at its own sizes and at ones that say how others grow with them: not with a
-    length or batch in proportion to which they do not grow, as where it is cut into whole chunks.
+    """Capture a model at its own sizes and at ones that say how others grow with them. Where they
+    do not grow with the length in proportion (a length in whole chunks), it stays as it is, and so
+    does the batch, so that what is planned is right at the sizes that it is for.
     """
     said("what the passes do")
     # Dynamo makes graphs of their own for a batch of 1

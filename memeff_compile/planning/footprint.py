@@ -265,7 +265,7 @@ class _Replay:
         return parts
 
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
-        """Return what depends on a parameter or chance: masks, positions, targets are shared."""
+        """Return nodes that depend on a parameter or on chance; all blocks share the others."""
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}
         for node in line.nodes:

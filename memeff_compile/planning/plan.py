@@ -108,8 +108,7 @@ class Plan:
     def save_figure(self, path: str | Path) -> None:
         """Draw the two columns as stacked bars, and the largest batches if a memory was given.
 
-        Raises:
-            ExplainError: matplotlib is not installed.
+        ExplainError where matplotlib is not installed.
         """
         before, after = self.before, self.after
         counts = [self._token_count(side) for side in (before, after)]

@@ -204,11 +204,7 @@ LEAST_MEMORY = 1 << 20
 
 
 def read_memory(memory: str | int) -> int:
-    """Return bytes: 80GB is 80e9 bytes, 80GiB is 80 * 2**30.
-
-    Raises:
-        ExplainError: it is no size, or a number without its unit.
-    """
+    """Return bytes: 80GB is 80e9 of them, 80GiB 80 * 2**30; ExplainError for no size or no unit."""
     if isinstance(memory, int) and memory >= LEAST_MEMORY:
         return memory
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))

@@ -74,7 +74,9 @@ def kind_of(node: Node) -> str:
 
 
 def writes_to_an_input(node: Node) -> bool:
-    """Return whether an op writes to an argument: then its result is that memory, read last."""
+    """Return whether an op writes to an argument: its result is then that memory, once nobody else
+    reads it.
+    """
     return getattr(node.target, "__name__", "").startswith("auto_functionalized")
 
 

@@ -127,11 +127,8 @@ def _wider(value: Any) -> Any:
 
 
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
-    """Run a kept graph with PyTorch's own operations.
-
-    ``wide`` computes everything in float64, whatever casts and autocast regions say, from arguments
-    whose floating tensors are float64; CannotWidenError where an operation gives a narrower result
-    than its operands.
+    """Run a kept graph with PyTorch's own operations. ``wide``: all in float64, whatever casts and
+    autocast say, from float64 arguments; CannotWidenError where a result is narrower.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))

@@ -26,8 +26,8 @@ def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     """Replace the versions that the doctor sees."""
-    real: Callable[[str], str] = doctor._installed
-    monkeypatch.setattr(doctor, "_installed", lambda name: versions.get(name, real(name)))
+    real: Callable[[str], str] = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, real(name)))
 
 
 @pytest.mark.usefixtures("no_inductor")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memeff_compile
-from memeff_compile import VerbReport, verb_report
+from memeff_compile import OptionError, UnsupportedInputError, VerbReport, verb_report
 from tests.model.attention.test_calibrate_attention import calibrated
 
 BF16 = torch.bfloat16
@@ -139,6 +139,7 @@ def test_the_last_report_of_a_model_is_kept_and_each_verbs_own() -> None:
     report = memeff_compile.compress_(model, min_size=0, progress=False)
     assert verb_report(model) is report
     assert verb_report(torch.compile(model)) is report
+    assert verb_report(model.up) is None  # no verb was given it
     memeff_compile.decompress_(model)
     latest = verb_report(model)
     assert latest is not None
@@ -152,3 +153,37 @@ def test_what_undoes_a_cache_says_what_it_does() -> None:
     with memeff_compile.use_kv_cache_(model, bits=8) as undo:
         assert "bits=8" in str(undo)
     undo()
+
+
+VERBS: dict[str, tuple[object, ...]] = {
+    "verb_report": (),
+    "compress_": (),
+    "compression_report": (),
+    "decompress_": (),
+    "ternarize_": (),
+    "pack_ternary_": (),
+    "use_kv_cache_": (),
+    "calibrate_attention": ([],),
+    "fidelity_report": ([],),
+    "optim_in_backward": (torch.optim.SGD,),
+    "save_compressed": ("nowhere",),
+    "load_compressed_": ("nowhere",),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_no_model_is_refused_by_every_verb(verb: str) -> None:
+    name = "verb_report" if verb == "compression_report" else verb
+    for given in (3, None, "model", Model, [Model()], Model().state_dict()):
+        words = rf"^{name} was given a {type(given).__name__}; it needs an nn\.Module: the model"
+        with pytest.raises(UnsupportedInputError, match=words):
+            getattr(memeff_compile, verb)(given, *VERBS[verb])
+
+
+def test_a_report_is_asked_for_by_the_name_of_a_verb() -> None:
+    model = Model()
+    for name in ("ternarise_", "explain", "", 3):
+        with pytest.raises(
+            OptionError, match=r"verb is .*; one of compress_, .*ternarize_ is needed"
+        ):
+            verb_report(model, name)  # type: ignore[arg-type]

@@ -360,7 +360,6 @@ def test_report_of_a_deferred_graph() -> None:
 memeff_compile: 1 graph, 2 changes, 8.5 KiB never allocated
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
-
   rewrote    fuse_linear_cross_entropy in lm_head
              linear + cross_entropy -> memeff::linear_cross_entropy; engine reference: plain
              PyTorch, piece by piece over the vocabulary (any device, also fp64).
@@ -380,13 +379,10 @@ def test_report_of_a_declined_graph() -> None:
         """\
 memeff_compile: 1 graph, no changes, 1 declined
 
-graph 0/0 (training, 10 nodes, our passes 0 ms)
-
+graph 0/0 (training, 10 nodes, our passes 0 ms): it went on unchanged
   declined   fuse_linear_cross_entropy (logits_reused(amax))
              The logits are also used by `amax`.
-             What to do: Compute that from the loss, or outside the compiled function.
-
-  The graph went on unchanged for the reasons above.""",
+             What to do: Compute that from the loss, or outside the compiled function.""",
     )
 
 
@@ -398,7 +394,6 @@ def test_report_of_symbolic_sizes() -> None:
 memeff_compile: 1 graph, 1 change, 4.5 KiB never allocated
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
-
   rewrote    fuse_linear_cross_entropy in lm_head
              linear + cross_entropy -> memeff::linear_cross_entropy; engine reference: plain
              PyTorch, piece by piece over the vocabulary (any device, also fp64).
@@ -487,7 +482,6 @@ def test_tied_embedding_report() -> None:
 memeff_compile: 1 graph, 2 changes, 3.0 KiB never allocated
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
-
   rewrote    fuse_linear_cross_entropy in lm_head
              linear + cross_entropy -> memeff::linear_cross_entropy; engine reference: plain
              PyTorch, piece by piece over the vocabulary (any device, also fp64).

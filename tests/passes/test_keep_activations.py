@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import (
 
 import memeff_compile
 from memeff_compile import compat
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.options import Options
 from memeff_compile.passes import PASSES
 from memeff_compile.passes.graph import pipeline
@@ -218,22 +220,26 @@ def test_bytes_are_not_spent_on_what_is_skipped() -> None:
     assert kept == FUSED[:1]
 
 
-class Wide(nn.Module):
-    """Values twice as deep as queries, and fewer heads of keys."""
+class Grouped(nn.Module):
+    """Fewer heads of keys, and values as deep as is said; queries are 8 deep."""
 
-    def __init__(self) -> None:
+    def __init__(self, deep: int, **settings: Any) -> None:
         super().__init__()
-        self.q, self.kv, self.o = nn.Linear(D, D), nn.Linear(D, 3 * D // 2), nn.Linear(2 * D, D)
+        self.settings, self.parts = settings, [8, deep]
+        self.q, self.o = nn.Linear(D, D), nn.Linear(HEADS * deep, D)
+        self.kv = nn.Linear(D, HEADS // 2 * sum(self.parts))
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).view(2, -1, HEADS, 8).transpose(1, 2)
-        k, v = self.kv(x).view(2, -1, HEADS // 2, 24).transpose(1, 2).split([8, 16], -1)
-        attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        kv = self.kv(x).view(2, -1, HEADS // 2, sum(self.parts)).transpose(1, 2)
+        k, v = kv.split(self.parts, -1)
+        attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **self.settings)
         return x + self.o(attended.transpose(1, 2).flatten(2))
 
 
 def test_what_attention_returns_is_as_deep_as_its_values() -> None:
-    (record,), _ = reported(Blocks(Wide()), "attention")
+    with planned_for(torch.device("cuda", 0)):  # a CPU has no fused kernel for such values
+        (record,), _ = reported(Blocks(Grouped(16)), "attention")
     assert f"{ROWS * (2 * D + HEADS) * 4 / 1024:.1f} KiB a call" in record.sentence
 
 
@@ -301,7 +307,7 @@ def test_a_step_under_inductor_has_the_gradients_of_eager() -> None:
     class Step(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block = Wide()
+            self.block = Grouped(8)
 
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.block, x, use_reentrant=False).square().mean()
@@ -366,6 +372,27 @@ def test_a_branch_inside_the_checkpoint_is_declined(recompute: str) -> None:
     assert not kept
 
 
+class Chosen(Grouped):
+    """Attention whose kernels the code chooses."""
+
+    def __init__(self, *kinds: SDPBackend) -> None:
+        super().__init__(8)
+        self.kinds = list(kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(self.kinds):
+            return super().forward(x)
+
+
+def test_attention_that_runs_op_by_op_is_not_said_to_be_kept() -> None:
+    fused = Chosen(SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+    unfused = Grouped(16), Grouped(8, dropout_p=0.5), Chosen(SDPBackend.MATH)
+    records, kept = reported(Blocks(*unfused, fused), "attention")
+    found = {(r.action, r.code): r.sites for r in records}
+    assert found == {("declined", "op_by_op"): 3, ("rewrote", "rewrote"): 1}
+    assert kept == FUSED[:1]
+
+
 def test_skip_names_a_block() -> None:
     skip = {"memeff.skip": {NAME: "blocks.0"}}
     records, kept = reported(Blocks(Block(), Block()), "attention", **skip)
@@ -380,8 +407,8 @@ class Nested(nn.Module):
         self.inner = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        inner: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return F.scaled_dot_product_attention(inner, inner, inner)
+        inner: Tensor = checkpoint(self.inner, x, use_reentrant=False)[:, None]
+        return F.scaled_dot_product_attention(inner, inner, inner)[:, 0]
 
 
 def test_a_checkpoint_inside_a_checkpoint_keeps_nothing_of_its_own() -> None:

@@ -169,7 +169,6 @@ def test_static_cache_report() -> None:
 memeff_compile: 1 graph, 1 change, 15.7 KiB never allocated
 
 graph 0/0 (inference, 40 nodes, our passes 0 ms)
-
   rewrote    rewrite_kv_update
              Attention over a cache of 32 keys -> memeff::kv_cache_attention, which reads up to
              the query's position; engine split: the filled keys split over programs, query heads

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from memeff_compile.errors import CalibrationError
 from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask, restart
+from memeff_compile.model.changes import require_module
 from memeff_compile.model.figures import Spread, draw_spreads
 from memeff_compile.model.watch import Watch
 from memeff_compile.report import VerbReport
@@ -133,6 +134,7 @@ def calibrate_attention(
         >>> table = calibrate_attention(model, batches, min_score=0.99)  # doctest: +SKIP
         >>> model.compile(backend="memeff", options={"memeff.attention": table})  # doctest: +SKIP
     """
+    require_module(model, "calibrate_attention")
     if not 0.0 <= min_score <= 1.0:
         raise CalibrationError(f"min_score is {min_score}; a number between 0 and 1 is needed.")
     unknown = [level for level in levels if level not in LEVELS]

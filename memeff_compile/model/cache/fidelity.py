@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from memeff_compile import compat
 from memeff_compile.errors import CalibrationError
 from memeff_compile.model.cache.minicache import MiniCache
+from memeff_compile.model.changes import require_module
 from memeff_compile.model.figures import Spread, draw_spreads
 from memeff_compile.model.watch import Watch
 from memeff_compile.report import VerbReport
@@ -141,6 +142,7 @@ def fidelity_report(
     """
     from memeff_compile.model.cache.kv_cache import KVCache
 
+    require_module(model, "fidelity_report")
     if steps < 2:
         raise CalibrationError(
             f"steps is {steps}; 2 at least is needed: the loss is of tokens that come after others "

@@ -36,6 +36,7 @@ from memeff_compile.model.cache.low_bit_heads import Undo
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
+from memeff_compile.model.changes import require_module
 
 Untyped: TypeAlias = Any
 """What has no type here: a config, a model or a layer of transformers, a setting of a cache."""
@@ -411,6 +412,7 @@ def use_kv_cache_(
         model.generate(**inputs)
         undo()
     """
+    require_module(model, "use_kv_cache_")
     inner: Untyped = compat.without_compile(model)
     if not hasattr(type(inner), _HOOK) and hasattr(inner, "get_base_model"):  # PEFT's
         inner = compat.without_compile(inner.get_base_model())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.kernels.ternary_linear import ternary_linear_pack, ternary_linear_repack
-from memeff_compile.model.changes import Changes, keep
+from memeff_compile.model.changes import Changes, keep, require_module
 from memeff_compile.model.ternary.layers import (
     PackedTernaryLinear,
     TernaryLinear,
@@ -93,6 +93,7 @@ def ternarize_(
         >>> memeff_compile.ternarize_(model, "a4.8")  # doctest: +SKIP
     """
     _require_recipe(recipe)
+    require_module(model, "ternarize_")
     dense, modules = _kept_dense(model), dict(model.named_modules())
     chosen: dict[str, tuple[nn.Linear, str]] = {}
     for path, module in modules.items():
@@ -309,6 +310,7 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     Example:
         >>> memeff_compile.pack_ternary_(model)  # doctest: +SKIP
     """
+    require_module(model, "pack_ternary_")
     made: dict[nn.Module, nn.Module] = {}
     places: dict[str, str] = {}
     before = after = 0

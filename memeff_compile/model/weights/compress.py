@@ -29,7 +29,7 @@ from memeff_compile.kernels.coded_weight import (
     side_by_side,
     supports_weight,
 )
-from memeff_compile.model.changes import Changes, keep, verb_report
+from memeff_compile.model.changes import Changes, keep, require_module, verb_report
 from memeff_compile.model.weights.optim_in_backward import is_updated_in_backward
 from memeff_compile.report import VerbReport, format_bytes
 
@@ -164,6 +164,7 @@ def compress_(
         >>> round(report.bits, 1)
         12.0
     """
+    require_module(model, "compress_")
     name = _codec_name(codec, mantissa, block)
     skip = (skip,) if isinstance(skip, str) else skip
     places = list(_places(model))
@@ -211,6 +212,7 @@ def decompress_(model: nn.Module) -> Changes:
 
     The number is a report too: `print` it.
     """
+    require_module(model, "decompress_")
     found: dict[str, str] = {}
     before = after = 0
     for place in _places(model):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError
 from memeff_compile.kernels.coded_weight import CodedWeight, parse
-from memeff_compile.model.changes import Changes, keep
+from memeff_compile.model.changes import Changes, keep, require_module
 from memeff_compile.model.weights.compress import compressed_weights, put_coded, watch_state_dict
 from memeff_compile.report import format_bytes
 
@@ -47,6 +47,7 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
         CodedWeightError: Nothing in the model is compressed.
         MemeffError: The package safetensors is missing.
     """
+    require_module(model, "save_compressed")
     coded = compressed_weights(model)
     if not coded:
         raise CodedWeightError(
@@ -95,6 +96,7 @@ def load_compressed_(
     Raises:
         CodedWeightError: The file is of another version, damaged, or of another model.
     """
+    require_module(model, "load_compressed_")
     with _opened(path) as file:
         note = _note(file, path)
         _check_names(model, file, note)

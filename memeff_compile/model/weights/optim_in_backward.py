@@ -34,6 +34,7 @@ from memeff_compile.kernels.coded_weight import (
     refuse_step,
     side_by_side,
 )
+from memeff_compile.model.changes import require_module
 from memeff_compile.report import VerbReport
 
 Factory = Callable[[nn.Parameter], Optimizer]
@@ -399,6 +400,7 @@ def optim_in_backward(
         >>> model.weight.grad is None
         True
     """
+    require_module(model, "optim_in_backward")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise OptionError(
             f"optim_in_backward: accumulate is {accumulate!r}; a whole number of backwards, 1 or "

@@ -163,11 +163,10 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
         if is_done:
             found.append(current)
             continue
-        if current in seen or current in known:
+        is_tensor = isinstance(compat.example_value(current), torch.Tensor)
+        if current in seen or current in known or not is_tensor:
             continue
         seen.add(current)
-        if not isinstance(compat.example_value(current), torch.Tensor):
-            continue
         stack.append((current, True))
         if current.op in ("call_function", "call_method") and _is_worth_reading(current):
             stack.extend((operand, False) for operand in current.all_input_nodes)
@@ -404,8 +403,7 @@ def _slice(given: _Operands) -> Value:
     start = 0 if start is None else start
     _require(isinstance(step, int) and step == 1 and compat.statically_true(start >= 0))
     end = size if end is None or compat.statically_true(end >= size) else end
-    if compat.statically_true(end < 0):
-        end = size + end
+    end = size + end if compat.statically_true(end < 0) else end
     _require(compat.statically_true(end >= start) and compat.statically_true(end <= size))
     shape = (*value.shape[:place], end - start, *value.shape[place + 1 :])
     index = [algebra.axis(p) for p in range(len(shape))]
@@ -436,17 +434,12 @@ def _index(given: _Operands) -> Value:
     _require(last - first + 1 == len(places))
     indices = [given.as_value(chosen[p]) for p in places]
     shape = _common_shape([index.shape for index in indices])
-    rank = len(shape)
-    at: list[Linear] = []
-    for place in range(len(value.shape)):
-        if place < first:
-            at.append(algebra.axis(place))
-        elif place > last:
-            at.append(algebra.axis(place - len(places) + rank))
-        else:
-            at.append(_gathered(indices[place - first], shape, first, value.shape[place]))
-    result = (*value.shape[:first], *shape, *value.shape[last + 1 :])
-    return value.over(at, result)
+    pairs = zip(indices, value.shape[first:], strict=False)
+    gathered = [_gathered(index, shape, first, size) for index, size in pairs]
+    before, after = value.shape[:first], value.shape[last + 1 :]
+    behind = [algebra.axis(first + len(shape) + place) for place in range(len(after))]
+    at = [*map(algebra.axis, range(first)), *gathered, *behind]
+    return value.over(at, (*before, *shape, *after))
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
@@ -608,8 +601,8 @@ def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
         return then
     if isinstance(then, Linear) or isinstance(other, Linear):
         then, other = _as_cases(then), _as_cases(other)
+    refused = algebra.negated(condition)
     if isinstance(then, Cases) and isinstance(other, Cases):
-        refused = algebra.negated(condition)
         return algebra.cases(
             [(algebra.both(condition, c), v) for c, v in then.cases]
             + [(algebra.both(refused, c), v) for c, v in other.cases]
@@ -618,7 +611,6 @@ def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
         raise CannotRead
     if isinstance(other, (Cases, Unknown, Magnitude)):
         raise CannotRead
-    refused = algebra.negated(condition)
     return algebra.either(algebra.both(condition, then), algebra.both(refused, other))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -123,10 +124,8 @@ class _Writer:
         raise AssertionError(formula)
 
     def _joined(self, op: Any, parts: frozenset[Formula]) -> Node:
-        first, *others = [self.truth(part) for part in sorted(parts, key=str)]
-        for other in others:
-            first = self.editor.call(op, first, other)
-        return first
+        values = [self.truth(part) for part in sorted(parts, key=str)]
+        return reduce(partial(self.editor.call, op), values)
 
     def _full(self, value: bool | int, dtype: torch.dtype) -> Node:
         how = {"dtype": dtype, "device": self.table.device}
@@ -142,10 +141,9 @@ class _Writer:
                 node = call(aten.mul.Scalar, node, times)
             found = node if found is None else call(aten.add.Tensor, found, node)
         constant = self.editor.size(total.constant)
-        if found is None:
-            if isinstance(constant, int):
-                return self._full(constant, torch.int64)
-            found = self._full(0, torch.int64)
+        if found is None and isinstance(constant, int):
+            return self._full(constant, torch.int64)
+        found = found or self._full(0, torch.int64)
         is_zero = isinstance(constant, int) and constant == 0
         return found if is_zero else call(aten.add.Scalar, found, constant)
 
@@ -177,17 +175,12 @@ class _Writer:
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
         """Return the tensor where its own axes are the table's, in order; None where not."""
-        wanted: dict[tuple[Any, ...], tuple[Size, ...]] = {
-            (): (),
-            (self.row,): (self.batch,),
-            (self.column,): (self.length,),
-            (self.row, self.column): (self.batch, self.length),
-        }
+        sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))
-        sizes = wanted.get(axes)
-        if sizes is None or not plain or len(axes) != len(at):
+        if not plain or len(axes) != len(at) or axes != tuple(a for a in sizes_of if a in axes):
             return None
+        sizes = [sizes_of[axis] for axis in axes]
         for place, (size, index) in enumerate(zip(sizes, at, strict=True)):
             known = compat.example_value(node).shape[place]
             is_zero = isinstance(index.constant, int) and index.constant == 0

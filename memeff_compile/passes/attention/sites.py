@@ -80,7 +80,7 @@ def _single_call(info: GraphInfo, node: Node) -> Site | Decline | None:
     if any(info.tensor(given[name]) is None for name in ("query", "key", "value")):
         return None
     if compat.known_number(given["dropout_p"]) != 0:
-        return _dropout_active(node) if given["attn_mask"] is not None else None
+        return dropout_active(node) if given["attn_mask"] is not None else None
     scale = compat.known_number(given["scale"])
     return Site(
         node,
@@ -99,13 +99,10 @@ def _nodes(*values: Any) -> list[Node]:
     return [value for value in values if isinstance(value, Node)]
 
 
-def _dropout_active(node: Node) -> Decline:
-    return Decline(
-        "dropout_active",
-        "attention dropout is active, and another kernel would drop other weights",
-        "train with an attention dropout of 0",
-        node,
-    )
+def dropout_active(node: Node | None, hint: str = "") -> Decline:
+    """Return the answer where weights are dropped."""
+    said = "attention dropout is active, and another kernel would drop other weights"
+    return Decline("dropout_active", said, hint or "train with an attention dropout of 0", node)
 
 
 @dataclass
@@ -203,13 +200,13 @@ def _follow_weights(softmax: Node) -> _Weights | Decline | None:
             return None
         others += [user for user in current.users if user is not onward]
         if products and others:
-            return _used_otherwise("weights", others[0])
+            return weights_used(others[0], "do not ask for attention weights (output_attentions)")
         if products:
             rates = {step: rate for step in steps if (rate := _dropout(step)) is not None}
             active = (step for step, rate in rates.items() if compat.known_number(rate) != 0)
             step = next(active, None)
             weights = _Weights(*products[0], steps, _nodes(*rates.values()))
-            return weights if step is None else _dropout_active(step)
+            return weights if step is None else dropout_active(step)
         current = onward
         steps.append(current)
     return None
@@ -241,13 +238,10 @@ def _dropout(node: Node) -> Any:
     return call.args["p"]
 
 
-def _used_otherwise(what: str, user: Node) -> Decline:
-    name = node_name(user)
-    return Decline(
-        f"weights_used({name})" if what == "weights" else f"scores_used({name})",
-        f"the attention {what} are also used by `{name}`, so they have to be there",
-        "do not ask for attention weights (output_attentions)" if what == "weights" else "",
-    )
+def weights_used(user: Node, hint: str) -> Decline:
+    """Return the answer where something else than the product with the values reads weights."""
+    said = f"the attention weights are also used by `{node_name(user)}`, so they have to be there"
+    return Decline(f"weights_used({node_name(user)})", said, hint)
 
 
 def _follow_scores(
@@ -262,7 +256,9 @@ def _follow_scores(
     for _ in range(MAX_STEPS):
         extra = list(current.users)[1:]
         if extra:
-            return _used_otherwise("scores", extra[0])
+            name = node_name(extra[0])
+            said = f"the attention scores are also used by `{name}`, so they have to be there"
+            return Decline(f"scores_used({name})", said)
         operands = _product(current)
         if operands is not None:
             scale, softcap = factors.result()
@@ -372,19 +368,16 @@ def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
     """Return how scores are masked, without the dtype where later casts make it infinite."""
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
-    if all(torch.finfo(dtype).max >= reach for dtype in casts):
-        return masking
-    return masking._replace(dtype=None)
+    is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)
+    return masking if is_seen else masking._replace(dtype=None)
 
 
 def _unknown_step(node: Node) -> Decline:
     name = node_name(node)
     if name == "cat":
         return Decline("sinks", "the softmax has more columns than there are keys (sinks)")
-    return Decline(
-        f"unknown_step({name})",
-        f"`{name}` between the two products is not a known scale, mask or cast",
-    )
+    said = f"`{name}` between the two products is not a known scale, mask or cast"
+    return Decline(f"unknown_step({name})", said)
 
 
 def _untransposed(node: Node) -> Node | None:

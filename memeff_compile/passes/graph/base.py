@@ -58,11 +58,9 @@ NOTED = "defer_logits"  # the pass in whose name notes are: they tell what becom
 
 @dataclass
 class Done:
-    """What a rewrite did, for the report, and what the backend must do around the graph.
-
-    ``sites`` counts places that were rewritten alike; where it is given, equal ones are one record.
-    ``inductor`` holds config keys under which Inductor serves the rewritten graph best; the user's
-    own keys come before them.
+    """What a rewrite did, for the report, and what the backend must do around the graph. Places
+    that ``sites`` counts are one record if equal; ``inductor`` holds config keys under which
+    Inductor serves the graph best, behind the user's own.
     """
 
     node: Node
@@ -127,9 +125,9 @@ class GraphPass(ABC):
         return ()
 
     def identity(self) -> str:
-        """Return what tells this pass and its versions apart in caches on disk: the text of its
-        classes' files, and its attributes (without a file, this process). Override it where a
-        rewrite depends on more.
+        """Return what tells this pass from others, and its versions apart, in caches on disk: the
+        text of the files of its classes, and its attributes. Override it where a rewrite depends on
+        more. A pass without a file is known to its own process alone.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

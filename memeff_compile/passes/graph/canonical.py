@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -105,12 +106,10 @@ _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "s
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Bind ``args`` and ``kwargs`` to the schema of ``op``, defaults filled, or raise."""
     schema = compat.schema(op)
-    bound: dict[str, Any] = {}
-    positional = [a for a in schema.arguments if not a.kwarg_only]
+    positional = [a.name for a in schema.arguments if not a.kwarg_only]
     names = {a.name for a in schema.arguments}
     _require(len(args) <= len(positional))
-    for argument, value in zip(positional, args, strict=False):
-        bound[argument.name] = value
+    bound: dict[str, Any] = dict(zip(positional, args, strict=False))
     for key, value in kwargs.items():
         name = key if key in names else _RENAMED.get(key, key)
         _require(name in names and name not in bound)
@@ -135,9 +134,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Node):
-        return isinstance(
-            compat.example_value(value), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-        )
+        symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+        return isinstance(compat.example_value(value), (int, float, *symbols))
     return isinstance(value, (int, float, bool, complex))
 
 
@@ -179,15 +177,14 @@ def _bind_packet(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[
     for overload_name in packet.overloads():
         if overload_name.endswith("out") or overload_name in ("Scalar_Tensor", "names"):
             continue
-        op = getattr(packet, overload_name)
-        try:
-            return bind(op, args, kwargs)
-        except _CannotBind:
-            continue
+        with suppress(_CannotBind):
+            return bind(getattr(packet, overload_name), args, kwargs)
     raise _CannotBind
 
 
-_Reader = Callable[[Node, Sequence[Any], dict[str, Any]], Reading]
+_Args: TypeAlias = Sequence[Any]
+_Kwargs: TypeAlias = dict[str, Any]
+_Reader = Callable[[Node, _Args, _Kwargs], Reading]
 
 
 def _plain(name: str) -> _Reader:
@@ -198,7 +195,7 @@ def _plain(name: str) -> _Reader:
 def _sized(name: str, size_keyword: str = "") -> _Reader:
     """Read ``x.view(a, b)`` and ``x.view((a, b))`` alike, and ``x.permute(1, 0)``."""
 
-    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         if len(args) > 1 and not isinstance(args[1], (list, tuple, torch.dtype)):
             args = (args[0], list(args[1:]))
         if size_keyword and "shape" in kwargs:
@@ -211,14 +208,14 @@ def _sized(name: str, size_keyword: str = "") -> _Reader:
 def _cast(dtype: torch.dtype) -> _Reader:
     """Read ``x.float()`` and its kin as ``x.to(dtype)``."""
 
-    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         _require(len(args) == 1 and not kwargs)
         return (bind(aten.to.dtype, (args[0], dtype), {}),)
 
     return reader
 
 
-def _to(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read every form of ``Tensor.to`` as a dtype cast when the device stays where it is."""
     _require(args and _is_tensor(args[0]))
     source, result = compat.example_value(args[0]), compat.example_value(node)
@@ -234,7 +231,7 @@ def _loss(op: OpOverload, *smoothing: str) -> _Reader:
     """Read a loss of torch.nn.functional, whose reduction has names and older arguments."""
     names = "input target weight size_average ignore_index reduce reduction".split()
 
-    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         given = _by_name([*names, *smoothing], 2, args, kwargs)
         settings = [_reduction(given), given.get("ignore_index", -100)]
         settings += [given.get(name, 0.0) for name in smoothing]
@@ -243,9 +240,7 @@ def _loss(op: OpOverload, *smoothing: str) -> _Reader:
     return reader
 
 
-def _by_name(
-    names: Sequence[str], required: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def _by_name(names: Sequence[str], required: int, args: _Args, kwargs: _Kwargs) -> _Kwargs:
     """Return arguments by name, of which the first few are required."""
     _require(len(args) <= len(names) and not set(kwargs) - set(names))
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -253,7 +248,7 @@ def _by_name(
     return given
 
 
-def _embedding(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _embedding(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``F.embedding(ids, weight)``, whose ATen op takes the weight first."""
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
     given = _by_name(names, 2, args, kwargs)
@@ -264,7 +259,7 @@ def _embedding(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Readi
     return (bind(aten.embedding.default, (given["weight"], given["input"], padding, *flags), {}),)
 
 
-def _dropout(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _dropout(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``F.dropout``, whose ATen op has no defaults."""
     given = _by_name("input p training inplace".split(), 1, args, kwargs)
     operands = (given["input"], given.get("p", 0.5), given.get("training", True))
@@ -278,7 +273,7 @@ def _activation(packet: OpOverloadPacket) -> _Reader:
     )
 
 
-def _where_method(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _where_method(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``x.where(condition, other)``: the ATen op takes the condition first."""
     _require(len(args) == 3 and not kwargs)
     return (_bind_packet(aten.where, (args[1], args[0], args[2]), {}),)
@@ -299,7 +294,7 @@ def _reduction(given: Mapping[str, Any]) -> int:
 def _created(name: str, leading: int = 0) -> _Reader:
     """Read ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and their kin, sizes in one list."""
 
-    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
         head, sizes = tuple(args[:leading]), tuple(args[leading:])
         if "size" not in kwargs and not (sizes and isinstance(sizes[0], (list, tuple))):
@@ -309,7 +304,7 @@ def _created(name: str, leading: int = 0) -> _Reader:
     return reader
 
 
-def _scalar_tensor(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _scalar_tensor(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``torch.tensor(0.5)``, a number without axes, as ``full``."""
     _require(len(args) == 1 and _is_number(args[0]) and not isinstance(args[0], Node))
     kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
@@ -322,14 +317,14 @@ def _is_of_a_number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return len(args) == 2 and not kwargs and not _is_tensor(args[0]) and _is_tensor(args[1])
 
 
-def _difference(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``1.0 - x`` as ``rsub(x, 1.0)``, every other difference as ``sub``."""
     if _is_of_a_number(args, kwargs):
         return (_bind_packet(aten.rsub, (args[1], args[0]), {}),)
     return (_bind_packet(aten.sub, args, kwargs),)
 
 
-def _quotient(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``127 / x`` as what PyTorch does, ``reciprocal(x) * 127``; others as ``div``."""
     if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
@@ -342,27 +337,25 @@ def _quotient(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Readin
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
     """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor method alike."""
 
-    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         kwargs.pop("_stacklevel", None)
         rest = [a for i, a in enumerate(args) if not (i == 2 and isinstance(a, int))]
         _require(len(rest) != 3 or isinstance(rest[2], (torch.dtype, type(None))))
-        dim = kwargs.pop("dim", rest[1] if len(rest) > 1 else None)
-        dtype = kwargs.pop("dtype", rest[2] if len(rest) > 2 else None)
-        source = rest[0] if rest else kwargs.pop("input", None)
-        kwargs.pop("input", None)
-        _require(dim is not None and not kwargs)
+        given = {**kwargs, **dict(zip(("input", "dim", "dtype"), rest, strict=False))}
+        source, dim, dtype = (given.pop(name, None) for name in ("input", "dim", "dtype"))
+        _require(dim is not None and not given)
         return (bind(packet.int, (source, dim, dtype), {}),)
 
     return reader
 
 
-def _einsum(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _einsum(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     _require(not kwargs and args and isinstance(args[0], str))
     operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
     return (bind(aten.einsum.default, (args[0], list(operands)), {}),)
 
 
-def _attribute(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``x.T`` and ``x.mT``: Dynamo records getattr, since torch 2.14 ops of their own."""
     _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()
@@ -372,17 +365,16 @@ def _attribute(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Readi
     return (bind(aten.transpose.int, (args[0], -2, -1), {}),)
 
 
-def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _getitem(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read indexing as the slices, selects, new axes and gathers it is made of."""
     if not kwargs and len(args) == 2 and is_several(args[0]) and _is_integer(args[1]):
         return (_part(args[0], args[1]),)
     _require(not kwargs and len(args) == 2 and _is_tensor(args[0]))
+    current, rank = args[0], compat.example_value(args[0]).dim()
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    rank = compat.example_value(args[0]).dim()
     consumed = sum(_axes_taken(i) for i in index if i is not None and i is not Ellipsis)
     _require(index.count(Ellipsis) <= 1 and consumed <= rank)
     calls: list[Call] = []
-    current: Any = args[0]
     gathers: list[Any] = []
     dim = 0
 
@@ -394,19 +386,17 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
 
     for item in index:
         if item is Ellipsis:
-            skipped = rank - consumed
-            dim += skipped
-            gathers.extend([None] * skipped)
+            dim += rank - consumed
+            gathers += [None] * (rank - consumed)
         elif item is None:
             add(aten.unsqueeze.default, dim)
             gathers.append(None)
             dim += 1
         elif isinstance(item, slice):
-            bounds = (item.start, item.stop, item.step)
+            start, stop, step = bounds = (item.start, item.stop, item.step)
             _require(all(b is None or _is_integer(b) for b in bounds))
             if bounds != (None, None, None):
-                step = 1 if item.step is None else item.step
-                add(aten.slice.Tensor, dim, item.start, item.stop, step)
+                add(aten.slice.Tensor, dim, start, stop, 1 if step is None else step)
             gathers.append(None)
             dim += 1
         elif _is_integer(item):
@@ -415,9 +405,9 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
             _require(_is_tensor(item))
             gathers.append(item)
             dim += _axes_taken(item)
-    if any(g is not None for g in gathers):
-        while gathers and gathers[-1] is None:
-            gathers.pop()
+    while gathers and gathers[-1] is None:
+        gathers.pop()
+    if gathers:
         add(aten.index.Tensor, gathers)
     if not calls:
         calls.append(Call(aten.alias.default, {"self": args[0]}))
@@ -565,9 +555,7 @@ def _read_by_table(node: Node) -> Reading | None:
 _REFLECTED = {operator.mul: aten.mul, operator.add: aten.add}
 
 
-def _with_reflection(
-    reader: _Reader, node: Node, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Reading:
+def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
     """Read ``30.0 * x`` as ``x * 30.0``; other operators keep their order."""
     if node.target in _REFLECTED and len(args) == 2 and not _is_tensor(args[0]):
         args = (args[1], args[0])

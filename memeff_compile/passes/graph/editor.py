@@ -103,7 +103,7 @@ class Editor:
         return node
 
     def size(self, value: int | torch.SymInt) -> int | Node:
-        """Return a size as an argument: a number, or what computes it from inputs that say it."""
+        """Return a size as an argument: a number, or what computes it; else EditRefused."""
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 
     def _size_of(self, formula: sympy.Expr) -> Any:

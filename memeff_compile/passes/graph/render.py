@@ -20,14 +20,8 @@ from .canonical import PREVIOUS, Call, read
 from .module_names import clean_module_path
 
 _DTYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int8: "i8",
-    torch.uint8: "u8",
+    **{torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16"},
+    **{torch.int64: "i64", torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8"},
     torch.bool: "b8",
 }
 
@@ -113,16 +107,15 @@ class _Renderer:
         return re.sub(r"\b[suz]+\d+\b", rename, text)
 
     def _call(self, previous: str, call: Call) -> str:
-        parts = []
-        positional = True
+        parts, is_bare = [], True
         for argument in compat.schema(call.op).arguments:
             value = call.args[argument.name]
             if argument.has_default_value() and _same(value, argument.default_value):
-                positional = False
+                is_bare = False  # what follows is named
                 continue
             text = previous if value is PREVIOUS else self._value(value)
-            keep_bare = positional and not argument.kwarg_only
-            parts.append(text if keep_bare else f"{argument.name}={text}")
+            is_named = argument.kwarg_only or not is_bare
+            parts.append(f"{argument.name}={text}" if is_named else text)
         namespace, _, name = compat.schema(call.op).name.partition("::")
         return f"{namespace}.{name}({', '.join(parts)})"
 

@@ -26,12 +26,9 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
         kind = kind_among((node,))
         if kind:
             code = "tensor_parallel_head" if kind == "DTensor" else f"subclass_weight({kind})"
-            return Decline(
-                code,
-                f"the {label} come as a {kind}, which this op does not take",
-                "gather the head to a plain tensor, or leave the loss to the model's own code",
-                where,
-            )
+            said = f"the {label} come as a {kind}, which this op does not take"
+            hint = "gather the head to a plain tensor, or leave the loss to the model's own code"
+            return Decline(code, said, hint, where)
     vocabulary = compat.known_size(weight.shape[1 if head.transposed else 0])
     if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:
         said = "the hidden or vocabulary size is dynamic"
@@ -67,12 +64,9 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
                 return Decline("unknown_step", "gather after moving the classes", node=tail.node)
             continue
         if info.value(tail.chain.node).dim() > 2 and not moved:
-            return Decline(
-                "class_dim_changed",
-                "the loss reads its classes from dimension 1 and the head's are last",
-                "transpose(1, 2) the logits, or flatten batch and length",
-                tail.node,
-            )
+            said = "the loss reads its classes from dimension 1 and the head's are last"
+            hint = "transpose(1, 2) the logits, or flatten batch and length"
+            return Decline("class_dim_changed", said, hint, tail.node)
         if kind_among((tail.class_weight,)):
             said = "the class weights are a tensor subclass"
             return Decline("class_weight", said, node=tail.node)
@@ -80,14 +74,11 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
         if weight is not None and weight.requires_grad:
             said = "the class weights need a gradient"
             return Decline("class_weight", said, "detach them", tail.node)
-    for tail in (tail for tail in site.tails if tail.kind == "logit"):
-        if not has_sum(tail, site.tails):
-            return Decline(
-                "logits_reused(gather)",
-                "single logits are gathered without their logsumexp over the same rows",
-                "gather from log_softmax, or return per-token losses with reduction='none'",
-                tail.node,
-            )
+    for tail in site.tails:
+        if tail.kind == "logit" and not has_sum(tail, site.tails):
+            said = "single logits are gathered without their logsumexp over the same rows"
+            hint = "gather from log_softmax, or return per-token losses with reduction='none'"
+            return Decline("logits_reused(gather)", said, hint, tail.node)
     return None
 
 
@@ -134,10 +125,9 @@ def check_regions(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def check_writes(info: GraphInfo, site: Site) -> Decline | None:
-    last = max((t.node for t in site.tails), key=lambda n: info.positions[n])
-    if site.outputs:
-        last = info.output
-    head, results = site.head, {t.node for t in site.tails}
+    results = [tail.node for tail in site.tails]
+    last = info.output if site.outputs else max(results, key=info.positions.__getitem__)
+    head = site.head
     chains = [*(tail.chain for tail in site.tails), *(output.chain for output in site.outputs)]
     operands = [head.hidden, head.weight, head.bias, *site.covered]
     operands += [n for tail in site.tails for n in tail.operands]

@@ -112,11 +112,9 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return what one op call for ``group`` needs computed again, earlier; None if unsafe.
-
-    The call stands before the first tail. Targets that are made after it (a shift behind a z-loss)
-    are made once more before it: integer views and copies that cost nothing, of inputs nobody
-    writes to.
+    """Return what one op call for ``group``, before its first tail, needs computed again there;
+    None if unsafe. Targets made later (a shift behind a z-loss) are integer views and copies that
+    cost nothing, of inputs nobody writes to.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -159,7 +157,7 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
     """Emit the op and the results of ``group``; return what was computed again earlier."""
     anchor, region = _place(info, group)
-    named = min((t.node for t in group), key=lambda n: info.positions[n])
+    named = min((t.node for t in group), key=info.positions.__getitem__)
     again = _late(info, group)
     assert again is not None, "only tails that one call can serve are grouped"
     with editor.at(anchor, like=named, region=region):
@@ -238,6 +236,7 @@ class GroupEmitter:
             return
         # What a call without metrics leaves at its defaults is not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
+        with_lse = self._has("lse", "logit", "mean_logit")
         self.op = e.call(
             op_folder.linear_cross_entropy,
             *operands,
@@ -245,20 +244,16 @@ class GroupEmitter:
             ignore_index=self.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
-            with_lse=self._has("lse", "logit", "mean_logit"),
+            with_lse=with_lse,
             with_logit_sum=smoothing,
             gradient_filter=options.linear_cross_entropy,
             workspace=options.linear_cross_entropy_workspace,
             **{name: True for name, wanted in metrics.items() if wanted},
             **filter_settings(options),
         )
-        asked = {
-            _LOGIT_SUM: smoothing,
-            _NLL: self._has("loss", "log_prob", "logit"),
-            _LSE: smoothing or self._has("lse", "logit", "mean_logit"),
-            _ENTROPY: self._has(*ENTROPIES),
-            _TOP: self._has("top"),
-        }
+        asked = {_LOGIT_SUM: smoothing, _NLL: self._has("loss", "log_prob", "logit")}
+        asked |= {_LSE: smoothing or with_lse, _ENTROPY: metrics["with_entropy"]}
+        asked[_TOP] = metrics["with_top"]
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _total_call(self, operands: Sequence[Node | None]) -> None:

@@ -23,7 +23,7 @@ from torch.fx import Node
 from ... import compat
 from ...logits.recipe import Modifiers, Unfoldable, fold_steps
 from ..graph.base import Decline
-from ..graph.canonical import Call, Reading, aten, is_several, named, read, read_one, trace
+from ..graph.canonical import Call, Reading, aten, call_of, is_several, named, read, read_one, trace
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
 
@@ -81,7 +81,9 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """One entry per row step, to the last that selects or reorders: equal for equal rows."""
+        """Equal for chains whose rows are the same rows in the same order: one entry per row step,
+        up to the last one that selects or reorders rows.
+        """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
@@ -128,8 +130,7 @@ class HeadReader:
     """Reads chains of one graph, each node once, also by traces (milliseconds) if ``tracing``."""
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
-        self.info = info
-        self.tracing = tracing
+        self.info, self.tracing = info, tracing
         self._chains: dict[Node, Chain | Decline] = {}
 
     def chain(self, node: Node) -> Chain | Decline:
@@ -141,17 +142,14 @@ class HeadReader:
     def _read_chain(self, node: Node) -> Chain | Decline:
         upwards: list[Node] = []
         current = node
-        while True:
-            head = self._head(current)
-            if isinstance(head, Decline):
-                return head
-            if head is not None:
-                break
+        while (head := self._head(current)) is None:
             operand = self._chain_operand(current)
             if operand is None or len(upwards) >= _MAX_STEPS:
                 return self._no_head(current)
             upwards.append(current)
             current = operand
+        if isinstance(head, Decline):
+            return head
         return self.extend(Chain(head, (), node), upwards[::-1])
 
     def is_wide(self, head: Head) -> bool:
@@ -290,11 +288,8 @@ class HeadReader:
                 )
             kinds.add(kind)
             rank += {aten.unsqueeze.default: 1, aten.select.int: -1}.get(call.op, 0)
-        if (
-            not moved
-            and "move" not in kinds
-            and not self._has_classes(self.info.tensor(node), head)
-        ):
+        is_last = not moved and "move" not in kinds  # the class dimension, behind this node too
+        if is_last and not self._has_classes(self.info.tensor(node), head):
             what = f"{_describe(node)} changes the vocabulary dimension of the logits"
             return Decline("class_dim_changed", what, node=node)
         if kinds == {"same"}:
@@ -360,15 +355,12 @@ class HeadReader:
 
     def _vector_source(self, node: Node) -> Node:
         """Follow a vector through views and moves that change nothing to where it comes from."""
-        while True:
-            call = read_one(node)
-            value = self.info.tensor(node)
-            if call is None or value is None or call.op not in _VECTOR_VIEWS:
-                return node
-            before = self.info.tensor(call.args["self"])
-            if before is None or before.dtype != value.dtype or not _is_vector(before):
-                return node
+        while (call := call_of(node, *_VECTOR_VIEWS)) is not None:
+            before, dtype = self.info.tensor(call.args["self"]), self.info.value(node).dtype
+            if before is None or before.dtype != dtype or not _is_vector(before):
+                break
             node = call.args["self"]
+        return node
 
     def _no_head(self, node: Node) -> Decline:
         if node.op == "placeholder":
@@ -380,8 +372,8 @@ class HeadReader:
                 "them",
                 node,
             )
-        values = [compat.example_value(n) for n in (node, *node.all_input_nodes)]
-        if any(compat.is_dtensor(value) for value in values):
+        values = map(compat.example_value, (node, *node.all_input_nodes))
+        if any(map(compat.is_dtensor, values)):
             return Decline(
                 "tensor_parallel_head",
                 f"the head is tensor parallel: each rank has a part of the logits, which "
@@ -411,11 +403,9 @@ def fold(steps: Sequence[Step]) -> Modifiers | Decline:
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
     """Insert the row moves of ``steps`` on the hidden states (last dimension D instead of V)."""
-    current = hidden
-    for step in steps:
-        for call in step.reading:
-            current = _replay(editor, current, call, hidden_size)
-    return current
+    for call in (call for step in steps for call in step.reading):
+        hidden = _replay(editor, hidden, call, hidden_size)
+    return hidden
 
 
 def _spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
@@ -430,13 +420,11 @@ def _spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
     # Those of operands with fewer are the last ones, as in broadcasting.
     shared = [unused[len(unused) - count :] for count in (*counts, max(counts))]
     if not arrow:
-        output = "..." + "".join(
-            sorted(c for c in set(inputs) - {".", ","} if inputs.count(c) == 1)
-        )
-    spelled = [
-        each.replace("...", more) for each, more in zip((*operands, output), shared, strict=True)
-    ]
-    return spelled[:-1], spelled[-1]
+        once = [letter for letter in set(inputs) - {".", ","} if inputs.count(letter) == 1]
+        output = "..." + "".join(sorted(once))
+    every = zip((*operands, output), shared, strict=True)
+    *spelled, result = [each.replace("...", more) for each, more in every]
+    return spelled, result
 
 
 def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node:

@@ -120,16 +120,11 @@ def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
         folded = fold(chain.steps)
         if isinstance(folded, Decline):
             return folded.sentence
-    rows = hidden.select(-1, 0)
-    sentence = op_folder.supports(
-        hidden,
-        weight.t() if head.transposed else weight,
-        None if head.bias is None else info.tensor(head.bias),
-        rows.new_empty(rows.shape, dtype=torch.int64),
-        dtype=head.compute_dtype,
-        workspace=info.options.linear_cross_entropy_workspace,
-    )
-    return sentence or ""
+    columns, rows = weight.t() if head.transposed else weight, hidden.select(-1, 0)
+    target = rows.new_empty(rows.shape, dtype=torch.int64)
+    workspace = info.options.linear_cross_entropy_workspace
+    how: dict[str, Any] = {"dtype": head.compute_dtype, "workspace": workspace}
+    return op_folder.supports(hidden, columns, info.tensor(head.bias), target, **how) or ""
 
 
 def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
@@ -145,12 +140,9 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
     path = info.module_path(outputs[0].chain.head.node)
     mode = "eager" if info.options.skips(NAME, path) else info.options.logits
     if info.parent is not None:
-        return Decline(
-            "logits_leave_checkpoint",
-            "the logits leave an activation checkpoint",
-            "return only the loss from the checkpointed function",
-            node,
-        )
+        said = "the logits leave an activation checkpoint"
+        hint = "return only the loss from the checkpointed function"
+        return Decline("logits_leave_checkpoint", said, hint, node)
     if mode == "none":
         return None
     if mode == "eager":
@@ -337,11 +329,10 @@ def _planned(
     info: GraphInfo, index: int, output: LogitsOutput, views: tuple[LogitsView, ...]
 ) -> DeferredOutput:
     positions = {placeholder: i for i, placeholder in enumerate(info.placeholders)}
-    head = output.chain.head
+    head, made, options = output.chain.head, info.value(output.node), info.options
     steps: list[tuple[str, object]] = []
     vectors: list[int] = []
     dtype = head.compute_dtype
-    made = info.value(output.node)
     for step in (s for s in output.chain.steps if s.kind in POINTWISE):
         value = info.value(step.node)
         if step.kind == "bias":  # a wider vector widens the logits
@@ -350,7 +341,6 @@ def _planned(
         else:
             steps.append((step.kind, step.value))
         dtype = value.dtype
-    options = info.options
     workspace = options.linear_cross_entropy_workspace
     return DeferredOutput(
         output=index,

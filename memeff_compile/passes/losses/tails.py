@@ -128,12 +128,9 @@ class TailReader:
         elif soft is not None:
             yield from self._loss(node, soft.chain, a, 0.0, soft.through)
         elif a["self"].op != "placeholder":
-            yield Decline(
-                "not_log_softmax",
-                "nll_loss does not read a log_softmax over its classes",
-                "use cross_entropy, or take log_softmax of the logits over their classes",
-                node=node,
-            )
+            said = "nll_loss does not read a log_softmax over its classes"
+            hint = "use cross_entropy, or take log_softmax of the logits over their classes"
+            yield Decline("not_log_softmax", said, hint, node)
 
     def _loss(
         self,
@@ -145,12 +142,9 @@ class TailReader:
     ) -> Iterable[Tail | Decline]:
         target = self.info.tensor(a["target"])
         if target is None or target.dtype.is_floating_point:
-            yield Decline(
-                "prob_targets",
-                "the targets are class probabilities, not class indices",
-                "pass integer class indices to use the fused loss",
-                node,
-            )
+            said = "the targets are class probabilities, not class indices"
+            hint = "pass integer class indices to use the fused loss"
+            yield Decline("prob_targets", said, hint, node)
             return
         if isinstance(chain, Decline):
             yield replace(chain, node=node)

@@ -317,11 +317,10 @@ def _rounded_and_scaled_back(chain: _Chain, end: Node) -> tuple[Node, Quantizer,
         if (low, high) == (kind.low, kind.high) and abs(levels - kind.levels) < 1e-6:
             return source, replace(how, kind=name), False
     if (low, high) == (-1, 1):
-        raise _Misfit(
-            "per_channel_scale",
-            "its codes are -1, 0, 1 with a scale per row, where one for the whole weight is served",
-            "take the mean of the whole matrix",
+        said = (
+            "its codes are -1, 0, 1 with a scale per row, where one for all of a weight is served"
         )
+        raise _Misfit("per_channel_scale", said, "take the mean of the whole matrix")
     statistic_name = "mean" if is_mean else "maximum"
     raise _Misfit(
         "unknown_range",

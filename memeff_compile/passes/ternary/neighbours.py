@@ -32,7 +32,9 @@ class Entering:
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Read norm and gate before `node`, but nothing that others than `users` use and so compute."""
+    """Read norm and gate before `node`, whose only users are `users`. What anything else uses as
+    well has to be computed all the same, and is left out.
+    """
     found = Entering(node)
     norm = _norm(node)
     if norm is not None and set(node.users) <= set(users):
