@@ -187,7 +187,7 @@ def holds(row: dict[str, Any], cell: str) -> bool:
 def in_one_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two rows are of one run, or of two backends that took turns on one machine."""
     commands = [
-        re.sub(r" --backend \w+$| --backend \w+(?= --mode)", "", row["command"])
+        re.sub(r" --backend \w+$| --backend \w+(?= --(?:mode|turns))", "", row["command"])
         for row in (one, other)
     ]
     return one is not other and commands[0] == commands[1] and one["date"] == other["date"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +485,22 @@ def test_training_step_rows_of_two_backends_share_a_process(tmp_path: Path) -> N
     assert all("ms" in row for row in found)
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-3)
     assert found[0]["loss"] == pytest.approx(found[2]["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_compiled_training_with_compressed_weights_ends_with_the_same_bits(tmp_path: Path) -> None:
+    from benchmarks import ROOT, rows
+    from benchmarks.models import compressed_training as subject
+
+    out = tmp_path / "rows.jsonl"
+    given = ["--ways", subject.UNFUSED, "win4", "--steps", "5", "--timed", "1", "--out", str(out)]
+    command = [sys.executable, subject.__file__, *given, "--inner", "aot_eager"]
+    subprocess.run(command, check=True, cwd=ROOT)
+    found = rows.read(out)
+    assert {row["way"] for row in found} == {subject.UNFUSED, "win4"}
+    assert found[0]["steps"] == 5
+    assert found[0]["loss"] == found[1]["loss"]
+    assert found[0]["weights"] == found[1]["weights"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import memeff_compile
 from memeff_compile.errors import StaleLogitsError
 from tests.integrations.tiny import (
     OPTIONS,
@@ -121,6 +122,16 @@ def test_a_checkpoint_around_the_compiled_model_has_eagers_gradients(
         found.append(gradients(model))
     assert_same_gradients(found[1], found[0])
     assert codes() == ({"logits_deferred"} if outside else TRAINING)
+
+
+@pytest.mark.slow
+def test_batches_of_other_sizes_are_one_graph_more() -> None:
+    model = compiled()
+    for batch in (4, 3, 2):  # as the last batch of an epoch, or one that is padded less
+        ids = torch.arange(6 * batch).view(batch, 6)
+        model(ids, ids).loss.backward()
+    assert [graph.name for graph in memeff_compile.graphs()] == ["graph 0/0", "graph 0/1"]
+    assert memeff_compile.last_report().rewrites("fuse_linear_cross_entropy") == 2
 
 
 def test_data_parallel_on_one_device_changes_nothing() -> None:
