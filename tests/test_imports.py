@@ -26,11 +26,7 @@ def test_a_public_name_costs_no_torch(fresh_python: FreshPython, name: str) -> N
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_backend_is_found_by_name_without_an_import_of_ours_and_prints_nothing(
-    fresh_python: FreshPython,
-) -> None:
-    code = """
-import sys
+BY_NAME = """\
 import torch
 assert "memeff_compile" not in sys.modules
 class Model(torch.nn.Module):
@@ -44,22 +40,21 @@ model = torch.compile(Model(), backend="memeff", options={"memeff.inner": "eager
 model(torch.arange(8)).backward()
 print(sys.modules["memeff_compile"].last_report().rewrites("fuse_linear_cross_entropy"))
 """
-    result = fresh_python(code)
-    assert result.stdout.strip() == "1", result.stderr
-    assert "memeff" not in result.stderr
 
 
-def test_no_module_of_ours_imports_triton_and_public_names_resolve(
+def test_the_backend_is_found_by_name_without_triton_and_public_names_resolve(
     fresh_python: FreshPython,
 ) -> None:
-    """torch._dynamo itself imports triton where it can, so triton is made unimportable.
+    """The backend comes first, before any import of ours, and says nothing by itself.
 
-    So is transformers, until a name that needs it has said so.
+    torch._dynamo itself imports triton where it can, so triton is made unimportable. So is
+    transformers, until a name that needs it has said so.
     """
     rooms = ("kernels", "logits.tensor", "passes", "model", "verify", "backend", "planning", "cli")
     code = f"""
 import sys
 sys.modules["triton"] = sys.modules["transformers"] = None
+{BY_NAME}
 import memeff_compile
 try:
     memeff_compile.KVCache
@@ -82,7 +77,9 @@ for room in {rooms}:
     print(room)
 """
     result = fresh_python(code)
-    without, first, second, *imported = result.stdout.splitlines()
+    assert "memeff" not in result.stderr
+    rewritten, without, first, second, *imported = result.stdout.splitlines()
+    assert rewritten == "1", result.stderr
     assert "pip install 'memeff_compile[transformers]'" in without
     assert first == "[] True", result.stderr
     assert "last_report" in second

@@ -17,7 +17,7 @@ PROGRAM = """\
 import torch
 from memeff_compile.cli.toy import ToyModel
 model = ToyModel()
-compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
+compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
 compiled(torch.arange(8)).backward()
 with torch.no_grad():
     compiled(torch.arange(16))
@@ -64,7 +64,5 @@ def test_without_torch_trace_no_report_is_written_out(monkeypatch: pytest.Monkey
         raise AssertionError("written")
 
     monkeypatch.setattr(Report, "to_json", fail)
-    compiled: Any = torch.compile(
-        ToyModel(), backend="memeff", options={"memeff.inner": "aot_eager"}
-    )
+    compiled: Any = torch.compile(ToyModel(), backend="memeff", options={"memeff.inner": "eager"})
     compiled(torch.arange(8)).backward()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,15 +22,50 @@ OP_FOLDERS = sorted(
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imports_at_top(path: Path) -> set[str]:
-    """Return the absolute module names that a file imports when it is imported."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            found.add(node.module)
-    return found
+@dataclass(frozen=True)
+class Module:
+    """What the tests below ask about a file: it is read and parsed once for all."""
+
+    docstring: str | None
+    imported_at_top: set[str]
+    """Absolute names of the modules that are imported when it is."""
+    named: set[str]
+    """Every name in any of its imports."""
+    prints: bool
+    long: list[str]
+
+
+@cache
+def module_in(path: Path) -> Module:
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    return Module(
+        ast.get_docstring(tree),
+        {
+            *(a.name for node in tree.body if isinstance(node, ast.Import) for a in node.names),
+            *(
+                node.module
+                for node in tree.body
+                if isinstance(node, ast.ImportFrom) and not node.level and node.module
+            ),
+        },
+        {
+            name
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+            if name
+        },
+        any(isinstance(call, ast.Name) and call.id == "print" for call in calls),
+        [
+            f"{node.name}: {1 + (node.end_lineno or 0) - node.lineno}"
+            for node in nodes
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and 1 + (node.end_lineno or 0) - node.lineno >= 150
+            and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        ],
+    )
 
 
 @pytest.mark.parametrize("folder", OP_FOLDERS, ids=lambda folder: folder.name)
@@ -81,29 +118,20 @@ KERNEL_MODULES = sorted((PACKAGE / "kernels").rglob("*.py"))
 @pytest.mark.parametrize("module", KERNEL_MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_kernels_know_nothing_of_graphs(module: Path) -> None:
     """import-linter sees torch as one module, so its graph half is looked for here."""
-    imported = {
-        name
-        for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
-        if name
-    }
     graphs = ("torch.fx", "torch._inductor", "torch._dynamo")
-    assert not [name for name in imported if name.startswith(graphs)]
+    assert not [name for name in module_in(module).named if name.startswith(graphs)]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_triton_is_imported_by_kernel_files_only(module: Path) -> None:
-    uses_triton = any(name.split(".")[0] == "triton" for name in imports_at_top(module))
+    uses_triton = any(name.split(".")[0] == "triton" for name in module_in(module).imported_at_top)
     assert not uses_triton or "kernels" in module.parts
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_module_has_a_docstring_and_prints_nothing(module: Path) -> None:
-    tree = ast.parse(module.read_text())
-    assert ast.get_docstring(tree)
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert not any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
+    assert module_in(module).docstring
+    assert not module_in(module).prints
 
 
 def test_the_package_door_holds_names_and_nothing_else() -> None:
@@ -135,11 +163,4 @@ def test_passes_are_named_in_the_order_in_which_they_run() -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_functions_outside_device_code_are_under_150_lines(module: Path) -> None:
-    long = [
-        f"{node.name}: {1 + (node.end_lineno or 0) - node.lineno}"
-        for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-        and 1 + (node.end_lineno or 0) - node.lineno >= 150
-    ]
-    assert long == []
+    assert module_in(module).long == []

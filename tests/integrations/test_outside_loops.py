@@ -112,7 +112,8 @@ def test_loops_have_eagers_curves_and_compute_no_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", pytest.param("gpt2", marks=pytest.mark.slow), "cohere"]
+    "family",
+    ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "cohere"))],
 )
 def test_heads_of_other_families_train_without_logits(family: str) -> None:
     """A softcap, a tied head, and logits that are scaled."""

@@ -212,6 +212,7 @@ def test_generating_between_steps_changes_nothing(tmp_path: Path) -> None:
     assert found == ["rewrote", "logits_deferred"]
 
 
+@pytest.mark.slow
 def test_verify_in_the_trainer_compares_each_graph_and_keeps_the_curve(tmp_path: Path) -> None:
     eager = trainer(llama(), tmp_path / "eager")
     eager.train()

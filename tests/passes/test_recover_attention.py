@@ -323,7 +323,10 @@ class Numbers(torch.nn.Module):
         return F.dropout(torch.softmax(scores, -1), self.dropout) @ v
 
 
-@pytest.mark.parametrize("is_chain", [False, True], ids=["call", "chain"])
+@pytest.mark.parametrize(
+    "is_chain",
+    [pytest.param(False, id="call", marks=pytest.mark.slow), pytest.param(True, id="chain")],
+)
 def test_numbers_of_a_config_may_be_symbols_and_may_change(is_chain: bool) -> None:
     module = Numbers(is_chain)
     torch._dynamo.reset()

@@ -96,7 +96,7 @@ UNLIKE = (
 )
 """Families that spell attention, its masks or its positions differently from each other."""
 
-ELSEWHERE = ("mistral", "bart", "whisper")
+ELSEWHERE = ("mistral", "bart", "t5", "whisper")
 """Those that other quick tests compare with eager: masks that are packed, and losses."""
 
 
