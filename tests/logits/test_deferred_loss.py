@@ -542,7 +542,8 @@ def test_second_derivatives_of_an_entropy_go_where_eagers_go(cut: str) -> None:
     (ours, ours_again), (theirs, theirs_again) = found
     assert [x.requires_grad for x in ours] == [x.requires_grad for x in theirs]
     assert [x is None for x in ours_again] == [x is None for x in theirs_again]
-    for place, (mine, eagers) in enumerate(zip([*ours, *ours_again], [*theirs, *theirs_again])):
+    pairs = zip([*ours, *ours_again], [*theirs, *theirs_again], strict=True)
+    for place, (mine, eagers) in enumerate(pairs):
         if mine is not None and eagers is not None:
             assert_close(mine.detach(), eagers.detach(), 1e-6, str(place))
 
