@@ -239,7 +239,7 @@ def filled_cache(
             layer.keys.normal_()
             layer.values.normal_()
             continue
-        for name, tensor in layer.tensors():
+        for (_, name), tensor in layer.tensors():
             if name.endswith("codes"):
                 tensor.random_(0, 256)
             elif name.endswith("scales"):
