@@ -149,7 +149,9 @@ def compile(
         model: A module or function; leave it out to use the call as a decorator.
         mode: An Inductor mode, such as "reduce-overhead".
         options: As in `torch.compile(options=...)`, or an `Options`.
-        dynamic, fullgraph, disable: As in `torch.compile`.
+        dynamic: As in `torch.compile`.
+        fullgraph: As in `torch.compile`.
+        disable: As in `torch.compile`.
         kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
             mapping, or "static" for an exact one. The model is compiled in place, and every later
             `generate()` makes, allocates and reuses such caches by itself, as `use_kv_cache_`.

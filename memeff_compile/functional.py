@@ -101,7 +101,8 @@ def linear_cross_entropy(
         bias: (V,) or None.
         ignore_index: rows with this target count for nothing; None ignores none.
         reduction: "mean" over the rows that count (by weight, with class weights), "sum", "none".
-        scale, softcap: as above.
+        scale: as above.
+        softcap: as above.
         label_smoothing: between 0 and 1, as in F.cross_entropy.
         class_weight: (V,) or None, as `weight` of F.cross_entropy.
         z_loss: adds z_loss * lse**2 to each row that counts, averaged over their number by "mean".

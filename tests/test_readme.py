@@ -8,6 +8,7 @@ does for the goldens of assert_expected_inline, so ``make golden`` renews both.
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import json
 import os
@@ -34,6 +35,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINES = re.MULTILINE | re.DOTALL
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", LINES)
 FENCED = re.compile(r"^```.*?^```$", LINES)
+ARGUMENTS = re.compile(r"^Args:\n((?:    .*\n?|\n)+)", re.MULTILINE)
 PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MARK, END = "--- end of snippet", "--- end of page"
@@ -151,6 +153,11 @@ def test_a_public_name_says_what_it_is(name: str) -> None:
     """What the site's API page shows of it."""
     value = getattr(memeff_compile, name)
     assert vars(value).get("__doc__", value.__doc__), "a class inherits none: it needs its own"
+    for each in (value, *(vars(value).values() if inspect.isclass(value) else ())):
+        each = getattr(each, "__func__", each)
+        listed = ARGUMENTS.search(inspect.cleandoc(getattr(each, "__doc__", None) or ""))
+        for names in re.findall(r"^    \**(\S[^:\n]*):", listed[1] if listed else "", re.MULTILINE):
+            assert names in inspect.signature(each).parameters, "the site takes one name a line"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -16,6 +16,7 @@ tensors in their own right: gathered, summed or handed to `nll_loss` they are ne
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
@@ -153,7 +154,7 @@ class _LogSoftmax(_Function):
     @staticmethod
     def forward(ctx: Any, view: DeferredLogits, recipe: LogitsRecipe) -> DeferredLogits:
         result = view.copied(recipe, lambda values: values.to(recipe.dtype).log_softmax(-1))
-        ctx.kept = _Kept.of(ctx, view)
+        ctx.kept, ctx.result = _Kept.of(ctx, view), weakref.ref(result)
         ctx.logs = ctx.kept and ctx.kept._replace(memory=result.memory, recipe=recipe)
         return result
 
@@ -163,6 +164,9 @@ class _LogSoftmax(_Function):
         kept, logs = cast("_Kept", ctx.kept), cast("_Kept", ctx.logs)
         ctx.kept, ctx.logs = kept.after_a_backward(), logs.after_a_backward()
         if torch.is_grad_enabled():
+            if (out := _result(ctx, logs)) is not None:
+                grad = dense(grad)
+                return (grad - out.exp() * grad.sum(-1, keepdim=True)).to(kept.recipe.dtype), None
             plain = kept.plain(ctx.saved_tensors)
             values = plain.to(logs.recipe.dtype).log_softmax(-1)
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
@@ -179,8 +183,9 @@ class _Exp(_Function):
 
     @staticmethod
     def forward(ctx: Any, logs: DeferredLogits) -> DeferredLogits:
-        ctx.logs = _Kept.of(ctx, logs)
-        return logs.copied(logs.recipe.then("exp"), torch.exp)
+        result = logs.copied(logs.recipe.then("exp"), torch.exp)
+        ctx.logs, ctx.result = _Kept.of(ctx, logs), weakref.ref(result)
+        return result
 
     @staticmethod
     @compat.untraced
@@ -189,7 +194,9 @@ class _Exp(_Function):
         ctx.logs = logs.after_a_backward()
         if isinstance(grad, RowGradient) and grad.is_fused:
             return grad.with_rows(FusedRows.before_exp)
-        return dense(grad) * logs.values(ctx.saved_tensors, "exp").exp()
+        out = _result(ctx, logs) if torch.is_grad_enabled() else None
+        out = logs.values(ctx.saved_tensors, "exp").exp() if out is None else out
+        return dense(grad) * out
 
 
 class _PLogP(_Function):
@@ -198,17 +205,22 @@ class _PLogP(_Function):
     @staticmethod
     def forward(ctx: Any, probs: DeferredLogits, logs: DeferredLogits) -> DeferredLogits:
         ctx.logs = _Kept.of(ctx, logs)
+        # Of probabilities a second derivative asks where they came from: they may be cut off.
+        ctx.probs = None if ctx.logs is None else ctx.logs.of_another(probs)
         return logs.copied(logs.recipe.then("times_exp"), lambda x: x.exp() * x)
 
     @staticmethod
     @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         logs: _Kept = ctx.logs
-        ctx.logs = logs.after_a_backward()
+        probs: _Kept = ctx.probs
+        ctx.logs, ctx.probs = logs.after_a_backward(), probs.after_a_backward()
         if isinstance(grad, RowGradient) and grad.is_fused:
             return grad.with_rows(FusedRows.times_log_p), grad.with_rows(FusedRows.times_p)
         values = logs.values(ctx.saved_tensors, "exp")
-        return dense(grad) * values, dense(grad) * values.exp()
+        is_first = not torch.is_grad_enabled()
+        p = values.exp() if is_first else probs.plain(ctx.saved_tensors)
+        return dense(grad) * values, dense(grad) * p
 
 
 class _NegativeEntropy(_Function):
@@ -266,6 +278,12 @@ class _Kept(NamedTuple):
         kept = (view, view.memory, head.recipe, head.settings, head.use)
         return cls(*kept, _written_by(view))
 
+    def of_another(self, view: DeferredLogits) -> _Kept:
+        """Return what is kept of other values of the same head, and autograd frees with these."""
+        return self._replace(
+            view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
+        )
+
     def after_a_backward(self) -> _Kept:
         """Return what is kept of it then."""
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
@@ -311,6 +329,14 @@ class _Kept(NamedTuple):
         with torch.no_grad():
             change = self.head(made_of).logits(self.recipe).reshape(plain.shape) - plain
         return plain + change
+
+
+def _result(ctx: Any, kept: _Kept) -> Tensor | None:
+    """Return what a function gave, for a second derivative, if anybody still has it to ask for."""
+    result = ctx.result()
+    if result is None or result.grad_fn is not ctx:  # detached in place, or written to since
+        return None
+    return kept.of_another(result)._replace(written_by=ctx).plain(ctx.saved_tensors)
 
 
 def _written_by(view: Tensor) -> Any:

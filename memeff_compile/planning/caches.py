@@ -106,7 +106,10 @@ def explain_cache(
         memory: of the device: bytes, or a size such as "141GB".
         batch: sequences, for the longest context.
         length: tokens per sequence, for the largest batch.
-        scheme, group, recent, keep_first: as for `KVCache`.
+        scheme: as for `KVCache`.
+        group: as for `KVCache`.
+        recent: as for `KVCache`.
+        keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name; 16 bits are merged too, without codes.
 
     Raises:

@@ -86,7 +86,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         sharding, accounting = ("none", "fsdp"), ("peak", "paper")
-        known = {"optimizer": OPTIMIZER_STATES, "sharding": sharding, "accounting": accounting}
+        known = {"optimizer": [*OPTIMIZER_STATES], "sharding": sharding, "accounting": accounting}
         for name, values in known.items():
             value = getattr(self, name)
             if value not in values:

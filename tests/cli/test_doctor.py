@@ -122,6 +122,19 @@ def test_failing_toy_model_blocks_with_its_reason(monkeypatch: pytest.MonkeyPatc
     assert doctor.findings_text(findings).count("failed: RuntimeError: the first line") == 2
 
 
+@pytest.mark.usefixtures("no_inductor")
+def test_a_transformers_that_is_too_old_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise ImportError("a cache of transformers, 5.17 or later")
+
+    monkeypatch.setattr(doctor, "_trains", lambda *_: "trains")
+    monkeypatch.setattr(doctor, "_generates", fail)
+    findings = doctor._self_tests()
+    assert doctor.is_usable(findings)
+    assert findings[-1].text == "failed: ImportError: a cache of transformers, 5.17 or later"
+    assert findings[-1].remedy == "pip install 'memeff_compile[transformers]'"
+
+
 def test_inductor_problem_is_a_sentence_or_nothing() -> None:
     problem = doctor.inductor_problem("cpu")
     assert problem == "" or ": " in problem

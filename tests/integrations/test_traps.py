@@ -134,6 +134,21 @@ def test_batches_of_other_sizes_are_one_graph_more() -> None:
     assert memeff_compile.last_report().rewrites("fuse_linear_cross_entropy") == 2
 
 
+def test_a_sequential_is_compiled_in_place_where_torch_does_it() -> None:
+    """Torch 2.11 and 2.13 do not, with any backend."""
+    seen: list[Any] = []
+
+    def other(gm: Any, _: Any) -> Any:
+        seen.append(gm)
+        return gm
+
+    for backend, options in ((other, None), ("memeff", OPTIONS)):
+        model = nn.Sequential(nn.Embedding(160, 16), nn.Linear(16, 160))
+        model.compile(backend=backend, options=options)
+        model(IDS)
+    assert len(memeff_compile.graphs()) == len(seen)
+
+
 def test_data_parallel_on_one_device_changes_nothing() -> None:
     model, reference = compiled(), Model()
     nn.DataParallel(model)(IDS, IDS).loss.backward()

@@ -513,6 +513,41 @@ def test_sums_over_the_classes_are_eagers_to_the_last_digits_and_save_nothing(
         assert_close(ours, theirs, 1e-12)
 
 
+@pytest.mark.parametrize(
+    "cut", ["nothing", "probs", "probs, in place", "probs, a leaf", "log_probs"]
+)
+def test_second_derivatives_of_an_entropy_go_where_eagers_go(cut: str) -> None:
+    found = []
+    for deferred in (True, False):
+        at = world("fp64", deferred=deferred)
+        log_probs = at.logits.log_softmax(-1)
+        with torch.set_grad_enabled(cut not in ("probs", "probs, a leaf")):
+            probs = log_probs.exp()
+        if cut == "probs, in place":
+            probs.detach_()
+        if cut == "probs, a leaf":
+            probs.requires_grad_()
+        if cut == "log_probs":
+            log_probs.detach_()
+        loss = ((probs * log_probs).sum(-1) * ADVANTAGES).sum()
+        inside = [x for x in (at.logits, log_probs, probs) if x.requires_grad]
+        grads = torch.autograd.grad(loss, inside, create_graph=True, allow_unused=True)
+        grads = tuple(grad for grad in grads if grad is not None)
+        again: list[Tensor | None] = []
+        if any(grad.requires_grad for grad in grads):
+            sums = [grad.square().sum() for grad in grads if grad.requires_grad]
+            leaves = [x for x in (*inside, *at.leaves.values()) if x.requires_grad]
+            again = list(torch.autograd.grad(sum(sums), leaves, allow_unused=True))
+        found.append((grads, again))
+    (ours, ours_again), (theirs, theirs_again) = found
+    assert [x.requires_grad for x in ours] == [x.requires_grad for x in theirs]
+    assert [x is None for x in ours_again] == [x is None for x in theirs_again]
+    pairs = zip([*ours, *ours_again], [*theirs, *theirs_again], strict=True)
+    for place, (mine, eagers) in enumerate(pairs):
+        if mine is not None and eagers is not None:
+            assert_close(mine.detach(), eagers.detach(), 1e-6, str(place))
+
+
 def test_an_entropy_of_terms_made_without_gradients_needs_none() -> None:
     log_probs = world("fp64").logits.log_softmax(-1)
     with torch.no_grad():
@@ -608,10 +643,22 @@ def test_second_derivatives_are_of_the_logits_that_the_loss_saw(name: str, is_se
 
 def test_second_derivatives_of_logits_that_autograd_saw_changed_are_refused() -> None:
     at = world("fp64 bias")
-    loss = FORMS["gather"](at.logits)
+    loss = FORMS["keywords"](at.logits)
     at.logits.mul_(2)
     with pytest.raises(DoubleBackwardError, match="changed in place since"):
         torch.autograd.grad(loss, at.leaves["x"], create_graph=True)
+
+
+def test_second_derivatives_ask_log_probabilities_and_not_the_logits_changed_since() -> None:
+    found = []
+    for deferred in (True, False):
+        at = world("fp64 bias", deferred=deferred)
+        loss = FORMS["gather"](at.logits)
+        at.logits.mul_(2)
+        (first,) = torch.autograd.grad(loss, at.leaves["x"], create_graph=True)
+        found.append((first.detach(), *torch.autograd.grad(first.square().sum(), at.leaves["x"])))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["flat", "gather", "entropy"])

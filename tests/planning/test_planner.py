@@ -310,6 +310,7 @@ def test_settings(given: dict[str, Any], expected: int) -> None:
     ("given", "words"),
     [
         ({"optimizer": "lion"}, "'adamw', 'sgd', 'none'"),
+        ({"optimizer": ["adamw"]}, "'adamw', 'sgd', 'none'"),
         ({"sharding": "ddp"}, "'none', 'fsdp'"),
         ({"accounting": "sum"}, "'peak', 'paper'"),
         ({"gpus": 0}, "at least 1"),
