@@ -154,13 +154,16 @@ class World:
         return {**self.names, "seen": []}
 
 
-def shaker(seed: int) -> Callable[[Any], None]:
+WIDE = (torch.float64, torch.float32)
+
+
+def shaker(seed: int, dtypes: Sequence[torch.dtype] = WIDE) -> Callable[[Any], None]:
     """Return what changes the last bits of tensors, as another order of sums may."""
     generator = torch.Generator().manual_seed(seed)
 
     def shake(value: Any) -> None:
         for leaf in leaves(value):
-            if isinstance(leaf, Tensor) and leaf.dtype in (torch.float64, torch.float32):
+            if isinstance(leaf, Tensor) and leaf.dtype in dtypes:
                 noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu")
                 with suppress(RuntimeError):  # entries that share their memory
                     leaf.data.mul_(1 + noise.to(leaf.device) * torch.finfo(leaf.dtype).eps)

@@ -539,10 +539,13 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Rows stay deferred; what is a part of them may become the memory of another tensor."""
+    """Rows stay deferred; what is a part of them may become the memory of another tensor.
+
+    That is no view in eager: a write with a gradient is the new tensor's alone.
+    """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.
-    return data if data.window is None else data.as_plain()
+    return data if data.window is None else data.as_plain().data
 
 
 def _set_data(func: Any, view: Tensor, data: Tensor) -> None:

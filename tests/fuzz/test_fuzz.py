@@ -203,6 +203,13 @@ def test_a_distance_is_rounding_as_far_as_the_last_bits_of_what_is_named_reach()
         "a * 1e-3 + 1.2e-5 * ours": "difference",
     }.items():
         assert judge(Program(setup, ("a = x + 0", f"seen.append({seen})"))).kind == kind, seen
+    setup = ("x = torch.full((9,), 8.0, dtype=torch.bfloat16)",)
+    for seen, kind in {
+        "(a - 8.0) * 8 + 1 + 0.4 * ours": "same",
+        "(a - 8.0) * 8 + 1 + 4 * ours": "difference",
+        "a + 0.4 * ours": "difference",
+    }.items():
+        assert judge(Program(setup, ("a = x + 0", f"seen.append({seen})"))).kind == kind, seen
 
 
 def test_a_failure_that_is_none_alone_is_counted_as_what_it_is_then(

@@ -159,6 +159,30 @@ def test_data_and_a_copy_of_a_view_that_a_write_made_stale_are_given(
     torch.testing.assert_close(*(logits.detach() + 0 for logits in both))
 
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expand": lambda z: z.view_as(z).expand_as(z),
+    "row": lambda z: z[0],
+    "classes": lambda z: z[..., 1:3],
+    "diagonal": lambda z: z.diagonal(0, 0, 1),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_data_of_a_part_is_no_view_and_is_written_to_as_eagers(
+    both: tuple[Tensor, Tensor], part: str
+) -> None:
+    found = []
+    for logits in both:
+        shown = PARTS[part](logits)
+        data = shown.data
+        alias = data.view_as(data)
+        facts: list[object] = [alias._base is data or data._base is None]
+        alias.copy_(shown)
+        data.fill_(2)
+        found.append([*facts, data.requires_grad, data.is_leaf, logits.detach().sum().item()])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_before_the_backward_pass_has_the_gradients_of_eager(
     models: tuple[nn.Module, Model, Tensor], write: str
