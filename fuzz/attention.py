@@ -80,7 +80,7 @@ def setup(random: Random) -> list[str]:
         lines += [f"mask = {random.choice(_MASKS)}", f"o = {call}"]
     else:
         lines += _spelled(random)
-    lines.append(f"return o{random.choice(('', '', ' * 2', ', q.sum()'))}")
+    lines[-1] += f"; return o{random.choice(('', '', ' * 2', ', q.sum()'))}"
     inner = random.choice(["eager"] * 30 + ["aot_eager"] * 20 + ["inductor"])
     dynamic = random.choice((None, None, True, False))
     options, name, outer = f"'memeff.inner': '{inner}'", "forward", []

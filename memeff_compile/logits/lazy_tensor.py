@@ -32,7 +32,10 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with values on demand; subclasses say where they come from (no abc can ask them)."""
+    """A tensor with values on demand; subclasses say where they come from.
+
+    Tensors have a metaclass of their own, so abc cannot refuse one that leaves something out.
+    """
 
     _device: torch.device
 

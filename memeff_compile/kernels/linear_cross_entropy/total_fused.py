@@ -16,6 +16,7 @@ product. Floors at 790e12 and predictions: N, D, V = 8192, 4096, 128256: 32.7 an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -192,7 +193,7 @@ def run(given: Loss) -> Totals:
         return Totals(total, *walk.gradients())
 
 
-class Walk:
+class Walk(ABC):
     """A walk over pieces of R rows: X of a piece, and the products that make gradients of it.
 
     X, R by the vocabulary in whole tiles, is what the gradients of the piece's logits are but for a
@@ -263,11 +264,11 @@ class Walk:
         """Return zeros that kernels write to."""
         return self.hidden.new_zeros(sizes, dtype=torch.int32)
 
+    @abstractmethod
     def weigh(
         self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
     ) -> None:
         """Tell a filter what X of a row is times, what is light in it, and how many rows count."""
-        raise NotImplementedError
 
     def gradients(self) -> Gradients:
         """Return what was asked for, behind the last piece."""
