@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,10 +32,14 @@ def let_run_ahead(cache: object) -> None:
     setattr(cache, _MARK, True)
 
 
-def _also_ours(usual: Any) -> Any:  # noqa: ANN401 - a function of transformers
+def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(usual)
     def is_supported(
-        device: torch.device, cache: object, cache_is_returned: bool, *args: Any, **kwargs: Any
+        device: torch.device,
+        cache: object,
+        cache_is_returned: bool,
+        *args: object,
+        **kwargs: object,
     ) -> bool:
         if usual(device, cache, cache_is_returned, *args, **kwargs):
             return True
