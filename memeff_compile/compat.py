@@ -964,6 +964,16 @@ def keep_address(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
+def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
+    """Put a function around what runs in the place of a module that is compiled in place."""
+    module._compiled_call_impl = wrap(module._compiled_call_impl)
+
+
+def names_around() -> dict[str, Any]:
+    """Return what the names stand for in the function that called the one that asks."""
+    return sys._getframe(2).f_locals
+
+
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:
     """Tell Dynamo that a size will not be the same in every call; code may still hold it."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
