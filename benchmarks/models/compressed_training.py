@@ -160,7 +160,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="in all; three are never timed")
     parser.add_argument("--timed", type=int, default=8, help="of these")
     parser.add_argument("--inner", default="inductor")
-    parser.add_argument("--patience", type=float, default=200, help="seconds to wait for others, twice")
+    parser.add_argument(
+        "--patience", type=float, default=200, help="seconds to wait for others, twice"
+    )
     parser.add_argument("--out", type=Path, default=Path("compressed-training.jsonl"))
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)

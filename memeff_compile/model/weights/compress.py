@@ -25,6 +25,7 @@ from memeff_compile.kernels.coded_weight import (
     CodedWeight,
     bits_per_weight,
     encode,
+    is_updated_in_backward,
     parse,
     side_by_side,
     supports_weight,

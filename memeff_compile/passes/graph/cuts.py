@@ -129,9 +129,7 @@ def compiled_in_pieces(
     def run(*args: Any) -> tuple[Any, ...]:
         values = dict(zip(placeholders, args, strict=True))
         for compiled, piece, done in steps:
-            values.update(
-                zip(piece.gives, compiled(*map(values.get, piece.takes)), strict=True)
-            )
+            values.update(zip(piece.gives, compiled(*map(values.get, piece.takes)), strict=True))
             for node in done:
                 del values[node]
         return tuple(values[each] if isinstance(each, Node) else each for each in results)

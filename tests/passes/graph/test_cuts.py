@@ -61,7 +61,8 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: tuple[int, ...]
     losses = []
     for batch in batches:
         loss, early, scale = model(torch.randn(batch, WIDTH, generator=draw))
-        assert scale == batch and early.shape == (batch, WIDTH)
+        assert scale == batch
+        assert early.shape == (batch, WIDTH)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -101,7 +102,9 @@ def test_gradients_come_and_go_block_by_block(checkpointed: bool) -> None:
     class Counted(TorchDispatchMode):
         products = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             Counted.products += func is torch.ops.aten.mm.default
             return func(*args, **(kwargs or {}))
 
