@@ -202,17 +202,21 @@ class _KeepsMarked:
 
         del context, args, kwargs
         kind, name = traceback.current_meta.get(_KEPT), op.name()
-        is_kept = "attention" in name if kind == "attention" else kind and name in _PRODUCTS
+        if kind == "attention":
+            is_kept = kind in name
+        else:
+            is_kept = name in _PRODUCTS if kind == "product" else name.partition(".")[0] == kind
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, bool]) -> Callable[[], None]:
+def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[], None]:
     """Have the body of a checkpoint keep what some calls return, and return how to take it back: of
-    attention (True) what its fused kernel returns, of another node what its product returns.
+    "attention" what its fused kernel returns, of a "product" what that returns, else of the ATen or
+    other op by its name, such as "aten::add".
     """
-    for node, is_attention in kept.items():
-        node.meta[_KEPT] = "attention" if is_attention else "product"
-    named = ",".join(sorted(f"{node.name}:{node.meta[_KEPT]}" for node in kept))
+    for node, kind in kept.items():
+        node.meta[_KEPT] = kind
+    named = ",".join(sorted(f"{node.name}:{kind}" for node, kind in kept.items()))
     gm.meta["_checkpoint_context_fn"] = _KeepsMarked(f"memeff_compile keeps {named}")
 
     def undo() -> None:
