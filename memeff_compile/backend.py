@@ -86,12 +86,13 @@ def _inner(trip: Trip) -> Callable[..., Any]:
     if options.inner == "eager":
         forward: Callable[..., Any] = gm.forward
         return forward
-    if options.inner == "aot_eager":
-        compile_one = compat.compile_with_aot_eager
-    else:
-        tag = "".join((decided_by_measurement(), *(each.identity() for each in options.passes)))
-        patches = trip.inductor_patches
-        compile_one = partial(compat.compile_with_inductor, patches=patches, tag=tag)
+    tag = "".join((decided_by_measurement(), *(each.identity() for each in options.passes)))
+
+    def compile_one(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if options.inner == "aot_eager":
+            return compat.compile_with_aot_eager(gm, example_inputs)
+        return compat.compile_with_inductor(gm, example_inputs, trip.inductor_patches, tag)
+
     if trip.cuts:
         return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one)
     return compile_one(gm, trip.example_inputs)
