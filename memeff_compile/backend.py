@@ -22,6 +22,7 @@ from . import compat, report
 from .errors import OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
+from .kernels.library import direct_in_inductor
 from .model.cache.pool import forget_caches
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
@@ -91,6 +92,7 @@ def _inner(trip: Trip) -> Callable[..., Any]:
     def compile_one(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if options.inner == "aot_eager":
             return compat.compile_with_aot_eager(gm, example_inputs)
+        direct_in_inductor()
         return compat.compile_with_inductor(gm, example_inputs, trip.inductor_patches, tag)
 
     if trip.cuts:
