@@ -409,6 +409,23 @@ def compile_with_inductor(
     return cast("Compiled", compiled)
 
 
+@contextlib.contextmanager
+def apart_in_tracing() -> Iterator[None]:
+    """Compile one of several graphs that Dynamo captured as one: what AOTAutograd notes about it,
+    and reads when it compiles its backward, is not to be taken for another's.
+    """
+    from torch._guards import TracingContext, tracing
+
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    own = copy.copy(context)
+    own.fw_metadata = None
+    with tracing(own):
+        yield
+
+
 def call_in_inductor(op: torch._ops.OpOverload, direct: Callable[..., Any]) -> None:
     """Have code that Inductor writes call a function for an op: the way through the dispatcher,
     twice where a gradient is written in Python, takes longer than many a kernel.
