@@ -36,6 +36,7 @@ from memeff_compile.model.cache.low_bit_heads import Undo
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
+from memeff_compile.model.cache.run_ahead import let_run_ahead
 from memeff_compile.model.changes import require_module
 
 Untyped: TypeAlias = Any
@@ -336,7 +337,8 @@ class _Hook:
         is_padded = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
         mask = mask if is_padded else None
         how = (generation_config, generation_mode, batch_size, tokens, mask)
-        model_kwargs["past_key_values"] = self._cache(*how)
+        model_kwargs["past_key_values"] = cache = self._cache(*how)
+        let_run_ahead(cache)
         if generation_config.compile_config is not None:
             return None
         if getattr(model, "_compiled_call_impl", None) is not None:

@@ -1,0 +1,73 @@
+"""generate() that does not wait for each token: the host prepares a step while the GPU runs one.
+
+generate() asks after each token whether all sequences have ended, and waits for the GPU to know;
+then the GPU waits for the host. transformers can ask one step late (`DeferredStopCheck`) and takes
+the step too many back, but does so on one kind of device alone. Here it does on a GPU too, for the
+caches that `use_kv_cache_` hands out; what it answers of any other cache stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+DEVICES = ("cuda",)
+
+_MARK = "_may_run_ahead"
+
+
+def let_run_ahead(cache: object) -> None:
+    """Let generate() ask one step late whether it has ended, while it fills this cache."""
+    from transformers.generation import utils  # slow to import; who generates has it
+
+    check: Any = getattr(utils, "DeferredStopCheck", None)
+    if check is None:
+        return
+    if not hasattr(check.is_supported, _MARK):
+        check.is_supported = staticmethod(_also_ours(check.is_supported))
+    setattr(cache, _MARK, True)
+
+
+def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(usual)
+    def is_supported(
+        device: torch.device,
+        cache: object,
+        cache_is_returned: bool,
+        *args: object,
+        **kwargs: object,
+    ) -> bool:
+        if usual(device, cache, cache_is_returned, *args, **kwargs):
+            return True
+        is_ours = device.type in DEVICES and hasattr(cache, _MARK) and not cache_is_returned
+        return is_ours and may_be_late(sys._getframe(1).f_locals)
+
+    setattr(is_supported, _MARK, True)
+    return is_supported
+
+
+def may_be_late(loop: Mapping[str, Any]) -> bool:
+    """Return whether a step too many would be seen by nobody, from the names of generate()'s loop.
+
+    Where its length alone ends it there is none. Otherwise it would draw a random number more, and
+    ask processors and criteria once more, whose own state we do not know.
+    """
+    names = ("stopping_criteria", "logits_processor", "generation_config", "synced_gpus")
+    if not all(name in loop for name in names) or loop["synced_gpus"]:
+        return False
+    criteria, processors, config, _ = (loop[name] for name in names)
+    if [type(each).__name__ for each in criteria] == ["MaxLengthCriteria"]:
+        return all(map(_is_theirs, criteria))
+    asked = (*criteria, *processors)
+    return not config.do_sample and not config.is_assistant and all(map(_is_theirs, asked))
+
+
+def _is_theirs(asked: object) -> bool:
+    """Return whether a processor or criterion is transformers' own, and runs nobody's function."""
+    kind = type(asked)
+    is_theirs = kind.__module__.partition(".")[0] == "transformers"
+    return is_theirs and kind.__name__ != "PrefixConstrainedLogitsProcessor"
