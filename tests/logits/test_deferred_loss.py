@@ -901,7 +901,9 @@ def test_several_gradients_at_once_are_eagers(name: str, how: str) -> None:
         asked, rows = [logits, *leaves.values()], torch.eye(len(values), dtype=values.dtype)
         if how == "vmap":
             found.append(
-                torch.vmap(lambda row, v=values, a=asked: torch.autograd.grad(v, a, row, True))(rows)
+                torch.vmap(lambda row, v=values, a=asked: torch.autograd.grad(v, a, row, True))(
+                    rows
+                )
             )
         else:
             found.append(torch.autograd.grad(values, asked, rows, is_grads_batched=True))
