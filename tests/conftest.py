@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 
 from tests.support.fresh_python import fresh_python as fresh_python
+from tests.support.inductors_code import calling_ops as calling_ops
+from tests.support.inductors_code import inductors_loops as inductors_loops
 from tests.support.quick_dynamo import measure_nothing
 from tests.support.quick_interpreter import do_once
 

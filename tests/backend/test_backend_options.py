@@ -48,8 +48,7 @@ def quick_inductor() -> Iterator[None]:
 # --- forwarding to Inductor ---------------------------------------------------------------------------
 
 
-@needs_compiler
-@pytest.mark.usefixtures("quick_inductor")
+@pytest.mark.usefixtures("quick_inductor", "calling_ops")
 def test_inductor_options_hold_in_forward_and_backward() -> None:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -73,7 +72,7 @@ def test_inductor_options_hold_in_forward_and_backward() -> None:
 
 
 @needs_compiler
-@pytest.mark.usefixtures("quick_inductor")
+@pytest.mark.usefixtures("quick_inductor", "inductors_loops")
 @pytest.mark.parametrize(
     "settings",
     [{"mode": "reduce-overhead"}, {"options": {"memeff.mode": "reduce-overhead"}}],

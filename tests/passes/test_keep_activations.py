@@ -303,6 +303,7 @@ def test_values_and_gradients_are_those_of_eager(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("inductors_loops")
 def test_a_step_under_inductor_has_the_gradients_of_eager() -> None:
     class Step(nn.Module):
         def __init__(self) -> None:

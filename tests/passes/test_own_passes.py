@@ -19,7 +19,6 @@ import memeff_compile
 from memeff_compile import Decline, Done, Editor, GraphInfo, GraphPass, OptionError
 from memeff_compile.backend import memeff
 from memeff_compile.cli.toy import ToyModel
-from tests.support.closeness import needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "own_pass.py"
@@ -252,7 +251,7 @@ def test_the_backend_can_be_wrapped() -> None:
     assert "aten.cos" in memeff_compile.graphs()[-1].before
 
 
-@needs_compiler
+@pytest.mark.usefixtures("calling_ops")
 def test_inductors_hooks_see_our_ops() -> None:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 

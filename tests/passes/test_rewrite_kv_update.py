@@ -410,7 +410,7 @@ def test_sixteen_bits_are_no_further_from_fp64_than_eager(dtype: torch.dtype) ->
 
 
 @needs_compiler
-@pytest.mark.usefixtures("planned")
+@pytest.mark.usefixtures("planned", "inductors_loops")
 def test_inductor_writes_in_place_and_hands_the_cache_itself_to_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_loss_that_is_one_number_has_eager_values_and_gradients(tied: bool, lo
     assert _served()
 
 
+@pytest.mark.usefixtures("inductors_loops")
 def test_inductor_gives_the_same() -> None:
     model = Model(mean, tied=True)
     call = _compiled(model, "inductor")

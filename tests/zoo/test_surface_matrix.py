@@ -8,7 +8,7 @@ in bf16 and under autocast. All surfaces are compiled as one model per mode; a t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -259,17 +259,8 @@ DIAGONAL = {
 """Four surfaces for each mode: Inductor takes seconds for each, so one in one mode is quick."""
 
 
-@pytest.fixture
-def quick_inductor() -> Iterator[None]:
-    """Let Inductor compile in this process: starting its workers costs more than they save."""
-    from torch._inductor import config
-
-    with config.patch(compile_threads=1):
-        yield
-
-
 @needs_compiler
-@pytest.mark.usefixtures("quick_inductor")
+@pytest.mark.usefixtures("inductors_loops")
 @pytest.mark.parametrize(
     ("mode", "share"),
     [

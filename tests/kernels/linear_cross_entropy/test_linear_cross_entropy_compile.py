@@ -42,6 +42,7 @@ def test_compiles_to_one_graph(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on the CPU needs g++")
+@pytest.mark.usefixtures("inductors_loops")
 def test_compiles_with_inductor() -> None:
     case = CASES[-1]
     compiled = torch.compile(op_of(case), backend="inductor", fullgraph=True, dynamic=True)

@@ -186,6 +186,7 @@ class Checkpointed(Attend):
         return found
 
 
+@pytest.mark.usefixtures("inductors_loops")
 @pytest.mark.parametrize("kind", [Attend, Checkpointed])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_graph_compiled_anew_counts_on(kind: type[Attend], inner: str) -> None:
