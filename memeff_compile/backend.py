@@ -22,6 +22,7 @@ from . import compat, report
 from .errors import OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
+from .kernels.library import direct_in_inductor
 from .model.cache.pool import forget_caches
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
@@ -87,6 +88,7 @@ def _inner(trip: Trip) -> Callable[..., Any]:
         return forward
     if options.inner == "aot_eager":
         return compat.compile_with_aot_eager(gm, trip.example_inputs)
+    direct_in_inductor()
     tag = "".join((decided_by_measurement(), *(each.identity() for each in options.passes)))
     return compat.compile_with_inductor(gm, trip.example_inputs, trip.inductor_patches, tag)
 

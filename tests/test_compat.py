@@ -475,22 +475,18 @@ def test_checkpoint_bodies_hang_on_a_known_operator() -> None:
 
 
 @probes("call_in_inductor")
-def test_inductor_calls_the_twin_of_an_op() -> None:
+def test_inductor_calls_the_function_of_an_op() -> None:
     with torch.library._scoped_library("memeff_test", "FRAGMENT") as library:
-        called = []
-        for name in ("seen", "twin"):
-            library.define(f"{name}(Tensor x) -> Tensor")
-            library.impl(
-                name,
-                lambda x, name=name: called.append(name) or x + 1,
-                "CompositeExplicitAutograd",
-            )
-            torch.library.register_fake(f"memeff_test::{name}", torch.empty_like, lib=library)
-        ops = torch.ops.memeff_test
-        compat.call_in_inductor(ops.seen.default, ops.twin.default)
-        compiled = torch.compile(lambda x: ops.seen(x), backend="inductor")
-        assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 2.0))
-        assert called == ["twin"]
+        library.define("seen(Tensor x, int[] more) -> Tensor[]")
+        library.impl("seen", lambda x, more: [x + 1], "CompositeExplicitAutograd")
+        fake = lambda x, more: [torch.empty_like(x)]  # noqa: E731
+        torch.library.register_fake("memeff_test::seen", fake, lib=library)
+        op, called = torch.ops.memeff_test.seen.default, []
+        compat.call_in_inductor(op, lambda x, more: called.append(more) or [x + 2])
+        compiled = torch.compile(lambda x: op(x * 1, [7])[0])
+        assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 3.0))
+        assert op(torch.ones(1), [7]) == [torch.full((1,), 2.0)]
+        assert called == [[7]]
 
 
 @probes("recompute_in_backward")
