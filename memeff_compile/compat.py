@@ -310,6 +310,17 @@ def statically_true(condition: Any) -> bool:
     return bool(statically_known_true(condition))
 
 
+def holds(condition: Any) -> bool:
+    """Return whether ``condition`` on sizes holds at present, and guard it: where it does not, or
+    does, the graph is compiled anew. What depends on data does not hold.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return not free_unbacked_symbols(condition) and bool(condition)
+
+
 def known_number(value: Any) -> int | float | None:
     """Return the number that ``value`` is or, for a node, stands for at present; adds no guard.
 
@@ -959,6 +970,11 @@ def keep_address(tensor: torch.Tensor) -> None:
     """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
+
+
+def mark_varying(tensor: torch.Tensor, dim: int) -> None:
+    """Tell Dynamo that a size will not be the same in every call; code may still hold it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def room_for_graphs() -> dict[str, Any]:

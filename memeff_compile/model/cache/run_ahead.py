@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-DEVICES = ("cuda",)
+DEVICES: tuple[str, ...] = ("cuda",)
 
 _MARK = "_may_run_ahead"
 
