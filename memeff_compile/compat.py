@@ -310,6 +310,17 @@ def statically_true(condition: Any) -> bool:
     return bool(statically_known_true(condition))
 
 
+def holds(condition: Any) -> bool:
+    """Return whether ``condition`` on sizes holds at present, and guard it: where it does not, or
+    does, the graph is compiled anew. What depends on data does not hold.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return not free_unbacked_symbols(condition) and bool(condition)
+
+
 def known_number(value: Any) -> int | float | None:
     """Return the number that ``value`` is or, for a node, stands for at present; adds no guard.
 
@@ -396,6 +407,23 @@ def compile_with_inductor(
     with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
         compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
     return cast("Compiled", compiled)
+
+
+@contextlib.contextmanager
+def apart_in_tracing() -> Iterator[None]:
+    """Compile one of several graphs that Dynamo captured as one: what AOTAutograd notes about it,
+    and reads when it compiles its backward, is not to be taken for another's.
+    """
+    from torch._guards import TracingContext, tracing
+
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    own = copy.copy(context)
+    own.fw_metadata = None
+    with tracing(own):
+        yield
 
 
 def call_in_inductor(op: torch._ops.OpOverload, direct: Callable[..., Any]) -> None:
@@ -711,6 +739,14 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is several under ``vmap`` or ``is_grads_batched``, which hides it
+    from Python.
+    """
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
 def is_forward_mode_active() -> bool:
     """Return whether forward-mode derivatives are being computed."""
     from torch.autograd import forward_ad
@@ -951,6 +987,21 @@ def keep_address(tensor: torch.Tensor) -> None:
     """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
+
+
+def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
+    """Put a function around what runs in the place of a module that is compiled in place."""
+    module._compiled_call_impl = wrap(module._compiled_call_impl)
+
+
+def names_around() -> dict[str, Any]:
+    """Return what the names stand for in the function that called the one that asks."""
+    return sys._getframe(2).f_locals
+
+
+def mark_varying(tensor: torch.Tensor, dim: int) -> None:
+    """Tell Dynamo that a size will not be the same in every call; code may still hold it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def room_for_graphs() -> dict[str, Any]:
