@@ -87,6 +87,11 @@ class KVCache(Cache):
         attention_mask: Tensor | None = None,
         merge: MiniCache | str | None = None,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            kind = type(config).__name__
+            refuse(
+                f"the config is a {kind}; that of a model of transformers is needed, model.config."
+            )
         _check(max_cache_len, bits, scheme, group, recent, keep_first)
         self.bits, self.scheme, self.merge = bits, scheme, _merging(merge, scheme)
         self._starts = Starts(attention_mask)
