@@ -409,6 +409,23 @@ def compile_with_inductor(
     return cast("Compiled", compiled)
 
 
+@contextlib.contextmanager
+def apart_in_tracing() -> Iterator[None]:
+    """Compile one of several graphs that Dynamo captured as one: what AOTAutograd notes about it,
+    and reads when it compiles its backward, is not to be taken for another's.
+    """
+    from torch._guards import TracingContext, tracing
+
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    own = copy.copy(context)
+    own.fw_metadata = None
+    with tracing(own):
+        yield
+
+
 def call_in_inductor(op: torch._ops.OpOverload, direct: Callable[..., Any]) -> None:
     """Have code that Inductor writes call a function for an op: the way through the dispatcher,
     twice where a gradient is written in Python, takes longer than many a kernel.
@@ -970,6 +987,16 @@ def keep_address(tensor: torch.Tensor) -> None:
     """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
+
+
+def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
+    """Put a function around what runs in the place of a module that is compiled in place."""
+    module._compiled_call_impl = wrap(module._compiled_call_impl)
+
+
+def names_around() -> dict[str, Any]:
+    """Return what the names stand for in the function that called the one that asks."""
+    return sys._getframe(2).f_locals
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:

@@ -127,7 +127,9 @@ PATHS = (
 VERBS: dict[str, dict[str, Any]] = {
     "verb-static": {"kv_cache": "static"},
     "verb-4": {"kv_cache": 4},
-    "verb-merged": {"kv_cache": {"bits": 4, "merge": memeff_compile.MiniCache(force=True)}},
+    "verb-merged": {
+        "kv_cache": {"bits": 4, "merge": memeff_compile.MiniCache(start_layer=0, force=True)}
+    },
     "verb-windows": {"kv_cache": "static"},
     "verb-windows-4": {"kv_cache": 4},
     "all": {"kv_cache": 4, "weights": "win4", "attention": "8b"},

@@ -304,11 +304,10 @@ def _check(
             refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 
 
-def take_prompts_of_any_length(model: Untyped) -> None:
-    """Let a model that is compiled in place compile its first prompt for prompts of any length."""
-    call = model._compiled_call_impl
+def for_any_prompt(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
+    """Return a compiled call that compiles its first prompt for prompts of any length."""
 
-    def run(*args: object, **kwargs: Untyped) -> object:
+    def run(*args: object, **kwargs: Untyped) -> Untyped:
         ids = kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
         cache = kwargs.get("past_key_values")
@@ -322,7 +321,7 @@ def take_prompts_of_any_length(model: Untyped) -> None:
                         compat.mark_varying(each, dim)
         return call(*args, **kwargs)
 
-    model._compiled_call_impl = run
+    return run
 
 
 _HOOK = "_prepare_cache_for_generation"
