@@ -89,9 +89,7 @@ class KVCache(Cache):
     ) -> None:
         if not hasattr(config, "get_text_config"):
             kind = type(config).__name__
-            refuse(
-                f"the config is a {kind}; that of a model of transformers is needed, model.config."
-            )
+            refuse(f"a {kind} was given as config; model.config of transformers is needed.")
         _check(max_cache_len, bits, scheme, group, recent, keep_first)
         self.bits, self.scheme, self.merge = bits, scheme, _merging(merge, scheme)
         self._starts = Starts(attention_mask)
