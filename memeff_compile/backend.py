@@ -22,10 +22,12 @@ from . import compat, report
 from .errors import OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
+from .kernels.library import direct_in_inductor
 from .model.cache.pool import forget_caches
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES, in_order
+from .passes.graph.cuts import compiled_in_pieces
 from .wrappers import WRAPPERS, Trip
 
 log = logging.getLogger(__name__)
@@ -80,15 +82,22 @@ memeff.reset = report.clear  # type: ignore[attr-defined]
 
 
 def _inner(trip: Trip) -> Callable[..., Any]:
-    """Hand the graph to the inner compiler."""
+    """Hand the graph to the inner compiler, in pieces where its gradients are to come so."""
     gm, options = trip.gm, trip.options
     if options.inner == "eager":
         forward: Callable[..., Any] = gm.forward
         return forward
-    if options.inner == "aot_eager":
-        return compat.compile_with_aot_eager(gm, trip.example_inputs)
     tag = "".join((decided_by_measurement(), *(each.identity() for each in options.passes)))
-    return compat.compile_with_inductor(gm, trip.example_inputs, trip.inductor_patches, tag)
+
+    def compile_one(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if options.inner == "aot_eager":
+            return compat.compile_with_aot_eager(gm, example_inputs)
+        direct_in_inductor()
+        return compat.compile_with_inductor(gm, example_inputs, trip.inductor_patches, tag)
+
+    if trip.cuts:
+        return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one)
+    return compile_one(gm, trip.example_inputs)
 
 
 def keep_transformers_losses_in_one_graph() -> None:
@@ -200,11 +209,12 @@ def _compile_for_generation(
     if not isinstance(model, torch.nn.Module):
         said = f"kv_cache is for models of transformers that generate, and this is {model!r}."
         raise OptionError(said)
-    from .model.cache.kv_cache import use_kv_cache_
+    from .model.cache.kv_cache import for_any_prompt, use_kv_cache_
 
     bits = 16 if kv_cache == "static" else kv_cache
     use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))
     model.compile(**given, **compat.room_for_graphs())
+    compat.wrap_compiled(model, for_any_prompt)
 
 
 def _parse(

@@ -36,6 +36,8 @@ BUILT_IN_FUNCTIONS: Any = torch._C._nn
 TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
 # The `__torch_function__` of a subclass that has none.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+# Returns the index of the GPU that is current.
+current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # Returns the schema of an op: its name, arguments and returns.
 schema: Callable[[Any], Any] = attrgetter("_schema")
 
@@ -202,17 +204,21 @@ class _KeepsMarked:
 
         del context, args, kwargs
         kind, name = traceback.current_meta.get(_KEPT), op.name()
-        is_kept = "attention" in name if kind == "attention" else kind and name in _PRODUCTS
+        if kind == "attention":
+            is_kept = kind in name
+        else:
+            is_kept = name in _PRODUCTS if kind == "product" else name.partition(".")[0] == kind
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, bool]) -> Callable[[], None]:
+def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[], None]:
     """Have the body of a checkpoint keep what some calls return, and return how to take it back: of
-    attention (True) what its fused kernel returns, of another node what its product returns.
+    "attention" what its fused kernel returns, of a "product" what that returns, else of the ATen or
+    other op by its name, such as "aten::add".
     """
-    for node, is_attention in kept.items():
-        node.meta[_KEPT] = "attention" if is_attention else "product"
-    named = ",".join(sorted(f"{node.name}:{node.meta[_KEPT]}" for node in kept))
+    for node, kind in kept.items():
+        node.meta[_KEPT] = kind
+    named = ",".join(sorted(f"{node.name}:{kind}" for node, kind in kept.items()))
     gm.meta["_checkpoint_context_fn"] = _KeepsMarked(f"memeff_compile keeps {named}")
 
     def undo() -> None:
@@ -304,6 +310,17 @@ def statically_true(condition: Any) -> bool:
     return bool(statically_known_true(condition))
 
 
+def holds(condition: Any) -> bool:
+    """Return whether ``condition`` on sizes holds at present, and guard it: where it does not, or
+    does, the graph is compiled anew. What depends on data does not hold.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return not free_unbacked_symbols(condition) and bool(condition)
+
+
 def known_number(value: Any) -> int | float | None:
     """Return the number that ``value`` is or, for a node, stands for at present; adds no guard.
 
@@ -392,21 +409,52 @@ def compile_with_inductor(
     return cast("Compiled", compiled)
 
 
-def call_in_inductor(op: torch._ops.OpOverload, twin: torch._ops.OpOverload) -> None:
-    """Have code that Inductor writes call `twin`, which has no gradient, for `op`: a gradient
-    written in Python costs a second trip through the dispatcher below autograd.
+@contextlib.contextmanager
+def apart_in_tracing() -> Iterator[None]:
+    """Compile one of several graphs that Dynamo captured as one: what AOTAutograd notes about it,
+    and reads when it compiles its backward, is not to be taken for another's.
     """
-    from torch._inductor import lowering
+    from torch._guards import TracingContext, tracing
+
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    own = copy.copy(context)
+    own.fw_metadata = None
+    with tracing(own):
+        yield
+
+
+def call_in_inductor(op: torch._ops.OpOverload, direct: Callable[..., Any]) -> None:
+    """Have code that Inductor writes call a function for an op: the way through the dispatcher,
+    twice where a gradient is written in Python, takes longer than many a kernel.
+
+    Code in C++ calls the op.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
     from torch._library.utils import get_layout_constraint_tag
 
     if op in lowering.lowerings:
         return
+    op.direct = direct  # type: ignore[attr-defined]
     tag = get_layout_constraint_tag(op, with_default=True)
     constraint = lowering.tag_to_layout_constraint(tag)
     lowering.add_needs_realized_inputs(op)
     if constraint is not None:
         lowering.add_layout_constraint(op, constraint)
-    lowering.register_lowering(op, type_promotion_kind=None)(lowering.fallback_handler(twin))
+    fall_back = lowering.fallback_handler(op)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = fall_back(*args, **kwargs)
+        if not V.graph.cpp_wrapper:
+            called = (o for o in reversed(V.graph.operations) if isinstance(o, ir.FallbackKernel))
+            kernel = next(called)
+            kernel.set_python_kernel_name(f"{kernel.python_kernel_name}.direct")
+        return found
+
+    lowering.register_lowering(op, type_promotion_kind=None)(call)
 
 
 def op_fingerprint() -> str:
@@ -691,6 +739,14 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is several under ``vmap`` or ``is_grads_batched``, which hides it
+    from Python.
+    """
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
 def is_forward_mode_active() -> bool:
     """Return whether forward-mode derivatives are being computed."""
     from torch.autograd import forward_ad
@@ -931,6 +987,21 @@ def keep_address(tensor: torch.Tensor) -> None:
     """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
+
+
+def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
+    """Put a function around what runs in the place of a module that is compiled in place."""
+    module._compiled_call_impl = wrap(module._compiled_call_impl)
+
+
+def names_around() -> dict[str, Any]:
+    """Return what the names stand for in the function that called the one that asks."""
+    return sys._getframe(2).f_locals
+
+
+def mark_varying(tensor: torch.Tensor, dim: int) -> None:
+    """Tell Dynamo that a size will not be the same in every call; code may still hold it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def room_for_graphs() -> dict[str, Any]:

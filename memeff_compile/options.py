@@ -41,8 +41,8 @@ class PassFacts:
 PASS_FACTS = (
     PassFacts("fuse_linear_cross_entropy", "linear_cross_entropy"),
     PassFacts("fuse_embedding_gradient", "embedding"),
-    PassFacts("encode_weights", "weights", may_find_nothing=True),
     PassFacts("fuse_gated_linear", "gated_linear"),
+    PassFacts("encode_weights", "weights", may_find_nothing=True),
     PassFacts("defer_logits", "logits", ("eager", "none"), needs="fuse_linear_cross_entropy"),
     PassFacts("compress_kv_cache", "kv_codes", may_find_nothing=True),
     PassFacts("rewrite_kv_update", "kv_reads", may_find_nothing=True),

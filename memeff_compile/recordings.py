@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from . import compat
+from .kernels.coded_weight import CodedWeight
 from .report import Replays
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Recorder:
         held = [args[place] for place in self._roles.held]  # some hundred, in each call
         return (
             self._engine.stream(),
-            tuple([t.data_ptr() if type(t) in _PLAIN else _address(t) for t in held]),
+            tuple([t.data_ptr() if type(t) in _PLAIN else _place(t) for t in held]),
             self._signature(args),
         )
 
@@ -170,6 +171,11 @@ class Recorder:
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()
+
+
+def _place(tensor: Any) -> Hashable:
+    """Return what tells where the memory of a tensor is, made of several, and whether it moved."""
+    return tensor.memory_number if type(tensor) is CodedWeight else _address(tensor)
 
 
 def _address(tensor: Any) -> Hashable:

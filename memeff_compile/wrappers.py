@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from . import compat, cuda_graphs, report
 from .errors import MemeffError
 from .kernels.coded_weight import CodedWeight
 from .logits.attach import accept, attach
 from .options import Options
+from .passes.graph import cuts
 from .passes.graph.base import GraphPass
 from .passes.graph.graph_info import GraphInfo, ambient_region
 from .passes.graph.pipeline import Outcome, enforce_strict, run
@@ -43,6 +44,7 @@ class Trip:
     choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
     rewritten: KeptGraph | None = None  # the graph as the passes made it, where it will be compared
     present: list[bool] | None = None  # which outputs there are, where the passes left some as None
+    cuts: tuple[Node, ...] = ()  # where it is compiled in pieces
     unread: list[int] = field(default_factory=list)  # inputs that nothing left of it comes from
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
@@ -57,6 +59,7 @@ class Trip:
         info = GraphInfo(gm, options, ambient_region())
         self._choose(info)
         self._guard(info)
+        self._cut(info)
         report.record_graph(self.outcome.report)
         enforce_strict(options, self.outcome.report)
         if self.outcome.changed:
@@ -80,6 +83,13 @@ class Trip:
             records = (*self.outcome.report.records, choice.record)
             replays = None if choice.roles is None else report.Replays()
             self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
+
+    def _cut(self, info: GraphInfo) -> None:
+        """Decide where the graph is cut for updates in the backward, and say so in its report."""
+        self.cuts = cuts.starts(info)
+        if self.cuts:
+            records = (*self.outcome.report.records, cuts.said(info, self.cuts))
+            self.outcome.report = replace(self.outcome.report, records=records)
 
     def _guard(self, info: GraphInfo) -> None:
         """Guard each compressed weight by one number, where no gradient can be asked for."""

@@ -176,6 +176,28 @@ def test_a_device_assertion_has_its_message() -> None:
         compat.assert_on_device(torch.tensor(False), "the sentence")
 
 
+@probes("is_batched")
+def test_what_several_gradients_at_once_hide_is_seen() -> None:
+    answers: list[bool] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            answers.append(compat.is_batched(grad))
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    y = Looks.apply(x)  # type: ignore[no-untyped-call]
+    torch.autograd.grad(y, x, torch.eye(2), retain_graph=True, is_grads_batched=True)
+    torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
+    torch.vmap(lambda row: answers.append(compat.is_batched(row)) or row)(torch.eye(2))
+    assert answers == [True, False, True]
+
+
 @probes("is_functorch_active")
 def test_transforms_of_functions_are_noticed() -> None:
     assert not compat.is_functorch_active()
@@ -453,22 +475,18 @@ def test_checkpoint_bodies_hang_on_a_known_operator() -> None:
 
 
 @probes("call_in_inductor")
-def test_inductor_calls_the_twin_of_an_op() -> None:
+def test_inductor_calls_the_function_of_an_op() -> None:
     with torch.library._scoped_library("memeff_test", "FRAGMENT") as library:
-        called = []
-        for name in ("seen", "twin"):
-            library.define(f"{name}(Tensor x) -> Tensor")
-            library.impl(
-                name,
-                lambda x, name=name: called.append(name) or x + 1,
-                "CompositeExplicitAutograd",
-            )
-            torch.library.register_fake(f"memeff_test::{name}", torch.empty_like, lib=library)
-        ops = torch.ops.memeff_test
-        compat.call_in_inductor(ops.seen.default, ops.twin.default)
-        compiled = torch.compile(lambda x: ops.seen(x), backend="inductor")
-        assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 2.0))
-        assert called == ["twin"]
+        library.define("seen(Tensor x, int[] more) -> Tensor[]")
+        library.impl("seen", lambda x, more: [x + 1], "CompositeExplicitAutograd")
+        fake = lambda x, more: [torch.empty_like(x)]  # noqa: E731
+        torch.library.register_fake("memeff_test::seen", fake, lib=library)
+        op, called = torch.ops.memeff_test.seen.default, []
+        compat.call_in_inductor(op, lambda x, more: called.append(more) or [x + 2])
+        compiled = torch.compile(lambda x: op(x * 1, [7])[0])
+        assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 3.0))
+        assert op(torch.ones(1), [7]) == [torch.full((1,), 2.0)]
+        assert called == [[7]]
 
 
 @probes("recompute_in_backward")
@@ -524,7 +542,7 @@ def test_what_a_checkpoint_keeps_is_not_computed_again(is_kept: bool) -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         (body,) = (m for m in gm.children() if isinstance(m, GraphModule))
         product = next(n for n in body.graph.nodes if n.op == "call_function")
-        undo = compat.keep_in_checkpoint(body, {product: False})
+        undo = compat.keep_in_checkpoint(body, {product: "product"})
         assert compat.is_kept(product)
         if not is_kept:
             undo()

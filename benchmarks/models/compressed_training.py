@@ -1,15 +1,13 @@
 """Compiled training with compressed weights: peak, time, and the bits of every weight at the end.
 
-    python benchmarks/models/compressed_training.py --model qwen2.5-0.5b --steps 100
-    python benchmarks/models/compressed_training.py --model llama3-8b --steps 20
+    python benchmarks/models/compressed_training.py --models llama3-8b qwen2.5-0.5b
 
 The whole model is compiled by this backend, checkpointed, with plain SGD: after the backward (the
 usual step), in the backward on dense weights, and in the backward on compressed ones. Each way is a
-process of its own; they compile side by side, then take turns, alone on the GPU. Steps behind the
-timed ones run side by side again, and a digest of all weights says whether ways agree bit for bit:
-compressed ones with "gates as written", for a gate of dense linears is fused where it is
-checkpointed, which rounds once less.
-`--model tiny` runs on the CPU in seconds.
+process of its own; all compile side by side, then take turns, alone on the GPU. Steps behind the
+timed ones run side by side again, and a digest of all weights says whether ways agree bit for bit,
+for which PyTorch is asked for deterministic algorithms (its attention adds atomically otherwise).
+`--models tiny` runs on the CPU in seconds.
 """
 
 from __future__ import annotations
@@ -17,12 +15,15 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
@@ -34,8 +35,7 @@ from memeff_compile.kernels.coded_weight import CODECS
 GIB = 2**30
 RATE = 1e-3
 AFTER, INSIDE = "dense, after the backward", "dense, in the backward"
-UNFUSED = "dense, in the backward, gates as written"
-WAYS = (AFTER, INSIDE, UNFUSED, *CODECS)
+WAYS = (AFTER, INSIDE, *CODECS)
 QWEN = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864}
 QWEN |= {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
 LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
@@ -49,6 +49,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
 }
 LEAST_ELEMENTS = {"tiny": 0}
 """Of a weight that is compressed; small models have small weights."""
+STEPS = {"qwen2.5-0.5b": 100}
+"""Of one way, in all; as many as are timed, and three, of other models."""
 
 
 def build(name: str, device: str) -> Any:
@@ -85,10 +87,20 @@ def digest(model: torch.nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
+def meet(given: argparse.Namespace, stage: str) -> None:
+    """Wait until everyone is there, or patience is out."""
+    (given.meet / f"{stage}, {given.model}, {given.way}").touch()
+    deadline = time.time() + given.patience
+    while len(list(given.meet.glob(f"{stage},*"))) < given.count and time.time() < deadline:
+        time.sleep(0.2)
+
+
 def one(given: argparse.Namespace) -> None:
     """Train in one way; write a row."""
     device = "cpu" if given.model == "tiny" else "cuda"
     shape = MODELS[given.model][2]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, changes no result
     model = build(given.model, device)
     if given.way in CODECS:
         least = LEAST_ELEMENTS.get(given.model, 1 << 16)
@@ -97,10 +109,7 @@ def one(given: argparse.Namespace) -> None:
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
     else:
         optimizer = memeff_compile.optim_in_backward(model, sgd)
-    options = {"memeff.inner": given.inner}
-    if given.way == UNFUSED:
-        options["memeff.gated_linear"] = "off"
-    model.compile(backend="memeff", options=options)
+    model.compile(backend="memeff", options={"memeff.inner": given.inner})
     draw = torch.Generator().manual_seed(1)
     losses: list[Any] = []
 
@@ -117,9 +126,7 @@ def one(given: argparse.Namespace) -> None:
         step()
     timing.synchronize()
     first = round(time.perf_counter() - started, 1)
-    (given.meet / given.way).touch()
-    while len(list(given.meet.iterdir())) < given.count and time.time() < given.deadline:
-        time.sleep(0.2)
+    meet(given, "compiled")
     with (given.meet.parent / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         step()
@@ -129,46 +136,51 @@ def one(given: argparse.Namespace) -> None:
         times = [1e-3 * timing.waited(step) for _ in range(given.timed)]
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         timing.synchronize()
-    while len(losses) < given.steps:
+    row = {"what": "compiled training", "model": given.model, "way": given.way}
+    row |= {"batch": shape[0], "length": shape[1], "peak_gib": round(peak / GIB, 3)}
+    row |= {"s_per_step": rows.percentiles(times, 4), "first_two_steps_s": first}
+    rows.write(given.out, row)
+    meet(given, "timed")
+    while len(losses) < (given.steps or STEPS.get(given.model, 0)):
         step()
     steps = len(losses)
     if hasattr(optimizer, "remove"):
         optimizer.remove()
-    row = {"what": "compiled training", "model": given.model, "way": given.way}
-    row |= {"batch": shape[0], "length": shape[1], "steps": steps, "peak_gib": round(peak / GIB, 3)}
-    row |= {"s_per_step": rows.percentiles(times, 4), "first_two_steps_s": first}
-    row |= {"loss": float(losses[-1]), "weights": digest(model)}
-    rows.write(given.out, row)
+    row = {"what": "weights behind compiled training", "model": given.model, "way": given.way}
+    rows.write(given.out, row | {"steps": steps, "loss": float(losses[-1]), "sha": digest(model)})
 
 
 def main() -> None:
-    """Run every way beside the others, or the one that is asked for."""
+    """Run every way of every model beside the others, or the one that is asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--steps", type=int, default=100, help="in all, two and a warm one more")
+    parser.add_argument("--steps", type=int, help="in all; three are never timed")
     parser.add_argument("--timed", type=int, default=8, help="of these")
     parser.add_argument("--inner", default="inductor")
-    parser.add_argument("--patience", type=float, default=200, help="seconds to wait for others")
+    parser.add_argument(
+        "--patience", type=float, default=200, help="seconds to wait for others, twice"
+    )
     parser.add_argument("--out", type=Path, default=Path("compressed-training.jsonl"))
+    parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--meet", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way:
         one(given)
         return
     with tempfile.TemporaryDirectory() as folder:
-        meet = Path(folder) / "ready"
-        meet.mkdir()
-        shared = ["--meet", str(meet), "--count", str(len(given.ways))]
-        shared += ["--deadline", str(time.time() + given.patience)]
+        here = Path(folder) / "here"
+        here.mkdir()
+        runs = [(model, way) for model in given.models for way in given.ways]
+        shared = ["--meet", str(here), "--count", str(len(runs))]
         each = [sys.executable, *sys.argv, *shared]
-        running = [subprocess.Popen([*each, "--way", way]) for way in given.ways]
-        failed = [way for way, run in zip(given.ways, running, strict=True) if run.wait()]
+        begun = [subprocess.Popen([*each, "--model", model, "--way", way]) for model, way in runs]
+        ended = [process.wait() for process in begun]
+        failed = [f"{model} {way}" for (model, way), code in zip(runs, ended, strict=True) if code]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -5,13 +5,14 @@
     python benchmarks/models/serving.py --part host
 
 `check`: a small model; what is generated with steps replayed as CUDA graphs, twice, against the
-same compiled steps that are not, for `--kinds`: other lengths and batches, left padding, logits
-kept over all steps, from a thread, with beams. Prints a line per case and ends with an error where
-one differs.
+same compiled steps that are not, in a loop that waits for each token, for `--kinds`: other lengths
+and batches, ends at several tokens, left padding, logits kept over all steps, from a thread, with
+beams. Prints a line per case and ends with an error where one differs.
 
-`time`: Qwen3-8B's widths with random weights, greedy, in bf16. A streamer notes when each token is
-there, so the clock waits for the GPU after each token, as generate() itself does. The first call
-compiles and is a row of its own; `step_ms` is of the last call.
+`time`: random weights in the widths of a model (`--size`), greedy, in bf16. A streamer notes when
+each token is on the host. The first call compiles and is a row of its own; `step_ms` is of the last
+call; `host_ms` is what the host spends in the model's call of a step, and `waiting_step_ms` a step
+of a loop that waits for each token, as generate() itself does.
 
     eager          transformers' growing cache, nothing compiled
     static-config  StaticCache, CompileConfig(backend="memeff", memeff.mode=reduce-overhead)
@@ -20,6 +21,9 @@ compiles and is a row of its own; `step_ms` is of the last call.
                    KVCache of 4 bits: by CompileConfig, in place, in place with the mode
     verb-static, verb-4
                    memeff_compile.compile(model, kv_cache="static"), kv_cache=4
+    verb-merged    KVCache of 4 bits whose layers share directions
+    verb-windows, verb-windows-4
+                   the verb, every other layer sees 64 tokens (`check` alone)
     win4           compressed weights and StaticCache, in place
     all            compressed weights, KVCache of 4 bits, attention in 8 bits, by the verb
 
@@ -48,15 +52,45 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows, timing
 from memeff_compile import recordings
+from memeff_compile.model.cache import run_ahead
 
-WIDTHS = {
-    "h200": {
+WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name another family
+    "h200": {  # Qwen3-8B
         "hidden_size": 4096,
         "intermediate_size": 12288,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
+    },
+    "qwen3-1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "llama3.2-1b": {
+        "family": "Llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "gemma2-2b": {  # every other layer sees a window of 4,096 tokens
+        "family": "Gemma2",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 256000,
+        "tie_word_embeddings": True,
     },
     "small": {
         "hidden_size": 1024,
@@ -84,26 +118,39 @@ PATHS = (
     "kv4-mode",
     "verb-static",
     "verb-4",
+    "verb-merged",
+    "verb-windows",
+    "verb-windows-4",
     "win4",
     "all",
 )
 VERBS: dict[str, dict[str, Any]] = {
     "verb-static": {"kv_cache": "static"},
     "verb-4": {"kv_cache": 4},
+    "verb-merged": {
+        "kv_cache": {"bits": 4, "merge": memeff_compile.MiniCache(start_layer=0, force=True)}
+    },
+    "verb-windows": {"kv_cache": "static"},
+    "verb-windows-4": {"kv_cache": 4},
     "all": {"kv_cache": 4, "weights": "win4", "attention": "8b"},
 }
 MODE = {"memeff.mode": "reduce-overhead"}
 
 
-def build(size: str, layers: int, device: str) -> Any:
-    """Return a model of Qwen3's architecture with random weights that never ends a sequence."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def build(size: str, layers: int, device: str, *, windows: bool = False) -> Any:
+    """Return a model with random weights that never ends a sequence by itself."""
+    import transformers
 
-    config = Qwen3Config(
-        **WIDTHS[size],
+    widths = {"tie_word_embeddings": False, **WIDTHS[size]}
+    family = widths.pop("family", "Qwen3")
+    if windows:
+        kinds = ["sliding_attention", "full_attention"]
+        widths |= {"layer_types": [kinds[i % 2] for i in range(layers)], "sliding_window": 64}
+        widths["use_sliding_window"] = True
+    config = getattr(transformers, f"{family}Config")(
+        **widths,
         num_hidden_layers=layers,
         max_position_embeddings=40960,
-        tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=None,
         pad_token_id=0,
@@ -111,7 +158,8 @@ def build(size: str, layers: int, device: str) -> Any:
     torch.manual_seed(0)
     dtype = torch.float32 if size == "tiny" else torch.bfloat16
     with torch.device(device):
-        model: Any = Qwen3ForCausalLM._from_config(config, dtype=dtype)
+        kind = getattr(transformers, f"{family}ForCausalLM")
+        model: Any = kind._from_config(config, dtype=dtype)
     return model.eval()
 
 
@@ -198,6 +246,12 @@ def cases() -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
         found = ask(model, kind, 300, **asked)[0]
         return torch.stack(found.logits)
 
+    def ended(model: Any, kind: str) -> Any:
+        new = ask(model, kind, 300)[0][:, 300:]
+        ends = [int(new[row, 2 + 3 * row]) for row in range(4)]  # each sequence somewhere
+        found = [ask(model, kind, 300, eos_token_id=each)[0] for each in (ends, ends[:1])]
+        return torch.cat([each.flatten() for each in found])
+
     def from_a_thread(model: Any, kind: str) -> Any:
         found: list[Tensor] = []
         times = Times()
@@ -215,6 +269,7 @@ def cases() -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
     yield "another length", tokens(431)
     yield "back", tokens(300)
     yield "another batch", tokens(300, batch=1)
+    yield "ends", ended
     yield "left padding", padded
     yield "logits kept", kept
     yield "from a thread", from_a_thread
@@ -222,15 +277,18 @@ def cases() -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
 
 
 @contextlib.contextmanager
-def replaying(is_on: bool) -> Iterator[None]:
-    """Run compiled steps as they are where recordings are off."""
-    was = recordings.CudaEngine.is_free
+def replaying(is_on: bool, *, waits: bool = False) -> Iterator[None]:
+    """Run compiled steps as they are where recordings are off; then or if asked wait for tokens."""
+    was, devices = recordings.CudaEngine.is_free, run_ahead.DEVICES
     if not is_on:
         recordings.CudaEngine.is_free = lambda self: False  # type: ignore[method-assign]
+    if waits or not is_on:
+        run_ahead.DEVICES = ()
     try:
         yield
     finally:
         recordings.CudaEngine.is_free = was  # type: ignore[method-assign]
+        run_ahead.DEVICES = devices
 
 
 @torch.no_grad()
@@ -240,7 +298,7 @@ def check(options: argparse.Namespace) -> None:
     size = "tiny" if options.size == "tiny" else "small"
     for kind in options.kinds:
         clean()
-        model = build(size, 2, options.device)
+        model = build(size, 2, options.device, windows="windows" in kind)
         if kind in VERBS:
             memeff_compile.compile(model, **VERBS[kind])
         else:
@@ -286,6 +344,25 @@ def one_call(model: Any, path: str, ids: Tensor, new: int) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def host_times(model: Any) -> Iterator[list[float]]:
+    """Note how many milliseconds the host spends in each call of a model compiled in place."""
+    spent: list[float] = []
+    call = model._compiled_call_impl
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        found = call(*args, **kwargs)
+        spent.append(1e3 * (time.perf_counter() - started))
+        return found
+
+    model._compiled_call_impl = timed
+    try:
+        yield spent
+    finally:
+        model._compiled_call_impl = call
+
+
 @torch.no_grad()
 def measure(options: argparse.Namespace) -> None:
     """Time paths, each on a model of its own."""
@@ -295,6 +372,8 @@ def measure(options: argparse.Namespace) -> None:
         model = build(options.size, options.layers, options.device)
         ids = prompt(model, options.batch, options.prompt)
         row: dict[str, Any] = {"kind": "serving", "path": path, "layers": options.layers}
+        if options.size != "h200":
+            row["size"] = options.size
         row |= {"batch": options.batch, "prompt": options.prompt, "new": options.new}
         try:
             prepare(path, model)
@@ -305,6 +384,13 @@ def measure(options: argparse.Namespace) -> None:
                 torch.cuda.reset_peak_memory_stats()
             for _ in range(options.repeats):
                 result = one_call(model, path, ids, options.new)
+            if "_compiled_call_impl" in vars(model) and model._compiled_call_impl is not None:
+                with host_times(model) as spent:
+                    one_call(model, path, ids, options.new)
+                row["host_ms"] = rows.percentiles(spent[3:])  # the first two are prompt and fill
+                with replaying(True, waits=True):
+                    waited = one_call(model, path, ids, options.new)
+                row["waiting_step_ms"] = waited["step_ms"]
         except Exception as error:  # a path that fails is a result
             rows.write(options.out, {**row, "error": f"{type(error).__name__}: {error}"[:300]})
             continue

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from .. import decisions
+from ..compat import current_gpu
 from ._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
 
 DEFAULT_PROCESSORS = 132
@@ -48,12 +49,13 @@ def can_run_kernels(device: torch.device) -> bool:
     They need triton and a GPU of NVIDIA's of compute capability 8.0 or later, which a planned
     device is taken to be.
     """
-    return _planned.get() is not None or (_has_triton() and _gpu(_index(device)).runs_kernels)
+    return _planned.get() is not None or runs_kernels(_index(device))
 
 
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+@lru_cache(maxsize=64)
+def runs_kernels(index: int) -> bool:
+    """Say so of CUDA device `index`, which is here."""
+    return find_spec("triton") is not None and _gpu(index).runs_kernels
 
 
 def kernels_need(device: torch.device) -> str:
@@ -106,7 +108,7 @@ _NOTHING = contextlib.nullcontext()
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's GPU current, which is where Triton launches."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+    if not tensor.is_cuda or tensor.get_device() == current_gpu():
         return _NOTHING
     return torch.cuda.device(tensor.device)
 

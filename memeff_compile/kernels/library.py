@@ -15,6 +15,7 @@ Function: TypeAlias = Callable[..., Any]
 T = TypeVar("T")
 
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_DIRECT: list[tuple[Any, Function]] = []
 
 
 def op(
@@ -26,6 +27,8 @@ def op(
     *,
     backward: Function | None = None,  # as `torch.library.register_autograd` takes them
     setup_context: Function | None = None,  # likewise
+    # what Inductor's code calls, with plain tensors that were checked when it was compiled
+    direct: Function | None = None,
     tags: tuple[torch.Tag, ...] = (),  # beside the one that says the op is fit for a compiler
 ) -> Any:  # an overload, called with what its schema says
     """Define an op of the namespace memeff and return its overload."""
@@ -39,7 +42,10 @@ def op(
         torch.library.register_autograd(
             f"memeff::{name}", backward, setup_context=setup_context, lib=_LIBRARY
         )
-    return getattr(torch.ops.memeff, name).default
+    found = getattr(torch.ops.memeff, name).default
+    if direct is not None:
+        _DIRECT.append((found, direct))
+    return found
 
 
 def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[Function]:
@@ -79,10 +85,7 @@ def only_first(gradients: Function, refusal: str) -> Function:
     return Once.apply
 
 
-def twin(of: Any, compute: Function, fake: Function) -> Any:  # two overloads
-    """Define an op once more, without a gradient: what code below autograd calls; return both."""
-    schema = str(compat.schema(of)).partition("::")[2]
-    name = schema.partition("(")[0]
-    below = op(schema.replace(name, f"{name}_below", 1), compute, fake)
-    _LIBRARY.impl(f"{name}_below", torch.library.fallthrough_kernel, "Autograd")
-    return of, below
+def direct_in_inductor() -> None:
+    """Have code that Inductor writes call the functions of ops that have one for it."""
+    for found, function in _DIRECT:
+        compat.call_in_inductor(found, function)

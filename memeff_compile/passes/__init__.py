@@ -22,8 +22,8 @@ from .ternarize_linear import TernarizeLinear
 PASSES: tuple[GraphPass, ...] = (
     FuseLinearCrossEntropy(),  # logits returned beside a fused loss become deferred with it
     FuseEmbeddingGradient(),  # behind it: a tied head is known by the op it became
-    EncodeWeights(),  # before what declines linears whose weight is no plain tensor
-    FuseGatedLinear(),  # inside activation checkpoints only
+    FuseGatedLinear(),  # inside activation checkpoints only; it reads linears, coded or not
+    EncodeWeights(),  # behind it: what is left of linears with a compressed weight
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
     CompressKVCache(),  # generation with a cache of few bits: its ops say so
     RewriteKVUpdate(),  # generation: no loss, no gradient

@@ -31,6 +31,7 @@ from .. import compat
 from ..compat import HigherOrderOperator
 from ..kernels import coded_weight as op_folder
 from ..kernels.checks import short
+from ..kernels.gated_linear import gated_linear
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, call_of
@@ -67,9 +68,10 @@ class EncodeWeights(GraphPass):
         open_groups: dict[Node | None, int] = {}
         for node in info.visit(info.gm.graph.nodes):
             weights = [n for n in node.all_input_nodes if _coded(n) is not None]
-            # A graph inside this one is only handed the weight.
+            # A graph inside this one is only handed the weight; a gated linear decodes it twice.
             is_call = node.op in ("call_function", "call_method")
-            if not weights or not is_call or isinstance(node.target, HigherOrderOperator):
+            is_left = isinstance(node.target, HigherOrderOperator) or node.target is gated_linear
+            if not weights or not is_call or is_left:
                 continue
             site = _read(node) or Coded(node, weights[0])
             at = open_groups.get(site.x)

@@ -5,11 +5,13 @@
 
 No number changes and no node either: the body of a checkpoint gets a policy, as the `context_fn` of
 `torch.utils.checkpoint` would give it one. Kept is what a fused attention returned, its
-log-sum-exps among it, and what a linear returned; the rest is computed again as before.
+log-sum-exps among it, and what a linear returned; the rest is computed again as before. Where the
+backward reads a linear's result only behind steps that are linear as well, such as the rotation of
+queries and keys, what these made of it is kept in its place: as many bytes, and less to do.
 
-With a number of bytes, those are kept that save the most time a byte. A linear whose result the
-backward does not read (it is added to the residual and leaves the block) is not among them, nor is
-one whose result `memeff::gated_linear` writes over.
+With a number of bytes, those are kept that save the most time a byte, in later blocks first. A
+linear whose result the backward does not read (it is added to the residual and leaves the block) is
+not among them, nor is one whose result `memeff::gated_linear` writes over.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from ..kernels import quantized_attention as quantized_folder
 from ..kernels.device import where_it_runs
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, named, read_one
+from .graph.canonical import Call, aten, named, read, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
 
@@ -45,6 +47,7 @@ _LINEARS = {
     aten.addmm.default: "mat1",
     aten.mm.default: "self",
     aten.matmul.default: "self",
+    gated_folder.gated_linear: "gate",
 }
 _PASSED_ON = named(
     "add.Tensor view.default reshape.default transpose.int to.dtype alias.default "
@@ -52,15 +55,33 @@ _PASSED_ON = named(
 )
 """Ops whose backward reads none of what they are given."""
 
+_MOVES = named(
+    "view.default reshape.default flatten.using_ints unflatten.int transpose.int permute.default "
+    "unsqueeze.default squeeze.dim expand.default alias.default contiguous.default clone.default "
+    "slice.Tensor select.int split.Tensor split.sizes split_with_sizes.default chunk.default "
+    "unbind.int"
+)
+_STEPS = _MOVES | named(
+    "neg.default cat.default stack.default to.dtype add.Tensor add.Scalar sub.Tensor sub.Scalar "
+    "mul.Tensor mul.Scalar div.Scalar"
+)
+"""Ops that are linear in one operand, where nothing is known of the gradient of another."""
+
+# What an H200 does in a second, of which only the ratios matter: products, attention, and bytes
+# that kernels between them move.
+_PRODUCTS = 650e12
+_ATTENTIONS = 330e12
+_MOVED = 3e12
+
 
 @dataclass(frozen=True)
 class Product:
-    """A call that could be kept: its bytes, and the floating-point operations that this saves."""
+    """What could be kept: the bytes that it takes, and the seconds that it saves about."""
 
-    node: Node
+    nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
-    operations: int
-    is_attention: bool
+    seconds: float
+    kind: str  # "attention", "linear" or "rotated linear"
 
 
 Products = tuple[Product, ...]  # of one body
@@ -79,15 +100,15 @@ class KeepActivations(GraphPass):
         yield from (found for found in every if isinstance(found, Decline))
         found = [product for product in every if isinstance(product, Product)]
         if info.options.recompute == "attention" or _unserved(info) is not None:
-            found = [product for product in found if product.is_attention]
+            found = [product for product in found if product.kind == "attention"]
         elif not self._is_skipped(info, found):
             chosen = self._chosen(info)
-            found = [product for product in found if product.node in chosen]
+            found = [product for product in found if product.nodes[0] in chosen]
         if found:
             yield tuple(found)
 
     def _is_skipped(self, info: GraphInfo, products: Iterable[Product]) -> bool:
-        return any(self.skipped(info, product.node) for product in products)
+        return any(self.skipped(info, product.nodes[0]) for product in products)
 
     def _chosen(self, info: GraphInfo) -> Collection[Node]:
         """Return what is kept within a number of bytes, in all checkpoints of the graph."""
@@ -95,7 +116,7 @@ class KeepActivations(GraphPass):
         if "kept" not in root.notes:
             _, *bodies = root.inward()
             served: list[Product] = []
-            for body in bodies:
+            for body in reversed(bodies):
                 products = list(_readable(body))
                 if _unserved(body) is None and not self._is_skipped(body, products):
                     served += products
@@ -106,30 +127,43 @@ class KeepActivations(GraphPass):
 
     def check(self, info: GraphInfo, match: Products) -> Decline | None:
         found = _unserved(info)
-        return None if found is None else found.counted(match[0].node)
+        return None if found is None else found.counted(match[0].nodes[0])
 
     def places(self, match: Products) -> Sequence[Node]:
         """Return what is kept."""
-        return [product.node for product in match]
+        return [node for product in match for node in product.nodes]
 
     def rewrite(self, info: GraphInfo, match: Products, editor: Editor) -> Done:
         """Give the body its policy."""
-        editor.keep({product.node: product.is_attention for product in match})
+        editor.keep({node: _mark(product, node) for product in match for node in product.nodes})
         kept = sum(product.bytes for product in match)
-        attentions = sum(product.is_attention for product in match)
-        linears = len(match) - attentions
-        counted = ((attentions, "attention"), (linears, "linear" if linears == 1 else "linears"))
-        what = " and ".join(f"{count} {name}" for count, name in counted if count)
+        kinds = [product.kind for product in match]
+        *others, last = (
+            f"{count} {kind}{'s' * (count > 1 and kind != 'attention')}"
+            for kind in ("attention", "linear", "rotated linear")
+            if (count := kinds.count(kind))
+        )
+        what = " and ".join([", ".join(others), last] if others else [last])
         sentence = (
             f"the checkpoint keeps what {what} returned for the backward, {format_bytes(kept)} a "
             "call, and computes the rest again"
         )
-        return Done(match[0].node, sentence, sites=1)
+        return Done(match[0].nodes[0], sentence, sites=1)
 
     def dead(self, match: Products) -> Sequence[Node]:
         """Return nothing: no node is replaced."""
         del match
         return ()
+
+
+def _mark(product: Product, node: Node) -> str:
+    """Return what of a call is kept, as `compat.keep_in_checkpoint` has it."""
+    call = read_one(node)
+    if product.kind == "attention" or call is None:
+        return "attention"
+    if product.kind == "linear" and call.op is not gated_folder.gated_linear:
+        return "product"
+    return "aten::_to_copy" if call.op is aten.to.dtype else call.op.name().partition(".")[0]
 
 
 def _unserved(info: GraphInfo) -> Decline | None:
@@ -166,15 +200,16 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
     """Yield what fits into so many bytes, those first that save the most time a byte.
 
-    Those of a size that depends on values have none here, and may be larger than any limit. An
-    operation of attention takes twice the time of a linear's (an H200: 330 and 650 TFLOP/s).
+    Of equals those of later blocks come first: their memory is free again when that of the weights'
+    gradients has grown. Those of a size that depends on values have none here, and may be larger
+    than any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)
-    for product in sorted(known, key=lambda p: -p.operations * (1 + p.is_attention) / p.bytes):
+    for product in sorted(known, key=lambda p: -p.seconds / p.bytes):
         if product.bytes <= left:
             left -= product.bytes
-            yield product.node
+            yield product.nodes[0]
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
@@ -183,23 +218,97 @@ def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
     if call is None or not _has_gradient(node):
         return None
     if call.op in _ATTENTION:
-        query, key = (info.value(call.args[name]) for name in _ATTENTION[call.op])
-        value = _first(node)  # as deep as values are, which queries need not be
-        if _is_made_op_by_op(value):
-            sentence = "PyTorch runs this attention op by op: there is no fused call to keep"
-            hint = "on a CPU it fuses four dimensions, no dropout, values as deep as queries"
-            return Decline("op_by_op", sentence, hint).counted(node)
-        rows, depth = _count(value.shape[:-1]), compat.size_hint(value.shape[-1])
-        is_half = bool(call.args.get("is_causal")) or call.args.get("ahead") is not None
-        keys, both = compat.size_hint(key.shape[-2]), compat.size_hint(query.shape[-1]) + depth
-        operations = 2 * rows * keys * both // (1 + is_half)
-        held = rows * (depth * value.itemsize + max(4, value.itemsize))  # with log-sum-exps
-        return Product(node, held, operations, is_attention=True)
-    if call.op in _LINEARS and _is_read_again(node):
-        value, rows_of = info.value(node), info.value(call.args[_LINEARS[call.op]])
-        operations = 2 * _count(value.shape) * compat.size_hint(rows_of.shape[-1])
-        return Product(node, _count(value.shape) * value.itemsize, operations, is_attention=False)
-    return None
+        return _attention(info, node, call)
+    return _linear(info, node, call) if call.op in _LINEARS else None
+
+
+def _attention(info: GraphInfo, node: Node, call: Call) -> Product | Decline:
+    query, key = (info.value(call.args[name]) for name in _ATTENTION[call.op])
+    value = _first(node)  # as deep as values are, which queries need not be
+    if _is_made_op_by_op(value):
+        sentence = "PyTorch runs this attention op by op: there is no fused call to keep"
+        hint = "on a CPU it fuses four dimensions, no dropout, values as deep as queries"
+        return Decline("op_by_op", sentence, hint).counted(node)
+    rows, depth = _count(value.shape[:-1]), compat.size_hint(value.shape[-1])
+    is_half = bool(call.args.get("is_causal")) or call.args.get("ahead") is not None
+    keys, both = compat.size_hint(key.shape[-2]), compat.size_hint(query.shape[-1]) + depth
+    operations = 2 * rows * keys * both // (1 + is_half)
+    held = rows * (depth * value.itemsize + max(4, value.itemsize))  # with log-sum-exps
+    return Product((node,), held, operations / _ATTENTIONS, "attention")
+
+
+def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
+    readers = _readers(node)
+    if not readers:
+        return None
+    value, rows_of = info.value(node), info.value(call.args[_LINEARS[call.op]])
+    held, depth = _count(value.shape) * value.itemsize, compat.size_hint(rows_of.shape[-1])
+    seconds = 2 * _count(value.shape) * depth / _PRODUCTS
+    if call.op is gated_folder.gated_linear:
+        seconds += 3 * _count(rows_of.shape) * rows_of.itemsize / _MOVED
+    moved = sum(_count(info.value(at).shape) * info.value(at).itemsize for at in readers)
+    if node in readers or moved > held:
+        return Product((node,), held, seconds, "linear")
+    return Product(tuple(readers), moved, seconds + (held + moved) / _MOVED, "rotated linear")
+
+
+def _readers(linear: Node) -> list[Node]:
+    """Return what the backward reads of a linear's result: that, or what linear steps made of it.
+
+    It reads nothing of one that is only added and returned; what `memeff::gated_linear` reads, it
+    would write over.
+    """
+    made, ways = dict.fromkeys([linear]), [linear]
+    while ways:
+        steps = [user for user in ways.pop().users if user not in made and _is_step(user, made)]
+        made.update(dict.fromkeys(steps))
+        ways += steps
+    readers = {node: node.users.keys() - made.keys() for node in made}
+    ends = {node: [end for user in readers[node] for end in _ends(user)] for node in made}
+    if any(gated_folder.gated_linear in each for each in ends.values()):
+        return []
+    return list(dict.fromkeys(_without_moves(node, linear) for node in made if ends[node]))
+
+
+def _is_step(node: Node, made: Collection[Node]) -> bool:
+    """Return whether a call is linear in what is made of one value, so that its backward reads none
+    of that.
+    """
+    calls = read(node)
+    if calls is None or any(call.op not in _STEPS for call in calls):
+        return False
+    given = [each for each in node.all_input_nodes if each in made or _has_gradient(each)]
+    if calls[0].op is aten.mul.Tensor:
+        return len(given) == 1 and calls[0].args["self"] is not calls[0].args["other"]
+    return all(each in made for each in given)
+
+
+def _ends(node: Node) -> list[Any]:
+    """Return ops that read what a call passes on, the call's own if it passes nothing on."""
+    found: list[Any] = []
+    ways, seen = [node], {node}
+    while ways:
+        node = ways.pop()
+        call = read_one(node)
+        if call is not None and call.op in _PASSED_ON:
+            ways += node.users.keys() - seen
+            seen.update(node.users)
+        elif node.op != "output":
+            found.append(None if call is None else call.op)
+    return found
+
+
+def _without_moves(node: Node, linear: Node) -> Node:
+    """Return what moves, and casts to the dtype that it had, made a node of."""
+    while node is not linear:
+        calls, source = read(node), node.all_input_nodes[0]
+        is_move = calls is not None and all(call.op in _MOVES for call in calls)
+        if not is_move and _first(source).dtype == _first(node).dtype:
+            is_move = calls is not None and calls[0].op is aten.to.dtype
+        if not is_move:
+            break
+        node = source
+    return node
 
 
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
@@ -220,23 +329,7 @@ def _has_gradient(node: Node) -> bool:
 
 def _first(node: Node) -> Any:
     value = compat.example_value(node)
-    return value[0] if isinstance(value, tuple) and value else value
-
-
-def _is_read_again(node: Node) -> bool:
-    """Return whether the backward has to compute a linear again, for somebody reads it there."""
-    is_read, ways, seen = False, [node], {node}
-    while ways:
-        for user in ways.pop().users.keys() - seen:
-            seen.add(user)
-            call = read_one(user)
-            if call is not None and call.op is gated_folder.gated_linear:
-                return False
-            if call is not None and call.op in _PASSED_ON:
-                ways.append(user)
-            elif user.op != "output":
-                is_read = True
-    return is_read
+    return value[0] if isinstance(value, (tuple, list)) and value else value
 
 
 def _count(shape: Iterable[object]) -> int:

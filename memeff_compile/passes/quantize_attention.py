@@ -281,11 +281,15 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
 def _without_gain(
     info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
-    """Return why low bits would not be faster, or None; a length that is given decides alone."""
-    queries, keys = (compat.size_hint(each.shape[2]) for each in (query, key))
+    """Return why low bits would not be faster, or None; a length that is given decides alone.
+
+    A length that varies is compared with a guard, so that a longer or shorter one is asked anew.
+    """
+    queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length
     if least is not None:
-        return None if keys >= least else _too_few(node, keys, least, "memeff.attention.length")
+        is_long = compat.holds(keys >= least)
+        return None if is_long else _too_few(node, keys, least, "memeff.attention.length")
     device, depth = where_it_runs(query.device), query.shape[3]
     if device.type != "cuda":
         return _not_faster(node, f"on {device.type} the arithmetic of low bits is emulated")
@@ -298,21 +302,22 @@ def _without_gain(
         return _not_faster(node, f"heads of {depth} {what}")
     is_grouped = compat.size_hint(query.shape[1]) >= 4 * compat.size_hint(key.shape[1])
     least = SHORTEST_GROUPED if is_grouped and depth > NARROW else SHORTEST
-    reached = keys
+    lengths = [queries, keys]
     if isinstance(asked.ahead, int) and isinstance(asked.behind, int):
         # Keys that would be as much work under a causal mask as those in the window are.
-        reached = max(0, min(keys, 2 * (asked.ahead + asked.behind + 1)))
-    length = min(queries, reached)
-    if length < least:
-        return _too_few(node, length, least, "what was measured")
-    pairs = compat.size_hint(query.shape[0]) * compat.size_hint(query.shape[1]) * queries * keys
-    if pairs < FEWEST_PAIRS:
+        lengths.append(max(0, 2 * (asked.ahead + asked.behind + 1)))
+    for length in lengths:
+        if not compat.holds(length >= least):
+            return _too_few(node, length, least, "what was measured")
+    pairs = query.shape[0] * query.shape[1] * queries * keys
+    if not compat.holds(pairs >= FEWEST_PAIRS):
         return _not_faster(node, "there are too few heads to fill the GPU at this length")
     return None
 
 
-def _too_few(node: Node, length: int, least: int, source: str) -> Decline:
-    why = f"{length} queries or keys are fewer than {least}, from which on low bits pay by {source}"
+def _too_few(node: Node, length: Any, least: int, source: str) -> Decline:
+    few = compat.size_hint(length)
+    why = f"{few} queries or keys are fewer than {least}, from which on low bits pay by {source}"
     return _not_faster(node, why)
 
 

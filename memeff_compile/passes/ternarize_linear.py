@@ -335,9 +335,6 @@ def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) ->
     """Emit one op for all linears of the group, before the first of them; in training one
     quantisation, a packed weight per linear, and one product with gradients.
     """
-    if is_trained and info.options.inner == "inductor":
-        for op, twin in op_folder.TWINS:
-            compat.call_in_inductor(op, twin)
     first, weights = match.sites[0], [site.both[0] for site in match.sites]
     first_weight, tokens = first.both
     is_step, quantizer = first_weight.quantizer.is_step, tokens.quantizer

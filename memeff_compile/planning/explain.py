@@ -109,6 +109,7 @@ def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Pro
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
     is_of_blocks = any(char.isdecimal() for path in asked for char in path)  # each has its number
+    is_of_blocks |= isinstance(options.recompute, int)  # bytes that all of them share
     if any(stack.is_short for stack in stacks) and not is_of_blocks:
         try:
             return _captured(shortened(model, stacks), stacks, sizes, take, said)

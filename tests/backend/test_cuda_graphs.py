@@ -377,6 +377,22 @@ def test_compressed_weights_count_by_their_parts(engine: Imitation) -> None:
 
 
 @torch.no_grad()
+def test_a_replay_does_not_take_compressed_weights_apart(
+    engine: Imitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Wide()
+    memeff_compile.compress_(layer.wide, min_size=0, progress=False)
+    step = compiled(layer)
+    for count in range(4):
+        step(*step_inputs(count))
+    before = replays().replays
+    monkeypatch.setattr(type(layer.wide.weight), "__tensor_flatten__", None)
+    monkeypatch.setattr(engine, "record", None)
+    step(*step_inputs(4))
+    assert replays().replays == before + 1
+
+
+@torch.no_grad()
 def test_versions_of_caches_rise(engine: Imitation) -> None:
     layer = Layer()
     step = compiled(layer)

@@ -355,3 +355,49 @@ def test_the_op_knows_whether_it_trains(monkeypatch: pytest.MonkeyPatch) -> None
         with torch.set_grad_enabled(grad):
             function(normal(3, 256))
     assert seen == [True, True, False, False]
+
+
+class Gated(nn.Module):
+    """A gated MLP in a checkpoint."""
+
+    def __init__(self, make: Callable[[nn.Parameter], nn.Parameter], codec: str) -> None:
+        super().__init__()
+        self.gate, self.up = (make(coded(96, 48, codec, seed=seed)) for seed in (0, 1))
+        self.down = make(coded(48, 96, codec, seed=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def body(x: Tensor) -> Tensor:
+            return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+        found = checkpoint(body, x, use_reentrant=False)
+        assert isinstance(found, Tensor)
+        return found
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_gate_of_coded_linears_in_a_checkpoint_has_the_bits_of_a_dense_one(
+    codec: str, inner: str
+) -> None:
+    x = normal(6, 48, seed=3)
+    expected = run(Gated(dense, codec), x, compiled=True, **{"memeff.inner": inner})
+    found = run(Gated(lambda weight: weight, codec), x, compiled=True, **{"memeff.inner": inner})
+    assert same(found, expected)
+    assert actions() == [("rewrote", "rewrote", 1)] * 2  # gate and up
+    others = [r.pass_name for r in memeff_compile.last_report().records if r.pass_name != NAME]
+    assert others == ["fuse_gated_linear"]
+
+
+@needs_compiler
+def test_a_gate_of_coded_linears_keeps_nothing_decoded_and_decodes_once_for_the_backward() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    model, x = Gated(lambda weight: weight, "win4"), normal(6, 48, seed=3).requires_grad_()
+    torch._dynamo.reset()
+    function = torch.compile(model, backend="memeff")
+    _, (forward, backward) = run_and_get_code(lambda: function(x).float().sum().backward())
+    decodes = "torch.ops.memeff.coded_weight_decode"
+    assert (forward.count(f"{decodes}.default("), backward.count(f"{decodes}.default(")) == (1, 1)
+    returned = forward[forward.rindex("return (") :]
+    made = next(line for line in forward.splitlines() if f"{decodes}.default(" in line)
+    assert made.split("=")[0].strip() not in returned

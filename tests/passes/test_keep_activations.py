@@ -282,6 +282,98 @@ def test_linears_that_nobody_reads_again_are_not_kept() -> None:
     assert not attentions(called)
 
 
+def turned(x: Tensor, table: Tensor) -> Tensor:
+    """A rotation of the halves of each row, as Llama's."""
+    one, other = x.chunk(2, -1)
+    return x * table + torch.cat((-other, one), -1) * table.flip(-1)
+
+
+def turned_in_part(x: Tensor, table: Tensor) -> Tensor:
+    return torch.cat((turned(x[..., :4], table[..., :4]), x[..., 4:]), -1)
+
+
+def turned_by_pairs(x: Tensor, table: Tensor) -> Tensor:
+    pairs = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return 0.5 * (x.double() * table + pairs * table).to(x.dtype).to(torch.get_default_dtype())
+
+
+class Rotated(nn.Module):
+    """Queries and fewer keys that something is done to."""
+
+    def __init__(self, turn: Callable[[Tensor, Tensor], Tensor], *, trains: bool = False) -> None:
+        super().__init__()
+        self.turn = turn
+        self.q, self.k, self.v = nn.Linear(D, D), nn.Linear(D, D // 2), nn.Linear(D, D // 2)
+        self.o, self.table = nn.Linear(D, D), nn.Parameter(torch.rand(64, 8), trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        made = self.q(x), self.k(x), self.v(x)
+        q, k, v = (each.view(2, length, -1, 8).transpose(1, 2) for each in made)
+        q, k = (self.turn(each, self.table[:length]) for each in (q, k))
+        k, v = (each.repeat_interleave(2, 1) if each is v else twice(each) for each in (k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(attended.transpose(1, 2).reshape(x.shape))
+
+
+def twice(x: Tensor) -> Tensor:
+    """Each head twice, as transformers repeats keys."""
+    batch, heads, length, deep = x.shape
+    return x[:, :, None].expand(batch, heads, 2, length, deep).reshape(batch, -1, length, deep)
+
+
+TURNED = [(2, HEADS, 64, 8), (2, HEADS // 2, 64, 8)]
+
+
+@pytest.mark.parametrize("turn", [turned, turned_in_part, turned_by_pairs])
+def test_queries_and_keys_are_kept_behind_their_rotation(turn: Any) -> None:
+    """Neither their linears nor the rotation run in the backward, and heads are not repeated."""
+    records, saved, called = compiled(Blocks(Rotated(turn)), "1GiB")
+    assert "1 attention, 1 linear and 2 rotated linears" in records[0].sentence
+    assert sorted(saved) == sorted([*FUSED, *TURNED, (ROWS, D // 2)])
+    assert called["aten.addmm.default"] == 1  # what the head reads, of what attention returned
+
+
+@pytest.mark.parametrize(
+    ("turn", "trains"),
+    [
+        (turned, True),  # the table's gradient is made of what the linear returned
+        (lambda x, table: turned(F.normalize(x, dim=-1), table), False),
+        (lambda x, table: x * x * table, False),
+        (lambda x, table: turned(x, table) * x.detach().sigmoid(), False),
+        (lambda x, table: turned(x, table).repeat(1, 1, 1, 2)[..., :8] * x.mean(), False),
+    ],
+)
+def test_a_linear_that_the_backward_reads_is_kept_itself(turn: Any, trains: bool) -> None:
+    records, saved, called = compiled(Blocks(Rotated(turn, trains=trains)), "1GiB")
+    assert "1 attention and 3 linears" in records[0].sentence
+    assert called["aten.addmm.default"] == 1
+    assert (ROWS, D) in saved
+
+
+def test_a_gated_linear_that_a_norm_reads_is_kept_first() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(D, 80), nn.Linear(D, 80), nn.Linear(80, D)
+            self.norm, self.linear = nn.RMSNorm(D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.norm(self.linear(x))
+            return x + self.norm(self.down(F.silu(self.gate(x)) * self.up(x)))
+
+    records, _, called = compiled(Blocks(Normed()), LINEAR)
+    assert "1 linear returned" in records[0].sentence
+    assert not called["memeff.gated_linear.default"]
+    assert called["aten.addmm.default"] == 3
+
+
+def test_later_blocks_keep_first() -> None:
+    """Theirs is free again when the gradients of most weights are still to come."""
+    records, _ = reported(Blocks(Block(), Block(), Block()), 2 * OUT)
+    assert [(r.sites, r.module) for r in records] == [(2, "blocks.1")]
+
+
 # --- numbers --------------------------------------------------------------------------------------
 
 
@@ -291,10 +383,11 @@ def test_linears_that_nobody_reads_again_are_not_kept() -> None:
         (Block, "1GiB", "aot_eager", 2),
         (Padded, "attention", "eager", 2),
         (Padded, "40KiB", "aot_eager", 1),
+        (partial(Rotated, turned), "1GiB", "aot_eager", 2),
     ],
 )
 def test_values_and_gradients_are_those_of_eager(
-    kind: type[Block], recompute: str, inner: str, kept: int
+    kind: Callable[[], nn.Module], recompute: str, inner: str, kept: int
 ) -> None:
     model, x = Blocks(kind(), kind()).double(), draw(dtype=torch.float64)
     options = {"memeff.recompute": recompute}
@@ -434,7 +527,12 @@ def body() -> GraphModule:
 def test_a_policy_is_taken_back_and_told_apart_in_caches(body: GraphModule) -> None:
     sin, cos = (n for n in body.graph.nodes if n.op == "call_method")
     hashes = set()
-    for kept in ({sin: True}, {sin: False}, {cos: True}, {sin: True, cos: True}):
+    for kept in (
+        {sin: "attention"},
+        {sin: "product"},
+        {cos: "product"},
+        {sin: "product", cos: "aten::cos"},
+    ):
         undo = compat.keep_in_checkpoint(body, kept)
         assert compat.has_checkpoint_policy(body)
         assert [compat.is_kept(n) for n in (sin, cos)] == [sin in kept, cos in kept]

@@ -254,6 +254,32 @@ def test_by_default_nothing_fires_where_it_is_not_faster() -> None:
     check(attend, *inputs, **{"attention.length": S})
 
 
+@pytest.mark.parametrize("first", [S // 2, 2 * S])
+@pytest.mark.parametrize("least", [S, "auto"])
+def test_a_length_that_varies_is_asked_anew_on_the_other_side(
+    monkeypatch: pytest.MonkeyPatch, first: int, least: int | str
+) -> None:
+    monkeypatch.setattr(quantize_attention, "SHORTEST", S)
+    monkeypatch.setattr(quantize_attention, "FEWEST_PAIRS", 0)
+    monkeypatch.setattr(quantize_attention, "NARROW", D)
+    monkeypatch.setattr(quantize_attention, "where_it_runs", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(quantize_attention.op_folder, "engine_for", lambda *_: "hopper")
+    memeff_compile.reset()
+    settings = {**ON, "memeff.attention.length": least}
+
+    def layer(x: Tensor) -> Tensor:
+        return attend(x, x.roll(1, 3), x.roll(2, 3))
+
+    step, is_exact = memeff_compile.compile(layer, options=settings), {}
+    with torch.no_grad():
+        for length in (first, S // 2 + 1, 2 * S + 1, S // 2 + 3, 2 * S + 3):
+            x = heads(H, length)
+            torch._dynamo.mark_dynamic(x, 2)
+            is_exact[length] = torch.equal(step(x), layer(x))
+    assert is_exact == {length: length < S for length in is_exact}
+    assert len(memeff_compile.graphs()) == 2
+
+
 @pytest.mark.parametrize(
     ("heads_", "groups", "queries", "keys", "depth", "words"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
@@ -24,6 +27,7 @@ from memeff_compile.passes.graph.canonical import read
 from memeff_compile.passes.ternary.chains import Quantized, Unread, read_quantized
 from memeff_compile.report import Record
 from tests.support.captured_graphs import capture
+from tests.support.closeness import needs_compiler
 from tests.support.ternary_layers import (
     LAYERS,
     Block,
@@ -101,6 +105,21 @@ def assert_like_eager(model: nn.Module, x: Tensor, **options: Any) -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         assert error(mine.grad, theirs.grad) <= 4 * budget
+
+
+@needs_compiler
+def test_inductors_code_calls_the_functions_of_a_training_steps_ops() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(4, 32)
+    memeff_compile.ternarize_(model)
+    _, codes = run_and_get_code(lambda: assert_like_eager(model, x, inner="inductor"))
+    call = r"= torch\.ops\.memeff\.ternary_linear_(\w+)\.default([.a-z]*)\("
+    called = re.findall(call, "".join(codes))
+    assert Counter(called) == {
+        ("pack", ".direct"): 2,
+        ("quantize", ".direct"): 2,
+        ("product", ".direct"): 2,
+        ("product_backward", ".direct"): 2,
+    }
 
 
 class Scored(nn.Module):

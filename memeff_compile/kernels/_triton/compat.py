@@ -12,19 +12,17 @@ from typing import Any
 from torch import Tensor
 
 
-def current_device() -> int:
-    """Return the index of the GPU that a launch would go to."""
-    from triton.runtime import driver
+@lru_cache(maxsize=1)
+def _runtime() -> Any:
+    """Return Triton's settings of launches."""
+    from triton import knobs
 
-    found: int = driver.active.get_current_device()
-    return found
+    return knobs.runtime
 
 
 def is_watched(kernel: Any) -> bool:
     """Say whether somebody, such as a profiler, asked to be called around each launch."""
-    from triton import knobs
-
-    every = knobs.runtime
+    every = _runtime()
     calls = every.launch_enter_hook.calls or every.launch_exit_hook.calls
     return bool(calls or kernel.pre_run_hooks)
 
@@ -48,17 +46,17 @@ def is_compiled(kernel: Any) -> bool:
 
 def launcher(
     kernel: Any, compiled: Any, constants: Mapping[str, Any], count: int
-) -> Callable[[tuple[int, int, int], int, Sequence[Any]], None]:
+) -> Callable[[tuple[int, ...], int, Sequence[Any]], None]:
     """Return what launches a compiled kernel on a grid, with the `count` arguments that vary."""
     from triton.runtime import driver
 
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    run, stream_of = compiled.run, driver.active.get_current_stream
     rest = [constants[name] for name in list(kernel.arg_names)[count:]]
-    stream_of = driver.active.get_current_stream
+    plain = (compiled.function, compiled.packed_metadata, None, None, None)
 
-    def launch(grid: tuple[int, int, int], device: int, arguments: Sequence[Any]) -> None:
-        stream = stream_of(device)
-        run(*grid, stream, function, metadata, None, None, None, *arguments, *rest)
+    def launch(grid: tuple[int, ...], device: int, arguments: Sequence[Any]) -> None:
+        across, down, deep = (*grid, 1, 1)[:3]
+        run(across, down, deep, stream_of(device), *plain, *arguments, *rest)
 
     return launch
 

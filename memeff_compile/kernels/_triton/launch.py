@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from ...compat import current_gpu
 from . import compat
 
 Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
@@ -69,26 +70,49 @@ def launch(
     if not compat.is_compiled(kernel):
         start(kernel, grid, *arguments, **constants)
         return
-    device = compat.current_device()
-    key = (id(kernel), device, name, *map(_kind, arguments))
-    found = _compiled.get(key)
+    device = current_gpu()
+    key: list[Any] = [id(kernel), device, name]
+    numbers: list[int] = []
+    given = _read(arguments, device, key, numbers)
+    key.append(_kinds(tuple(numbers)))
+    found = _compiled.get(tuple(key))
     if found is None or compat.is_watched(kernel):
         constants = packed(kernel, constants)
         compiled = kernel[grid](*arguments, **constants)
         if len(_compiled) >= _MOST:
             _compiled.clear()
-        _compiled[key] = compat.launcher(kernel, compiled, constants, len(arguments))
+        _compiled[tuple(key)] = compat.launcher(kernel, compiled, constants, len(arguments))
         return
-    across, down, deep = (*grid, 1, 1)[:3]
-    found((across, down, deep), device, arguments)
+    found(grid, device, given)
 
 
-def _kind(argument: Argument) -> Any:
-    """Return all of an argument that the compiler may have made use of."""
-    if isinstance(argument, tuple):
-        return tuple(map(_kind, argument))
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument % 16 == 0, argument == 1, -(1 << 31) <= argument < 1 << 31
-    return float
+def _read(
+    arguments: Sequence[Argument], device: int, key: list[Any], numbers: list[int]
+) -> list[Any]:
+    """Return arguments as a GPU takes them; add to `key` and `numbers` what the compiler knows.
+
+    Tensors of the GPU become addresses: Triton asks each other one whether a kernel can read it.
+    """
+    given: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            address = argument.data_ptr()
+            key.append(argument.dtype)
+            if address & 15:
+                key.append("no multiple of 16")
+            given.append(address if argument.get_device() == device else argument)
+        elif isinstance(argument, tuple):
+            key.append(len(argument))
+            given.append(tuple(_read(argument, device, key, numbers)))
+        else:
+            key.append(type(argument))
+            if isinstance(argument, int):
+                numbers.append(argument)
+            given.append(argument)
+    return given
+
+
+@lru_cache(maxsize=1 << 14)
+def _kinds(numbers: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return all of numbers that the compiler may have made use of."""
+    return tuple((n % 16 == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in numbers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,17 @@ _DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_number", "_is_param"]
+    [
+        "codec",
+        "room",
+        "place",
+        "shares_with",
+        "unsettled",
+        "times_anew",
+        "_number",
+        "_memory_number",
+    ]
+    + ["_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -88,6 +99,7 @@ class Unsettled:
 
 
 _numbers: dict[tuple[Any, ...], int] = {}
+_memory_numbers = itertools.count(1)
 
 
 class CodedWeight(Tensor):
@@ -153,6 +165,15 @@ class CodedWeight(Tensor):
             kind = type(self), self.codec, self.shape, *parts
             held["_number"] = _numbers.setdefault(kind, len(_numbers))
         return int(held["_number"])
+
+    @property
+    def memory_number(self) -> int:
+        """A number of its own for as long as its parts are where they are."""
+        self.settle()
+        held = vars(self)
+        if "_memory_number" not in held:
+            held["_memory_number"] = next(_memory_numbers)
+        return cast("int", held["_memory_number"])
 
     @property
     def coded_bytes(self) -> int:
@@ -265,7 +286,8 @@ class CodedWeight(Tensor):
         """Take other memory for a part, which holds the same or belongs to a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
-            vars(owner).pop("_number", None)
+            for known in ("_number", "_memory_number"):
+                vars(owner).pop(known, None)
 
     def fsdp_pre_all_gather(
         self, mesh: object, size: object, stride: object, module: object, mp_policy: Any

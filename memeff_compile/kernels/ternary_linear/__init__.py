@@ -19,7 +19,6 @@ from .memory import packed_bytes as packed_bytes
 from .memory import saved_after as saved_after
 from .memory import saved_before as saved_before
 from .op import ENGINES as ENGINES
-from .op import TWINS as TWINS
 from .op import engine_for as engine_for
 from .op import supports as supports
 from .op import ternary_linear as ternary_linear

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import DoubleBackwardError, UnsupportedInputError
 from .. import library
 from ..checks import require, short
-from ..device import kernels_serve, starts_early
+from ..device import kernels_serve, runs_kernels, starts_early
 from . import reference
 from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
 from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS, quantizes_first
@@ -149,19 +149,30 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 
-def _engine(tensor: Tensor) -> ModuleType:
-    """Return the module that computes for a tensor."""
-    if tensor.is_cuda and engine_for(tensor.device, torch.float32) == "tiles":
+@lru_cache(maxsize=64)
+def _engine_of(index: int) -> ModuleType:
+    if runs_kernels(index):
         from . import tiles
 
         return tiles
     return reference
 
 
+def _engine(tensor: Tensor) -> ModuleType:
+    """Return the module that computes for a tensor."""
+    return _engine_of(tensor.get_device()) if tensor.is_cuda else reference
+
+
 def _pack(weight: Tensor, scale: Tensor, is_step: bool = False, is_native: bool = False) -> Tensor:
+    require("ternary_linear_pack", _unlike_weight(weight, scale))
+    return _checked_pack(weight, scale, is_step, is_native)
+
+
+def _checked_pack(
+    weight: Tensor, scale: Tensor, is_step: bool = False, is_native: bool = False
+) -> Tensor:
     if weight.numel() == 0:
         return _fake_pack(weight, scale)
-    require("ternary_linear_pack", _unlike_weight(weight, scale))
     found: Tensor = _engine(weight).pack(weight, scale, is_step=is_step, is_native=is_native)
     return found
 
@@ -203,16 +214,22 @@ def _fake_repack(packed: Tensor) -> Tensor:
 _quantizer = lru_cache(maxsize=64)(Quantizer)
 
 
-def _quantize(x: Tensor, *quantizer: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(x: Tensor, *quantizer: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    require("ternary_linear_quantize", _unlike_tokens(x, _quantizer(*quantizer, **named).kind))
+    return _checked_quantize(x, *quantizer, **named)
+
+
+def _checked_quantize(x: Tensor, *quantizer: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
     if x.numel() == 0:
-        return _fake_quantize(x, *quantizer)
-    asked = _quantizer(*quantizer)
-    require("ternary_linear_quantize", _unlike_tokens(x, asked.kind))
-    found: tuple[Tensor, Tensor, Tensor] = _engine(x).quantize(x.reshape(-1, x.shape[-1]), asked)
+        return _fake_quantize(x, *quantizer, **named)
+    rows, asked = x.reshape(-1, x.shape[-1]), _quantizer(*quantizer, **named)
+    found: tuple[Tensor, Tensor, Tensor] = _engine(x).quantize(rows, asked)
     return found
 
 
-def _fake_quantize(x: Tensor, kind: str = "int8", *details: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_quantize(
+    x: Tensor, kind: str = "int8", *details: Any, **named: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     require("ternary_linear_quantize", _unlike_tokens(x, kind))
     tokens = math.prod(x.shape[:-1])
     return (
@@ -341,7 +358,7 @@ def _product(given: _Product) -> list[Tensor]:
 
 
 def _checked_product(given: _Product) -> list[Tensor]:
-    """Multiply what was checked, in compiled code when it was compiled."""
+    """Multiply what was checked, in Inductor's code when it was compiled."""
     x, _, *coded = given[:5]
     engine, added = _engine(x), dict(zip(given.biased, given.bias, strict=True))
     settings = {"dtype": given.dtype, "is_step": given.is_step, "leading": x.shape[:-1]}
@@ -380,11 +397,12 @@ def _product_backward(given: _Gradients) -> list[Tensor]:
             del weights
         found.append(grad[0].new_zeros(shape) if total is None else total.view(shape))
     if any(given.of_weight):
-        dense = grad[0].new_empty((tokens, columns))
         if any(is_full):
             dense = engine.dequantized_tokens(
                 given.codes, given.scale, columns, is_step=given.is_step, dtype=kind
             )
+        else:
+            dense = grad[0].new_empty((tokens, columns))
         found += [
             each.t().mm(dense) for each, is_on in zip(rows, given.of_weight, strict=True) if is_on
         ]
@@ -477,6 +495,7 @@ ternary_linear_pack = library.op(
     _pack,
     _fake_pack,
     backward=_not_differentiable,
+    direct=_checked_pack,
 )
 ternary_linear_repack = library.op(
     "ternary_linear_repack(Tensor packed) -> Tensor", _repack, _fake_repack
@@ -486,6 +505,7 @@ ternary_linear_quantize = library.op(
     _quantize,
     _fake_quantize,
     backward=_not_differentiable,
+    direct=_checked_quantize,
 )
 ternary_linear_product = library.op(
     "ternary_linear_product(Tensor x, Tensor[] weight, Tensor codes, Tensor scale, Tensor sums, "
@@ -494,28 +514,17 @@ ternary_linear_product = library.op(
     *library.taking(_Product, _product, _fake_product),
     backward=_backward,
     setup_context=_setup_context,
+    direct=library.taking(_Product, _checked_product)[0],
 )
 ternary_linear_product_backward = library.op(
     "ternary_linear_product_backward(Tensor[] grad, Tensor codes, Tensor scale, Tensor[] packed, "
     "Tensor[] weight_scale, SymInt columns, bool is_step, bool weight_is_step, bool of_x, "
     "bool[] of_weight, bool[] of_bias) -> Tensor[]",
     *library.taking(_Gradients, _product_backward, _fake_product_backward),
+    direct=library.taking(_Gradients, _product_backward)[0],
     backward=library.refusing(
         DoubleBackwardError,
         "ternary_linear has a first derivative only: its gradients pass straight through the "
         "rounding. Switch the rewrite off with options={'memeff.ternary': 'off'}.",
     ),
 )
-
-TWINS = [
-    library.twin(ternary_linear_pack, _pack, _fake_pack),
-    library.twin(ternary_linear_quantize, _quantize, _fake_quantize),
-    library.twin(
-        ternary_linear_product, *library.taking(_Product, _checked_product, _fake_product)
-    ),
-    library.twin(
-        ternary_linear_product_backward,
-        *library.taking(_Gradients, _product_backward, _fake_product_backward),
-    ),
-]
-"""The ops of a training step, each with the one that Inductor's code calls for it."""

@@ -35,6 +35,14 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Codes, scales and sums, as `quantize` returns them."""
 
 
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    """Return the kernels: Triton is imported once there is something to run."""
+    from . import tiles_kernels
+
+    return tiles_kernels
+
+
 @lru_cache(maxsize=1024)
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
@@ -82,15 +90,13 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
     """Round (N, K) weights, times or over one scale, to -1, 0, 1 and pack them."""
-    from . import tiles_kernels as kernels
-
     rows, columns = weight.shape
     words = words_for(columns)
     packed = weight.new_empty((rows, words), dtype=torch.int32)
     block = min(_power_of_two(words), 128)
     with on_device(weight):
         launch(
-            kernels._ternary_pack_kernel,
+            _kernels()._ternary_pack_kernel,
             (rows, -(-words // block)),
             (weight, *weight.stride(), scale, packed, columns, words),
             {
@@ -124,8 +130,6 @@ def quantize(
     With `is_chained` the next kernel of the stream, which has to be a chained `product` or
     `vectors`, may be launched before this one has ended; with `is_early` so may this one.
     """
-    from . import tiles_kernels as kernels
-
     x = _with_unit_stride(x)
     tokens, columns = x.shape
     words = words_for(columns)
@@ -137,7 +141,7 @@ def quantize(
     numbers = (entry.norm_eps, *plan.numbers)
     with on_device(x):
         launch(
-            kernels._ternary_quantize_kernel,
+            _kernels()._ternary_quantize_kernel,
             (tokens,),
             (_entering(x, entry), codes.view(torch.int32), scale, sums, columns, words, numbers),
             plan.constants,
@@ -218,8 +222,6 @@ def vectors(
             early = is_early and not place
             found += vectors(x, [w], [by], [b], quantizer, entry, is_early=early, **alike)
         return found
-    from . import tiles_kernels as kernels
-
     x = _with_unit_stride(x)
     packed = [weight.contiguous() for weight in packed]
     tokens, columns = x.shape
@@ -243,7 +245,7 @@ def vectors(
         coded_or_not = (coded[0].view(torch.int32), *coded[1:])
     with on_device(x):
         start(
-            kernels._ternary_vectors_kernel,
+            _kernels()._ternary_vectors_kernel,
             (sum(tiles),),
             *(_entering(x, entry), outs[0] if added is None else added.contiguous(), coded_or_not),
             *map(three, (packed, weight_scale, biases, outs, count)),
@@ -291,8 +293,6 @@ def product(
 
     With `is_chained` the kernel before this one in the stream is a chained `quantize`.
     """
-    from . import tiles_kernels as kernels
-
     codes, packed = codes.contiguous(), packed.contiguous()
     tokens, rows, width = codes.shape[0], packed.shape[0], 4 * packed.shape[1]
     flags = (bias is not None, added is not None, is_step, weight_is_step)
@@ -306,7 +306,7 @@ def product(
     around = (scale, sums, weight_scale, plain, held, out)
     with on_device(codes):
         launch(
-            kernels._ternary_tiles_kernel,
+            _kernels()._ternary_tiles_kernel,
             plan.grid,
             (codes, packed.view(torch.uint8), *around, part, tokens, rows, width, plan.share),
             plan.constants,
@@ -314,7 +314,7 @@ def product(
         )
         if plan.splits > 1:
             launch(
-                kernels._ternary_parts_kernel,
+                _kernels()._ternary_parts_kernel,
                 plan.sum_grid,
                 (part, *around, tokens, rows),
                 plan.sum_constants,
@@ -397,11 +397,9 @@ def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
     """Return the (N, K) weights that the model's own arithmetic multiplies."""
-    from . import tiles_kernels as kernels
-
     packed = packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
-    _dequantize(kernels._ternary_weights_kernel, packed, scale, out, packed.shape[1], is_step)
+    _dequantize(_kernels()._ternary_weights_kernel, packed, scale, out, packed.shape[1], is_step)
     return out
 
 
@@ -409,10 +407,8 @@ def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
     """Return the (M, K) activations that the model's own arithmetic multiplies."""
-    from . import tiles_kernels as kernels
-
     codes = codes.contiguous()
     out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
     held, words = codes.view(torch.int32), codes.shape[2] // 4
-    _dequantize(kernels._ternary_tokens_kernel, held, scale, out, words, is_step)
+    _dequantize(_kernels()._ternary_tokens_kernel, held, scale, out, words, is_step)
     return out

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -134,6 +134,12 @@ class KVCache(Cache):
         for layer in self.layers:
             layer.reset()
 
+    def begin_with_a_step(self) -> None:
+        """Let a prompt of one token be a step behind no tokens, which is compiled anyway."""
+        for layer in self.layers:
+            if isinstance(layer, InPlace) and layer.is_initialized:
+                layer.is_empty = False
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of every layer; a negative number says how many.
 
@@ -182,6 +188,11 @@ class KVCache(Cache):
                 changed = change(tensor)
                 compat.keep_address(changed)
                 setattr(owner, name, changed)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer of ours has tokens."""
+        return all(layer.is_empty for layer in self.layers if isinstance(layer, InPlace))
 
     @property
     def nbytes(self) -> int:
@@ -288,6 +299,26 @@ def _check(
             refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 
 
+def for_any_prompt(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
+    """Return a compiled call that compiles its first prompt for prompts of any length."""
+
+    def run(*args: object, **kwargs: Untyped) -> Untyped:
+        ids = kwargs.get("input_ids")
+        ids = kwargs.get("inputs_embeds") if ids is None else ids
+        cache = kwargs.get("past_key_values")
+        if ids is not None and ids.shape[1] > 1 and isinstance(cache, KVCache) and cache.is_empty:
+            masks = kwargs.get("attention_mask")
+            masks = masks.values() if isinstance(masks, Mapping) else [masks]
+            compat.mark_varying(ids, 1)
+            for each in (*masks, kwargs.get("position_ids")):
+                for dim in range(1, each.dim()) if isinstance(each, Tensor) else ():
+                    if each.shape[dim] == ids.shape[1]:
+                        compat.mark_varying(each, dim)
+        return call(*args, **kwargs)
+
+    return run
+
+
 _HOOK = "_prepare_cache_for_generation"
 
 
@@ -335,10 +366,14 @@ class _Hook:
             )
         mask = model_kwargs.get("attention_mask")
         is_padded = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+        like_prompt = [model_kwargs.get("position_ids"), mask]  # transformers makes one of them
+        lengths = [each.shape[-1] for each in like_prompt if each is not None]
         mask = mask if is_padded else None
         how = (generation_config, generation_mode, batch_size, tokens, mask)
         model_kwargs["past_key_values"] = cache = self._cache(*how)
         let_run_ahead(cache)
+        if lengths[:1] == [1]:
+            cache.begin_with_a_step()
         if generation_config.compile_config is not None:
             return None
         if getattr(model, "_compiled_call_impl", None) is not None:

@@ -9,13 +9,14 @@ caches that `use_kv_cache_` hands out; what it answers of any other cache stays 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-DEVICES = ("cuda",)
+from memeff_compile import compat
+
+DEVICES: tuple[str, ...] = ("cuda",)
 
 _MARK = "_may_run_ahead"
 
@@ -44,7 +45,7 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
         if usual(device, cache, cache_is_returned, *args, **kwargs):
             return True
         is_ours = device.type in DEVICES and hasattr(cache, _MARK) and not cache_is_returned
-        return is_ours and may_be_late(sys._getframe(1).f_locals)
+        return is_ours and may_be_late(compat.names_around())
 
     setattr(is_supported, _MARK, True)
     return is_supported

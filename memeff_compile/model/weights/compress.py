@@ -25,12 +25,12 @@ from memeff_compile.kernels.coded_weight import (
     CodedWeight,
     bits_per_weight,
     encode,
+    is_updated_in_backward,
     parse,
     side_by_side,
     supports_weight,
 )
 from memeff_compile.model.changes import Changes, keep, require_module, verb_report
-from memeff_compile.model.weights.optim_in_backward import is_updated_in_backward
 from memeff_compile.report import VerbReport, format_bytes
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,11 @@ from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import (
     CodedWeight,
+    Mark,
     Room,
     Step,
     Unsettled,
+    is_updated_in_backward,
     make_refuge,
     parse,
     refuse_step,
@@ -48,26 +50,6 @@ UNSETTLED = 2
 """Weights whose dense values are kept where the host has no memory that the GPU can write to."""
 REFUGES = 4
 """Times the largest weight: memory of the host that values can go to."""
-
-
-class _Mark:
-    """What a parameter that is updated has as an attribute, and none of its copies believes.
-
-    Copies do not have its hook. One that shares attributes is told apart by identity; one that is
-    deep or pickled gets an empty set, which any reader of pickles knows.
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.owner = id(parameter)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return set, ()
-
-
-def is_updated_in_backward(parameter: Tensor | None) -> bool:
-    """Whether an `optim_in_backward` that was not taken off updates this very parameter."""
-    mark = getattr(parameter, "updated_in_backward", None)
-    return isinstance(mark, _Mark) and mark.owner == id(parameter)
 
 
 class _Queue:
@@ -277,7 +259,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     def _hooked(self, update: _Update) -> RemovableHandle:
         # A weight that is moved gets other attributes, and its hooks do not run any more.
-        update.parameter.updated_in_backward = _Mark(update.parameter)  # type: ignore[attr-defined]
+        update.parameter.updated_in_backward = Mark(update.parameter)  # type: ignore[attr-defined]
 
         def after_gradient(parameter: Tensor) -> None:
             update.seen += 1

@@ -191,7 +191,7 @@ class Editor:
         self._undo.append(partial(setattr, output, "args", output.args))
         output.args = arguments
 
-    def keep(self, kept: Mapping[Node, bool]) -> None:
+    def keep(self, kept: Mapping[Node, str]) -> None:
         """Have the checkpoint whose body this is keep results of calls; as in `compat`."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 

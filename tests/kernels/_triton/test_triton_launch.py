@@ -41,11 +41,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     from triton.runtime import driver
 
     found = SimpleNamespace(number=0)
-    active = SimpleNamespace(
-        get_current_device=lambda: found.number,
-        get_current_stream=lambda number: 100 + number,
-    )
+    active = SimpleNamespace(get_current_stream=lambda number: 100 + number)
     monkeypatch.setattr(launches, "_compiled", {})
+    monkeypatch.setattr(launches, "current_gpu", lambda: found.number)
     monkeypatch.setattr(driver, "_active", active)
     return found
 
@@ -69,6 +67,22 @@ def test_what_was_compiled_is_launched_with_the_arguments_in_their_order() -> No
     assert given[10:] == (96, 0.25, 32, True)
 
 
+def test_tensors_of_the_gpu_are_launched_as_addresses_and_others_are_left_to_triton(
+    device: SimpleNamespace,
+) -> None:
+    kernel, x, other = Kernel(), torch.ones(64), torch.zeros(64)
+    device.number = -1  # as tensors of a CPU name theirs
+    for tensor in (x, other, torch.nn.Parameter(other)):
+        run(kernel, (tensor, (tensor, 3)), 48, 0.5)
+    assert len(kernel.asked) == 1
+    here = other.data_ptr()
+    assert [given[9] for given in kernel.launched] == [(here, (here, 3))] * 2
+    device.number = 0
+    for _ in range(2):
+        run(kernel, (other, 3), 48, 0.5)
+    assert kernel.launched[-1][9] == (other, 3), "Triton says that it is nowhere near the GPU"
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     "changed",
@@ -78,8 +92,11 @@ def test_what_was_compiled_is_launched_with_the_arguments_in_their_order() -> No
         (torch.ones(64), 47, 0.5),
         (torch.ones(64), 1, 0.5),
         (torch.ones(64), 1 << 40, 0.5),
+        (torch.ones(64), 48, 1),
+        (torch.ones(64), 48.0, 0.5),
+        ((torch.ones(64),), 48, 0.5),
     ],
-    ids=["no multiple of 16 bytes", "dtype", "no multiple of 16", "one", "64 bits"],
+    ids=["16 bytes", "dtype", "16", "one", "64 bits", "no fraction", "a fraction", "a tuple"],
 )
 def test_triton_is_asked_again_where_it_would_compile_anew(changed: tuple[Any, ...]) -> None:
     kernel = Kernel()

@@ -187,11 +187,13 @@ def test_one_line_compiles_generation(kv_cache: Any) -> None:
     model, plain = make(num_hidden_layers=1), make(num_hidden_layers=1)
     settings = {"bits": 16} if kv_cache == "static" else kv_cache
     settings = settings if isinstance(settings, dict) else {"bits": settings}
+    lengths = 20, 31, 1, 2  # a prompt of one token is a step
     with use_kv_cache_(plain, **settings):  # type: ignore[attr-defined]
-        expected = generated(plain)
+        expected = [generated(plain, length) for length in lengths]
     compiled = memeff_compile.compile(model, kv_cache=kv_cache, inner="eager")
     assert compiled is model
-    assert torch.equal(generated(model), expected)
+    for length, tokens in zip(lengths, expected, strict=True):
+        assert torch.equal(generated(model, length), tokens)
     assert len(memeff_compile.graphs()) == 2
 
 

@@ -1,0 +1,177 @@
+"""Pieces of a graph, for gradients that come block by block and not all at once.
+
+A compiled graph is one node to autograd: its backward returns every gradient together, and an
+optimizer in the backward would run behind all of them. Where `optim_in_backward` updates weights,
+the graph is cut between the model's blocks, as Dynamo does for the buckets of DDP, and each piece
+is compiled by itself. What crosses a cut is an output of one piece and an input of others.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ... import compat
+from ...kernels.coded_weight import is_updated_in_backward
+from ...report import Record, format_bytes
+from .graph_info import GraphInfo
+from .module_names import clean_module_path, module_stack
+
+MOST = 64
+"""Pieces, about: one has as large a share of the gradients at least."""
+
+_BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
+
+
+def starts(info: GraphInfo) -> tuple[Node, ...]:
+    """Return the nodes of a whole graph, as it is now, that begin another piece: none as a rule.
+
+    A cut lies where another block of the model begins, and gradients of updated weights come on
+    both sides of it. Graphs with writes, values of unknown sizes, and pieces of DDP stay whole.
+    """
+    if "cuts" not in info.notes:
+        info.notes["cuts"] = tuple(_starts(info))
+    found: tuple[Node, ...] = info.notes["cuts"]
+    return found
+
+
+def _starts(info: GraphInfo) -> list[Node]:
+    updated = _updated(info)
+    if not (updated and info.needs_grad) or info.parent is not None or info.writes:
+        return []
+    if info.options.inner == "eager" or compat.inputs_from_other_graphs(info.gm):
+        return []
+    nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
+    if any("unbacked_bindings" in node.meta for node in nodes):
+        return []
+    sizes = [sum(updated.get(each, 0) for each in node.all_input_nodes) for node in nodes]
+    left, gathered, least = sum(sizes), 0, sum(updated.values()) / MOST
+    found: list[Node] = []
+    tied = -1  # up to here a value is needed that cannot cross: it is no tensor
+    for (before, node), size in zip(pairwise([nodes[0], *nodes]), sizes, strict=True):
+        begins = _block(node) != _block(before) and info.regions[node] == info.region
+        if begins and left > 0 and gathered >= least and tied < info.positions[node]:
+            found.append(node)
+            gathered = 0
+        gathered, left = gathered + size, left - size
+        if node.op != "get_attr" and not isinstance(compat.example_value(node), _CROSSES):
+            tied = max((tied, *(info.positions[user] for user in node.users)))
+    return found
+
+
+_CROSSES = (torch.Tensor, torch.SymInt)
+
+
+def _updated(info: GraphInfo) -> dict[Node, int]:
+    """Return inputs that are weights updated in the backward, and the bytes of their gradients."""
+    held = {node: compat.example_input(node) for node in info.placeholders}
+    return {n: p.numel() * p.itemsize for n, p in held.items() if is_updated_in_backward(p)}
+
+
+def _block(node: Node) -> str:
+    """Return the path of the module with a number that a node is part of, or an empty string.
+
+    A checkpoint is a block, whoever called it.
+    """
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    stack = module_stack(node)
+    found = _BLOCK.match(clean_module_path(stack[-1][1])) if stack else None
+    is_body = isinstance(node.target, compat.HigherOrderOperator)
+    return found.group() if found else node.name if is_body else ""
+
+
+def said(info: GraphInfo, at: Sequence[Node]) -> Record:
+    """Say that the graph is compiled in pieces."""
+    total = format_bytes(sum(_updated(info).values()))
+    sentence = (
+        f"compiled in {len(at) + 1} pieces, cut between blocks of the model, for its weights are "
+        f"updated in the backward: {total} of gradients come and go block by block"
+    )
+    return Record("backend", "note", "in_pieces", sentence)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    graph: GraphModule
+    takes: tuple[Node, ...]  # nodes of the whole graph that it is given
+    gives: tuple[Node, ...]  # and those that it returns
+
+
+def compiled_in_pieces(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    cuts: Sequence[Node],
+    compile_one: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Compile what lies between the cuts piece by piece; return a function of the whole graph."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    known = dict(zip(placeholders, example_inputs, strict=True))
+    pieces = _split(gm, set(cuts))
+    steps: list[tuple[Callable[..., Any], _Piece, list[Node]]] = []
+    last_use = {node: place for place, piece in enumerate(pieces) for node in piece.takes}
+    results: Any = gm.graph.output_node().args[0]
+    kept = {node for node in results if isinstance(node, Node)}
+    for place, piece in enumerate(pieces):
+        inputs = [known.get(node, compat.example_value(node)) for node in piece.takes]
+        with compat.apart_in_tracing():
+            compiled = compile_one(piece.graph, inputs)
+        done = [n for n in {*piece.takes, *piece.gives} if last_use.get(n, place) <= place]
+        steps.append((compiled, piece, [node for node in done if node not in kept]))
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        values = dict(zip(placeholders, args, strict=True))
+        for compiled, piece, done in steps:
+            values.update(zip(piece.gives, compiled(*map(values.get, piece.takes)), strict=True))
+            for node in done:
+                del values[node]
+        return tuple(values[each] if isinstance(each, Node) else each for each in results)
+
+    return run
+
+
+def _split(gm: GraphModule, cuts: set[Node]) -> list[_Piece]:
+    groups: list[list[Node]] = [[]]
+    for node in gm.graph.nodes:
+        if node in cuts:
+            groups.append([])
+        if node.op not in ("placeholder", "output", "get_attr"):
+            groups[-1].append(node)
+    place = {node: number for number, group in enumerate(groups) for node in group}
+    end = len(groups)
+    sizes = [
+        node
+        for node in gm.graph.nodes
+        if node.op == "placeholder" and isinstance(compat.example_value(node), torch.SymInt)
+    ]
+    found = []
+    for number, group in enumerate(groups):
+        needed = dict.fromkeys([*sizes, *(each for n in group for each in n.all_input_nodes)])
+        takes = tuple(n for n in needed if n.op != "get_attr" and place.get(n, -1) < number)
+        # a user without a place is the output
+        gives = tuple(n for n in group if any(place.get(u, end) > number for u in n.users))
+        found.append(_Piece(_piece(gm, group, takes, gives), takes, gives))
+    return found
+
+
+def _piece(
+    gm: GraphModule, group: Sequence[Node], takes: Sequence[Node], gives: Sequence[Node]
+) -> GraphModule:
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in takes:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {"example_value": compat.example_value(node)}
+    for node in group:
+        for each in node.all_input_nodes:
+            if each.op == "get_attr" and each not in copies:
+                copies[each] = graph.node_copy(each)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in gives))
+    return GraphModule(gm, graph)
