@@ -146,7 +146,10 @@ def test_fused_loss_equals_eager(family: Family) -> None:
     Layers are traced one by one, so those that are all alike are one layer here.
     """
     inner = "aot_eager" if family.name == "llama" else "eager"
-    assert_equals_eager(build(family, **as_few_layers(family)), inputs(family), inner=inner)
+    batch: dict[str, Any] = inputs(family)
+    if family.name in ("t5", "whisper"):  # bart has a cache, for which Dynamo copies its config
+        batch["use_cache"] = False
+    assert_equals_eager(build(family, **as_few_layers(family)), batch, inner=inner)
 
 
 @pytest.mark.slow
