@@ -64,9 +64,10 @@ def test_layers_alike_have_lists_of_one_length_where_that_is_near(codec: str) ->
     side_by_side(weights, Room(0.01, 512))
     lengths = [[part.numel() for part in lists(weight)] for weight in weights]
     assert lengths[0] == lengths[1] == lengths[2] == lengths[3] != lengths[4]
-    own = [[Room(0.01, 512).length(each) for each in several] for several in needed]
-    for had, have in zip(sum(own, []), sum(lengths, []), strict=True):
-        assert had <= have <= slabs.EVEN.length(had)
+    for several, lists_of_one in zip(needed, lengths, strict=True):
+        for had, have in zip(several, lists_of_one, strict=True):
+            own = Room(0.01, 512).length(had)
+            assert own <= have <= slabs.EVEN.length(own)
     for weight, value in zip(weights, [*values, far], strict=True):
         assert torch.equal(weight.decode(), value)
 
