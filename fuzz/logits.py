@@ -55,7 +55,9 @@ VALUES = [
 _METRICS = [
     *("{a}.argmax({d})", "{a}.argmax(-1)", "{a}.topk(2, {d})", "{a}.sort({d}).indices", "{a} > 0"),
     *("{a}.max({d})", "{a}.argmax().item()", "({a}.argmax(-1) == 1).sum()", "{a}.topk(1).indices"),
-    *("{a}.kthvalue(1, {d})", "{a}.median({d})", "{a}.isnan().any()", "{a}.argsort({d})"),
+    # PyTorch's median over a dimension of stride 0 looks at what lies behind each entry.
+    *("{a}.kthvalue(1, {d})", "{a}.contiguous().median({d})", "{a}.isnan().any()"),
+    "{a}.argsort({d})",
 ]
 _FACTS = [
     *("{a}.tolist()", "{a}.sum().item()", "{a}.detach().numpy().sum().item()", "{a}.shape"),

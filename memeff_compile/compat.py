@@ -739,6 +739,14 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is several under ``vmap`` or ``is_grads_batched``, which hides it
+    from Python.
+    """
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
 def is_forward_mode_active() -> bool:
     """Return whether forward-mode derivatives are being computed."""
     from torch.autograd import forward_ad

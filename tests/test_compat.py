@@ -176,6 +176,28 @@ def test_a_device_assertion_has_its_message() -> None:
         compat.assert_on_device(torch.tensor(False), "the sentence")
 
 
+@probes("is_batched")
+def test_what_several_gradients_at_once_hide_is_seen() -> None:
+    answers: list[bool] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            answers.append(compat.is_batched(grad))
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    y = Looks.apply(x)  # type: ignore[no-untyped-call]
+    torch.autograd.grad(y, x, torch.eye(2), retain_graph=True, is_grads_batched=True)
+    torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
+    torch.vmap(lambda row: answers.append(compat.is_batched(row)) or row)(torch.eye(2))
+    assert answers == [True, False, True]
+
+
 @probes("is_functorch_active")
 def test_transforms_of_functions_are_noticed() -> None:
     assert not compat.is_functorch_active()
@@ -367,6 +389,7 @@ def test_aot_eager_compiles_a_graph() -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("inductors_loops")
 @probes("compile_with_inductor")
 def test_inductor_compiles_a_graph_under_patches() -> None:
     patches = {"compile_threads": 1, "epilogue_fusion": False}
@@ -520,7 +543,7 @@ def test_what_a_checkpoint_keeps_is_not_computed_again(is_kept: bool) -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         (body,) = (m for m in gm.children() if isinstance(m, GraphModule))
         product = next(n for n in body.graph.nodes if n.op == "call_function")
-        undo = compat.keep_in_checkpoint(body, {product: False})
+        undo = compat.keep_in_checkpoint(body, {product: "product"})
         assert compat.is_kept(product)
         if not is_kept:
             undo()
@@ -681,7 +704,7 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) in ("self", "cls"):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 found.add(node.attr)
         elif isinstance(node, ast.alias):
             found.add(node.asname or node.name)

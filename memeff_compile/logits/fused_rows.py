@@ -202,6 +202,12 @@ class FusedRows:
         made_of = (t for t in (head.weight, head.bias, *head.vectors) if t is not None)
         return tuple(compat.version_of(t) for t in made_of if not t.is_inference())
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether several gradients are asked for at once, as by `is_grads_batched`."""
+        given = (self.nll, self.lse, self.total, self.plogp)
+        return any(each is not None and compat.is_batched(each) for each in given)
+
     def scaled(self, factor: float) -> FusedRows:
         """Return this gradient times a number."""
         return replace(self, outer=self.outer * factor)
@@ -305,6 +311,8 @@ class FusedRows:
                 'it before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
             )
         wide, target, lse = self.row_lse.dtype, self.target, self.row_lse
+        end = "" if self.is_batched else "_"  # vmap writes to nothing that it does not batch
+        mul, add, scatter = (getattr(Tensor, f"{n}{end}") for n in ("mul", "add", "scatter_add"))
         nll, total = self.nll, self.total
         if self.ignore_index is not None and target is not None:
             is_ignored = target == self.ignore_index
@@ -326,17 +334,17 @@ class FusedRows:
                 slant = logs.clamp(min=-1e4)
                 if self.row_entropy is not None and not (self.is_log or self.is_exp):
                     slant += self.row_entropy.unsqueeze(-1)
-                factor = factor + slant.mul_(self.plogp.unsqueeze(-1))
-            grad = factor if self.is_exp else logs.exp_().mul_(factor)
+                factor = factor + mul(slant, self.plogp.unsqueeze(-1))
+            grad = factor if self.is_exp else mul(logs.exp_(), factor)
         else:
             shape = (*lse.shape, self.head.vocabulary)
             grad = torch.zeros(shape, dtype=wide, device=lse.device)
         if nll is not None and target is not None:
-            grad.scatter_add_(-1, target.long().unsqueeze(-1), -nll.unsqueeze(-1))
+            grad = scatter(grad, -1, target.long().unsqueeze(-1), -nll.unsqueeze(-1))
         if total is not None:
             weight = self.column_weight
             by_row = total.unsqueeze(-1)
-            grad += by_row if weight is None else by_row * weight.to(wide)
+            grad = add(grad, by_row if weight is None else by_row * weight.to(wide))
         return grad.mul_(self.outer).to(dtype)
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ tensors in their own right: gathered, summed or handed to `nll_loss` they are ne
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -529,6 +530,8 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out:
 
 
 def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = None) -> Any:
+    if _is_deferred(input) and isinstance(indices, Tensor) and indices.dtype == torch.int64:
+        indices = indices.remainder(input.dims[-1])  # as PyTorch counts here, and gather does not
     return _gather(input, dim, indices, out=out)
 
 
@@ -640,10 +643,22 @@ def _mean(
     return torch.ops.aten.div.Scalar(total, input.dims[-1]).to(dtype or input.dtype)
 
 
+# Names of arguments that PyTorch takes from NumPy beside its own.
+_RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input"}
+_RENAMED["x2"] = "other"
+
+
 def _serving(handler: Any) -> Callable[..., Any]:
     """Wrap a handler so that it returns what was declined instead of raising it."""
+    signature = inspect.signature(handler)
 
     def serve(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            kwargs = {_RENAMED.get(name, name): value for name, value in kwargs.items()}
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return NotImplemented  # PyTorch knows what to do with it, or what to say
         try:
             return handler(*args, **kwargs)
         except Declined as declined:

@@ -91,7 +91,7 @@ class RowGradient(LazyTensor):
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
         """Wrap the gradient of a few rows; a gradient with a graph of its own stays as it is."""
-        if type(rows) is not Tensor or rows.requires_grad:
+        if type(rows) is not Tensor or rows.requires_grad or compat.is_batched(rows):
             return rows
         return RowGradient(rows.shape, (Piece(rows, ()),), rows)
 
@@ -106,9 +106,13 @@ class RowGradient(LazyTensor):
         return self._dense
 
     @staticmethod
-    def of_fused(rows: FusedRows) -> RowGradient:
-        """Return the gradient of all rows of a head."""
+    def of_fused(rows: FusedRows) -> Tensor:
+        """Return the gradient of all rows of a head: under vmap, which sees no notes, multiplied
+        out.
+        """
         head = rows.head
+        if rows.is_batched:
+            return rows.dense(head.recipe.dtype)
         like = head.hidden.new_empty(0, dtype=head.recipe.dtype)
         return RowGradient((*head.hidden.shape[:-1], head.vocabulary), (Piece(rows, ()),), like)
 
@@ -270,6 +274,8 @@ def indexed_dims(indices: Sequence[Tensor | None]) -> int:
 
 def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
     """Two contributions to one gradient; as soon as they fill all rows, dense is cheaper."""
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:
         return None
     pieces = [*_pieces_of(left), *_pieces_of(right)]

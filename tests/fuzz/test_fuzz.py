@@ -237,3 +237,10 @@ def test_pytorch_fails_at_stale_views_of_what_was_detached_in_place() -> None:
         base.mul_(2)
         with pytest.raises(RuntimeError, match="new_fn INTERNAL ASSERT FAILED"):
             print(view.grad_fn)
+
+
+def test_pytorch_takes_a_median_of_shared_entries_from_what_lies_behind_them() -> None:
+    # Why medians are drawn of contiguous tensors: behind the last entry lies anything.
+    memory = torch.tensor([3.0, 1.0])
+    values = memory[:1].expand(2, 1).median(0).values
+    assert values.tolist() == [1.0]

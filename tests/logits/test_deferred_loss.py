@@ -213,6 +213,16 @@ LOG_PROBS: dict[str, Form] = {
     "take_along_dim": lambda z: torch.take_along_dim(
         torch.log_softmax(z, 2), IDS[..., None], 2
     ).mean(),
+    "take_along_dim, modulo": lambda z: torch.take_along_dim(
+        torch.log_softmax(z, 2), PADDED[..., None] * 7, 2
+    ).mean(),
+    "names of NumPy": lambda z: (
+        torch.logsumexp(x=z, axis=-1) - torch.gather(z, axis=-1, index=IDS[..., None])[..., 0]
+    ).mean(),
+    "names of NumPy, methods": lambda z: (
+        z.log_softmax(-1).mean(axis=-1, keepdims=True).mean()
+        + z.log_softmax(axis=2).gather(axis=2, index=IDS[..., None]).mean()
+    ),
     "index": lambda z: F.log_softmax(z.float(), -1)[
         torch.arange(BATCH)[:, None], torch.arange(LENGTH), IDS
     ].mean(),
@@ -836,6 +846,84 @@ def test_targets_out_of_range_are_named() -> None:
         F.cross_entropy(
             flat(world().logits), torch.full((ROWS,), 300).where(torch.arange(ROWS) > 3, 1)
         )
+
+
+def test_an_index_out_of_range_is_named_as_one() -> None:
+    with pytest.raises(TargetRangeError, match=r"columns run from 0 to 299\. Fix the index\."):
+        world().logits.log_softmax(-1).gather(-1, IDS[..., None] - VOCAB)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda z: z.log_softmax(-1).sum(-1, True, False),
+        lambda z: z.log_softmax(-1).mean(dim=-1, axis=-1),
+        lambda z: z.logsumexp(-1, keep=True),
+        lambda z: F.cross_entropy(flat(z), IDS.view(-1), smoothing=0.1),
+        lambda z: torch.gather(z, -1),
+    ],
+)
+def test_arguments_that_a_function_does_not_take_are_refused_by_pytorch(call: Form) -> None:
+    said: list[str] = []
+    for deferred in (True, False):
+        with pytest.raises(TypeError) as refused:
+            call(world(deferred=deferred).logits)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+
+
+SEVERAL: dict[str, Form] = {
+    "cross entropy": lambda z: F.cross_entropy(flat(z), PADDED.view(-1), reduction="none"),
+    "smoothed": lambda z: F.cross_entropy(
+        flat(z), PADDED.view(-1), weights(z), reduction="none", label_smoothing=0.2
+    ),
+    "shifted": lambda z: F.cross_entropy(
+        z[:, :-1].reshape(-1, VOCAB), IDS[:, 1:].reshape(-1), reduction="none"
+    ),
+    "log-probabilities": lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]).flatten(),
+    "logsumexp": lambda z: z.logsumexp(-1).flatten(),
+    "last rows": lambda z: (z / 0.7)[:, -1].logsumexp(-1),
+    "entropy": lambda z: entropy_by_chunks(z).flatten(),
+    "beside another use": lambda z: (
+        F.cross_entropy(z.mT, IDS, reduction="none") + z.logsumexp(-1).square()
+    ).flatten(),
+    "values": lambda z: z[0, :, 0] * z[0, :, 1],
+}
+
+
+@pytest.mark.parametrize("how", ["is_grads_batched", "vmap"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_gradients_at_once_are_eagers(name: str, how: str) -> None:
+    found: list[Any] = []
+    for deferred in (True, False):
+        logits, leaves, _ = world("fp64 softcap and vector", deferred=deferred)
+        values = SEVERAL[name](logits)
+        asked, rows = [logits, *leaves.values()], torch.eye(len(values), dtype=values.dtype)
+        if how == "vmap":
+            found.append(
+                torch.vmap(lambda row, v=values, a=asked: torch.autograd.grad(v, a, row, True))(
+                    rows
+                )
+            )
+        else:
+            found.append(torch.autograd.grad(values, asked, rows, is_grads_batched=True))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_hooks_of_nodes_and_edges_of_the_graph_have_gradients_to_compute_with(name: str) -> None:
+    found: list[Any] = []
+    for deferred in (True, False):
+        logits, leaves, _ = world("fp64", deferred=deferred)
+        total, seen = SEVERAL[name](logits).sum(), []
+        assert logits.grad_fn is not None
+        edge = torch.autograd.graph.get_gradient_edge(logits)
+        (grad,) = torch.autograd.grad(total, [edge], retain_graph=True)
+        seen += [grad + 1, 1 - grad, grad.add(grad), grad * 2, grad.numpy(), grad.zero_() + grad]
+        logits.grad_fn.register_prehook(lambda grads: (grads[0] * 0.5 + 1e-3,))
+        total.backward()
+        found.append([*seen, *(leaf.grad for leaf in leaves.values())])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
 
 def test_transforms_of_functions_compute_the_logits() -> None:

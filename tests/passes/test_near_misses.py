@@ -375,6 +375,17 @@ def gather_of_two_classes(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return -logits_of(h, w).log_softmax(-1).gather(-1, index).mean()
 
 
+def taken_modulo_the_classes(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    log_probs = logits_of(h, w).log_softmax(-1)
+    return -torch.take_along_dim(log_probs, y.unsqueeze(-1) * 7, -1).mean()
+
+
+def taken_and_gathered(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    log_probs = logits_of(h, w).log_softmax(-1)
+    index = y.clamp(min=0).unsqueeze(-1)
+    return log_probs.gather(-1, index).mean() * log_probs.take_along_dim(index, -1).sum()
+
+
 def gather_of_rows(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     index = y.clamp(0, 7).unsqueeze(-1)
     return -logits_of(h, w).log_softmax(-1).gather(1, index).mean()
@@ -663,6 +674,8 @@ CASES: dict[str, Case] = {
         Case(classes_in_the_middle, 0, "class_dim_changed"),
         Case(softmax_over_batch, 0, "not_log_softmax"),
         Case(gather_of_two_classes, 0),
+        Case(taken_modulo_the_classes, 1),
+        Case(taken_and_gathered, 1),
         Case(gather_of_rows, 0),
         Case(gather_of_fewer_rows, 0, "rows_differ"),
         Case(rows_repeated, 0, "no_linear_head"),

@@ -71,8 +71,10 @@ def launch(
         start(kernel, grid, *arguments, **constants)
         return
     device = current_gpu()
-    key = [id(kernel), device, name]
-    given = _read(arguments, device, key)
+    key: list[Any] = [id(kernel), device, name]
+    numbers: list[int] = []
+    given = _read(arguments, device, key, numbers)
+    key.append(_kinds(tuple(numbers)))
     found = _compiled.get(tuple(key))
     if found is None or compat.is_watched(kernel):
         constants = packed(kernel, constants)
@@ -84,8 +86,10 @@ def launch(
     found(grid, device, given)
 
 
-def _read(arguments: Sequence[Argument], device: int, key: list[Any]) -> list[Any]:
-    """Return arguments as a GPU takes them; add to `key` all that the compiler may make use of.
+def _read(
+    arguments: Sequence[Argument], device: int, key: list[Any], numbers: list[int]
+) -> list[Any]:
+    """Return arguments as a GPU takes them; add to `key` and `numbers` what the compiler knows.
 
     Tensors of the GPU become addresses: Triton asks each other one whether a kernel can read it.
     """
@@ -93,20 +97,22 @@ def _read(arguments: Sequence[Argument], device: int, key: list[Any]) -> list[An
     for argument in arguments:
         if isinstance(argument, Tensor):
             address = argument.data_ptr()
-            key += (argument.dtype, address % 16 == 0)
+            key.append(argument.dtype)
+            if address & 15:
+                key.append("no multiple of 16")
             given.append(address if argument.get_device() == device else argument)
         elif isinstance(argument, tuple):
             key.append(len(argument))
-            given.append(tuple(_read(argument, device, key)))
+            given.append(tuple(_read(argument, device, key, numbers)))
         else:
-            key.append(_kind(argument))
+            key.append(type(argument))
+            if isinstance(argument, int):
+                numbers.append(argument)
             given.append(argument)
     return given
 
 
-@lru_cache(maxsize=1 << 14, typed=True)
-def _kind(number: float) -> Any:
-    """Return all of a number that the compiler may have made use of."""
-    if isinstance(number, int):
-        return number % 16 == 0, number == 1, -(1 << 31) <= number < 1 << 31
-    return float
+@lru_cache(maxsize=1 << 14)
+def _kinds(numbers: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return all of numbers that the compiler may have made use of."""
+    return tuple((n % 16 == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in numbers)

@@ -126,7 +126,12 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
             # a backward by pieces of rows; what a call is asked for may switch its filter off
             size = (n, int(depth), int(vocab), 0)
             for each in {"exact", given.gradient_filter}:
-                by_rows = total_fused.bytes_held(*size, is_plain=False, gradient_filter=each)
+                by_rows = total_fused.bytes_held(
+                    *size,
+                    is_plain=False,
+                    gradient_filter=each,
+                    tallest=total_fused.AGAIN_BYTES,
+                )
                 held = sympy.Max(held, by_rows)
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)

@@ -214,10 +214,13 @@ def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
         return
     if not bool(is_valid.all()):
         row = int((~is_valid).nonzero()[0])
+        rest = ". Fix the index."
+        if ignore_index is not None:
+            rest = f" and ignore_index is {ignore_index}. Fix the labels, or pass that value as "
+            rest += "ignore_index."
         raise TargetRangeError(
             f"linear_cross_entropy: target holds {int(target[row])} (row {row}); columns run from "
-            f"0 to {vocab - 1} and ignore_index is {ignore_index}. Fix the labels, or pass that "
-            "value as ignore_index."
+            f"0 to {vocab - 1}{rest}"
         )
 
 

@@ -46,6 +46,8 @@ def backward(
 class _Backward(total_fused.Walk):
     """The walk whose X is G itself, with a factor of 1 per row."""
 
+    tallest = total_fused.AGAIN_BYTES
+
     def read(self, grads: RowGradients, given: Operands, kept: Kept) -> None:
         """Gather what the gradients of the logits are made of."""
         values = fused.row_values(grads, kept, self.selection, self.knobs)

@@ -43,8 +43,11 @@ serves = fused.serves
 # once per piece, and its error is 3.6e-3 at most over eight. Every piece reads and writes dC once
 # more, so pieces of TALL_ROWS are taken where they are at most a sixth of all rows, or a quarter
 # that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200 in pieces of
-# 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384 x 2048.
+# 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384 x 2048. The
+# backward of engine F, which reads dC as often and a head that is recomputed, takes a quarter up to
+# AGAIN_BYTES: 62.5 and 61.7 ms at 8192 x 4096 x 151936.
 AUTO_BYTES = 544 * MIB
+AGAIN_BYTES = 608 * MIB
 LEAST_BYTES = 160 * MIB
 AUTO_SHARE = (3, 16)
 AUTO_PIECES = 8
@@ -66,27 +69,34 @@ SCALED = 4096
 SCALING_PROGRAMS = 8
 
 
-def auto_bytes(rows: sympy.Expr, width: int) -> sympy.Expr:
-    """Return the bytes that X may take by itself, for N rows of `width` logits."""
+def auto_bytes(rows: sympy.Expr, width: int, tallest: int) -> sympy.Expr:
+    """Return the bytes that X may take by itself, for N rows of `width` logits.
+
+    A quarter of all rows may be a piece of TALL_ROWS where that takes at most `tallest` bytes.
+    """
     logits = 2 * rows * width
     most = sympy.Max(AUTO_BYTES, logits / AUTO_PIECES)
     least = sympy.Min(LEAST_BYTES, logits / 2)
     usual = sympy.Max(least, sympy.Min(most, logits * sympy.Rational(*AUTO_SHARE)))
     tall = 2 * TALL_ROWS * width
-    many = (4 if tall <= AUTO_BYTES else 6) * TALL_ROWS
+    many = (4 if tall <= tallest else 6) * TALL_ROWS
     return sympy.Piecewise((sympy.Max(usual, tall), rows >= many), (usual, True))
 
 
 @lru_cache(maxsize=1024)
 def piece_rows(
-    rows: int, vocab: int, workspace: int, tile: int, columns: int, blocks: int = 0
+    rows: int,
+    vocab: int,
+    workspace: int,  # 0 is automatic
+    tile: int,  # rows of a tile of logits
+    columns: int,  # of that
+    *,
+    blocks: int = 0,  # at most so many to a piece, if not 0
+    tallest: int = AUTO_BYTES,
 ) -> int:
-    """Return how many rows a piece has: whole blocks, at most so many if not 0, in even shares.
-
-    A workspace of 0 is automatic; a tile of logits has `tile` rows and so many columns.
-    """
+    """Return how many rows a piece has: whole blocks, in even shares."""
     width = -(-vocab // columns) * columns
-    budget = workspace or int(auto_bytes(sympy.Integer(rows), width))
+    budget = workspace or int(auto_bytes(sympy.Integer(rows), width, tallest))
     fitting = max(budget // (2 * width) // tile, 1)
     fitting = min(fitting, blocks or fitting)
     blocks = -(-rows // tile)
@@ -118,12 +128,16 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
     return min(fitting, key=time)
 
 
-def parts_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
+def parts_bytes(
+    rows: sympy.Expr, depth: int, vocab: int, workspace: int, tallest: int
+) -> sympy.Expr:
     """Return a bound of the bytes of what is kept of dE; of any number of rows if N is a symbol."""
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     heights = range(shapes.rows, TALLEST_SPLIT + 1, shapes.rows)
     if rows.is_number:
-        height = piece_rows(int(rows), vocab, workspace, shapes.rows, shapes.columns)
+        height = piece_rows(
+            int(rows), vocab, workspace, shapes.rows, shapes.columns, tallest=tallest
+        )
         heights = range(height, height + 1)
     return max(
         4 * (splits_of(height, depth, vocab, shapes, needs_weight=needs) - 1) * height * depth
@@ -140,6 +154,7 @@ def bytes_held(
     *,
     is_plain: bool,
     gradient_filter: str = "exact",
+    tallest: int = AUTO_BYTES,
 ) -> sympy.Expr:
     """Return a bound of the bytes of X, its statistics and the scaled rows of one piece.
 
@@ -148,7 +163,7 @@ def bytes_held(
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     columns = shapes.gradient_columns(is_plain=is_plain)
     width = -(-vocab // shapes.columns) * shapes.columns
-    budget = workspace or auto_bytes(rows, width)
+    budget = workspace or auto_bytes(rows, width, tallest)
     height = sympy.Max(budget / (2 * width), shapes.rows)
     is_filtered = selected.leaves_out(gradient_filter, depth, workspace)
     if is_filtered:
@@ -157,7 +172,7 @@ def bytes_held(
     if is_filtered:
         # A selection has an order of rows, and every one of them may be copied in it.
         held += selected.bytes_held(height, depth, vocab) + 12 * rows
-    return held + parts_bytes(rows, depth, vocab, workspace)
+    return held + parts_bytes(rows, depth, vocab, workspace, tallest)
 
 
 def scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
@@ -200,6 +215,8 @@ class Walk(ABC):
     factor per row. `height` is R, `columns` the width of a tile of X and `tiles` their number.
     """
 
+    tallest = AUTO_BYTES
+
     def __init__(self, given: Operands, knobs: Knobs, output_mask: Sequence[bool]) -> None:
         hidden, weight, bias, target, _ = given
         hidden = fused.aligned(hidden)
@@ -224,7 +241,8 @@ class Walk(ABC):
         self.columns = self.shapes.gradient_columns(is_plain=fused.is_plain(bias, knobs))
         self.height = piece_rows(
             *(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns),
-            *([selected.BLOCKS] if is_filtered else []),
+            blocks=selected.BLOCKS if is_filtered else 0,
+            tallest=self.tallest,
         )
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns

@@ -87,6 +87,9 @@ class KVCache(Cache):
         attention_mask: Tensor | None = None,
         merge: MiniCache | str | None = None,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            kind = type(config).__name__
+            refuse(f"a {kind} was given as config; model.config of transformers is needed.")
         _check(max_cache_len, bits, scheme, group, recent, keep_first)
         self.bits, self.scheme, self.merge = bits, scheme, _merging(merge, scheme)
         self._starts = Starts(attention_mask)

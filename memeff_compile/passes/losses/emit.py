@@ -89,7 +89,7 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
         first.kind not in STATISTICS
         and first.chain.row_key == tail.chain.row_key
         and _target_source(info, first.target) is _target_source(info, tail.target)
-        and first.ignore_index == tail.ignore_index
+        and (first.ignore_index, first.wraps) == (tail.ignore_index, tail.wraps)
         and first.class_weight is tail.class_weight
     )
 
@@ -327,7 +327,11 @@ class GroupEmitter:
             # Only logsumexp is asked for: any class will do.
             return e.call(aten.zeros_like.default, rows(), dtype=torch.int64)
         shape = self.info.value(self.hidden).shape[:-1]
-        return self._as_wide(self.with_target.target, shape, rows)
+        target = self._as_wide(self.with_target.target, shape, rows)
+        if not self.with_target.wraps:
+            return target
+        classes = self.info.value(self.head.weight).shape[1 if self.head.transposed else 0]
+        return e.call(aten.remainder.Scalar, target, compat.known_size(classes))
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
         """Give ``node`` a shape: that of what ``like`` makes where sizes are not known."""

@@ -45,6 +45,7 @@ class Tail:
     symbols: tuple[Node, ...] = ()  # settings that dynamic=True made symbols of
     keepdim: bool = False  # a statistic without a target keeps the class dimension, of size 1
     factors: tuple[Node, ...] = ()  # what an entropy multiplies
+    wraps: bool = False  # targets count modulo the classes, as in take_along_dim
 
     @property
     def operands(self) -> tuple[Node, ...]:
@@ -177,6 +178,8 @@ class TailReader:
             return
         if a["dim"] % value.dim() != value.dim() - 1 or index_value.dim() != value.dim():
             return
+        if "indices" in a and compat.known_size(value.shape[-1]) is None:
+            return
         if a.get("sparse_grad") or not compat.statically_true(index_value.shape[-1] == 1):
             return
         soft = self.softmax.log_probs(source)
@@ -200,7 +203,8 @@ class TailReader:
             )
         if has_same_rows:
             kind, through = ("logit", ()) if soft is None else ("log_prob", soft.through)
-            yield Tail(node, kind, chain, target=index, through=(*through, *opened))
+            wraps, through = "indices" in a, (*through, *opened)
+            yield Tail(node, kind, chain, target=index, through=through, wraps=wraps)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
         """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if nobody uses the values."""

@@ -93,9 +93,10 @@ def test_tensors_of_the_gpu_are_launched_as_addresses_and_others_are_left_to_tri
         (torch.ones(64), 1, 0.5),
         (torch.ones(64), 1 << 40, 0.5),
         (torch.ones(64), 48, 1),
+        (torch.ones(64), 48.0, 0.5),
         ((torch.ones(64),), 48, 0.5),
     ],
-    ids=["16 bytes", "dtype", "multiple of 16", "one", "64 bits", "a whole number", "a tuple"],
+    ids=["16 bytes", "dtype", "16", "one", "64 bits", "no fraction", "a fraction", "a tuple"],
 )
 def test_triton_is_asked_again_where_it_would_compile_anew(changed: tuple[Any, ...]) -> None:
     kernel = Kernel()
