@@ -410,6 +410,7 @@ def test_aot_eager_compiles_a_graph() -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("inductors_loops")
 @probes("compile_with_inductor")
 def test_inductor_compiles_a_graph_under_patches() -> None:
     patches = {"compile_threads": 1, "epilogue_fusion": False}
@@ -724,7 +725,7 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) in ("self", "cls"):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 found.add(node.attr)
         elif isinstance(node, ast.alias):
             found.add(node.asname or node.name)
