@@ -133,6 +133,27 @@ def test_what_runs_and_what_is_captured_is_known() -> None:
     assert compat.frame_variables() == {}
 
 
+@probes("apart_in_tracing")
+def test_what_is_noted_of_a_piece_is_not_taken_for_the_graphs() -> None:
+    from torch._guards import TracingContext
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        whole = TracingContext.get()
+        noted = whole.fw_metadata
+        with compat.apart_in_tracing():
+            own = TracingContext.get()
+            assert own is not whole
+            assert own.guards_context is whole.guards_context
+            compat.compile_with_aot_eager(gm, example_inputs)
+            assert own.fw_metadata is not None
+        assert TracingContext.get() is whole
+        assert whole.fw_metadata is noted
+
+    look(question)
+    with compat.apart_in_tracing():
+        assert TracingContext.try_get() is None
+
+
 @probes("inputs_from_other_graphs")
 def test_inputs_of_the_user_are_not_those_of_another_graph() -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
