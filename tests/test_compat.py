@@ -893,6 +893,52 @@ def test_a_backward_knows_whether_it_is_the_last_to_read() -> None:
 # --- addresses ------------------------------------------------------------------------------------
 
 
+@probes("holds", "mark_varying")
+def test_a_size_that_varies_is_guarded_where_it_is_asked_about() -> None:
+    found: list[bool] = []
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        x = next(n for n in placeholders(gm) if isinstance(compat.example_value(n), Tensor))
+        found.append(compat.holds(compat.example_value(x).shape[0] >= 6))
+        return gm.forward
+
+    step = torch.compile(lambda x: x * 2, backend=question)
+    for rows in (4, 5, 7, 8, 3):
+        x = torch.ones(rows, 2)
+        compat.mark_varying(x, 0)
+        assert step(x).sum() == 4 * rows
+    assert found == [False, True]
+    assert compat.holds(True)
+    assert not compat.holds(False)
+
+
+@probes("wrap_compiled")
+def test_what_is_compiled_in_place_is_wrapped() -> None:
+    model, calls = nn.Linear(2, 2), []
+    model.compile(backend="eager")
+
+    def noted(call: Any) -> Any:
+        def run(x: Tensor) -> Any:
+            calls.append(x)
+            return call(x)
+
+        return run
+
+    compat.wrap_compiled(model, noted)
+    x = torch.ones(1, 2)
+    assert torch.equal(model(x), model._call_impl(x))
+    assert len(calls) == 1
+
+
+@probes("names_around")
+def test_names_of_a_caller_are_read() -> None:
+    def asks() -> dict[str, Any]:
+        return compat.names_around()
+
+    here = object()
+    assert asks()["here"] is here
+
+
 @probes("keep_address")
 def test_a_tensor_that_stays_is_known_to_dynamo() -> None:
     held, other = torch.zeros(3), torch.zeros(3)
