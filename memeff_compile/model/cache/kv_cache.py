@@ -138,8 +138,11 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token be a step behind no tokens, which is compiled anyway."""
-        for layer in self.layers:
+        """Let a prompt of one token be a step behind no tokens, which is compiled anyway.
+
+        Only a cache that can be compiled has a mask then, which leaves out what is not filled.
+        """
+        for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
                 layer.is_empty = False
 
