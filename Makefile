@@ -42,7 +42,8 @@ demo: $(INSTALLED)  ## train a small Llama with and without the backend, and com
 
 # Triton reads TRITON_INTERPRET when it is imported: interpreted kernels have a run of their own.
 INTERPRETED = $(shell grep -rlE 'mark\.interpreter\b' tests --include='test_*.py')
-PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
+# NumPy, of which the interpreter is made, starts as many threads as there are cores in each process.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 # What one process has compiled of our modules and tests is read by the others and by the next run.
 unexport PYTHONDONTWRITEBYTECODE
 

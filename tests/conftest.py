@@ -26,7 +26,11 @@ import pytest
 from tests.support.fresh_python import fresh_python as fresh_python
 from tests.support.inductors_code import calling_ops as calling_ops
 from tests.support.inductors_code import inductors_loops as inductors_loops
-from tests.support.quick_dynamo import measure_nothing
+from tests.support.quick_dynamo import (
+    measure_nothing,
+    read_configs_plainly,
+    seed_what_is_there,
+)
 from tests.support.quick_interpreter import do_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,13 +91,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the collector of cycles from reading modules and tests, which live as long as we do.
 
     And from reading what Dynamo makes of a model again and again while it makes it: a tenth of the
     time. A test that waits for a cycle to go collects it.
     """
     measure_nothing()
+    seed_what_is_there()
+    if "not slow" in session.config.option.markexpr:  # the slow ones see them as everybody does
+        read_configs_plainly()
     if os.environ.get("TRITON_INTERPRET") == "1":
         do_once()
     gc.collect()

@@ -133,6 +133,27 @@ def test_what_runs_and_what_is_captured_is_known() -> None:
     assert compat.frame_variables() == {}
 
 
+@probes("apart_in_tracing")
+def test_what_is_noted_of_a_piece_is_not_taken_for_the_graphs() -> None:
+    from torch._guards import TracingContext
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        whole = TracingContext.get()
+        noted = whole.fw_metadata
+        with compat.apart_in_tracing():
+            own = TracingContext.get()
+            assert own is not whole
+            assert own.guards_context is whole.guards_context
+            compat.compile_with_aot_eager(gm, example_inputs)
+            assert own.fw_metadata is not None
+        assert TracingContext.get() is whole
+        assert whole.fw_metadata is noted
+
+    look(question)
+    with compat.apart_in_tracing():
+        assert TracingContext.try_get() is None
+
+
 @probes("inputs_from_other_graphs")
 def test_inputs_of_the_user_are_not_those_of_another_graph() -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -389,6 +410,7 @@ def test_aot_eager_compiles_a_graph() -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("inductors_loops")
 @probes("compile_with_inductor")
 def test_inductor_compiles_a_graph_under_patches() -> None:
     patches = {"compile_threads": 1, "epilogue_fusion": False}
@@ -703,7 +725,7 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) in ("self", "cls"):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 found.add(node.attr)
         elif isinstance(node, ast.alias):
             found.add(node.asname or node.name)
@@ -869,6 +891,52 @@ def test_a_backward_knows_whether_it_is_the_last_to_read() -> None:
 
 
 # --- addresses ------------------------------------------------------------------------------------
+
+
+@probes("holds", "mark_varying")
+def test_a_size_that_varies_is_guarded_where_it_is_asked_about() -> None:
+    found: list[bool] = []
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        x = next(n for n in placeholders(gm) if isinstance(compat.example_value(n), Tensor))
+        found.append(compat.holds(compat.example_value(x).shape[0] >= 6))
+        return gm.forward
+
+    step = torch.compile(lambda x: x * 2, backend=question)
+    for rows in (4, 5, 7, 8, 3):
+        x = torch.ones(rows, 2)
+        compat.mark_varying(x, 0)
+        assert step(x).sum() == 4 * rows
+    assert found == [False, True]
+    assert compat.holds(True)
+    assert not compat.holds(False)
+
+
+@probes("wrap_compiled")
+def test_what_is_compiled_in_place_is_wrapped() -> None:
+    model, calls = nn.Linear(2, 2), []
+    model.compile(backend="eager")
+
+    def noted(call: Any) -> Any:
+        def run(x: Tensor) -> Any:
+            calls.append(x)
+            return call(x)
+
+        return run
+
+    compat.wrap_compiled(model, noted)
+    x = torch.ones(1, 2)
+    assert torch.equal(model(x), model._call_impl(x))
+    assert len(calls) == 1
+
+
+@probes("names_around")
+def test_names_of_a_caller_are_read() -> None:
+    def asks() -> dict[str, Any]:
+        return compat.names_around()
+
+    here = object()
+    assert asks()["here"] is here
 
 
 @probes("keep_address")

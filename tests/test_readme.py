@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import memeff_compile
+from memeff_compile import compat
 from tests.support.fresh_python import FreshPython
 from tests.support.zoo import FAMILIES, FURTHER
 
@@ -48,11 +49,9 @@ def normalised(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
-def run_pages(
-    pages: Sequence[Path], fresh_python: FreshPython, folder: Path, prelude: str = ""
-) -> list[str]:
-    """Run the snippets of each page as one program, all in one process; return what they print."""
-    code = [prelude, "import runpy, torch, memeff_compile"]
+def programs_of(pages: Sequence[Path], folder: Path) -> str:
+    """Return code that runs the snippets of each page as one program, and says where it ends."""
+    code = ["import runpy, torch, memeff_compile"]
     for page in pages:
         program = folder / page.stem / "train.py"
         program.parent.mkdir()
@@ -60,9 +59,7 @@ def run_pages(
         program.write_text("".join(f'{s[1]}\nprint("{MARK}")\n' for s in snippets))
         code += [f"runpy.run_path({str(program)!r})", f'print("{END}")']
         code += ["torch._dynamo.reset()", "memeff_compile.reset()"]
-    result = fresh_python("\n".join(code))
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout.split(f"{END}\n")[:-1]
+    return "\n".join(code)
 
 
 def check_page(page: Path, output: str, *, compare: bool = True) -> None:
@@ -84,28 +81,37 @@ def check_page(page: Path, output: str, *, compare: bool = True) -> None:
         )
 
 
-# What the pages say is ours to keep; compiling their graphs again is Inductor's.
-WITHOUT_INDUCTOR = """\
-from memeff_compile import compat
-compat.compile_with_inductor = lambda gm, inputs, *_: gm
-"""
-
-
 @pytest.mark.parametrize(
-    "prelude",
+    "as_it_stands",
     [
-        pytest.param(WITHOUT_INDUCTOR, id="without Inductor"),
-        pytest.param("", id="as it stands", marks=pytest.mark.slow),
+        pytest.param(False, id="in this process, without Inductor"),
+        pytest.param(True, id="as it stands", marks=pytest.mark.slow),
     ],
 )
 def test_readme_and_first_steps_print_what_they_show(
-    prelude: str, fresh_python: FreshPython, tmp_path: Path
+    as_it_stands: bool,
+    fresh_python: FreshPython,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """What the pages say is ours to keep; compiling their graphs again is Inductor's."""
     transformers = pytest.importorskip(
         "transformers", reason="the pages compile a Llama of transformers"
     )
     newer = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
-    readme, first_steps = run_pages((README, FIRST_STEPS), fresh_python, tmp_path, prelude)
+    code = programs_of((README, FIRST_STEPS), tmp_path)
+    if as_it_stands:
+        result = fresh_python(code)
+        assert result.returncode == 0, result.stderr[-4000:]
+        printed = result.stdout
+    else:
+        monkeypatch.setattr(compat, "compile_with_inductor", lambda gm, inputs, *_: gm)
+        monkeypatch.chdir(tmp_path)
+        memeff_compile.reset()
+        exec(code, {})
+        printed = capsys.readouterr().out
+    readme, first_steps = printed.split(f"{END}\n")[:-1]
     check_page(README, readme, compare=newer)  # older ones build a mask to recover
     check_page(FIRST_STEPS, first_steps)
 

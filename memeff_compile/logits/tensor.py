@@ -109,6 +109,9 @@ class DeferredLogits(LazyTensor):
         self._memory()
         return self.to_read()
 
+    def as_subclass(self, cls: Any) -> Any:
+        return self.as_plain().as_subclass(cls)
+
     def to_read(self) -> Tensor:
         """Return an ordinary tensor that is a view of this one for autograd; nobody writes to it.
         The one view that is no `DeferredLogits`: nobody else asks for `implicit`.
@@ -225,10 +228,15 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if views is not None:
             return views
     wrappers: dict[int, DeferredLogits] = {}
+    outs: dict[int, Tensor] = {}  # copies, since `out=` may be given another size
 
     def plain(view: DeferredLogits) -> Tensor:
         if id(view) in written:
-            memory = view.memory.write(view)
+            memory = outs.get(id(view))
+            if memory is None:
+                memory = view.memory.write(view)
+            if any(argument.is_out for argument in schema.arguments):
+                memory = outs.setdefault(id(view), memory.clone())
             wrappers[id(memory)] = view
             return memory
         return view.memory.write(view) if is_view and not is_to_read else view.memory.read(view)
@@ -241,6 +249,10 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if not written:
         return result
+    if any(made.shape != written[number].dims for number, made in outs.items()):
+        raise UnsupportedInputError(_OTHER_MEMORY.format(f"out= of {schema.name}"))
+    for number, made in outs.items():
+        written[number].memory.write(written[number]).copy_(made)
     if schema.name.startswith("aten::_foreach"):
         # These count writes on the tensors they are given, which are the plain ones.
         for view in written.values():
@@ -554,6 +566,13 @@ def _set_data(func: Any, view: Tensor, data: Tensor) -> None:
     func(view, data)
 
 
+def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Functions that look at memory in C++, whichever of their arguments has none."""
+    given = (args, kwargs)
+    args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.as_plain, given)
+    return func(*args, **kwargs)
+
+
 def _method(func: Any, view: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     """`Tensor.numpy(logits)` is `logits.numpy()`."""
     return getattr(view, func.__name__)(*args, **kwargs)
@@ -570,6 +589,8 @@ _ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _DATA.__get__: _data,
     _DATA.__set__: _set_data,
     torch.autograd.grad: _gradients,
+    torch.Tensor.new: _on_plain,
+    torch.Tensor.new_tensor: _on_plain,
     **{getattr(torch.Tensor, name): _method for name in MEMORY_METHODS},
 }
 

@@ -185,7 +185,14 @@ WAYS = [
 
 
 @pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case is transformers_model_in_pieces))
+        for case in CASES
+    ],
+    ids=lambda case: case.__name__,
+)
 def test_ddp(case: Callable[[], None], two_processes: TwoProcesses) -> None:
     two_processes.run(case)
 

@@ -22,6 +22,7 @@ REFUSED = {
     "given_as_data_of_a_gradient",
     "given_as_data_of_a_parameter",
     "mapped_onto",
+    "output_of_another_size",
     "resized",
     "set_from",
     "takes_other_data",

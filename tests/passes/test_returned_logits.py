@@ -216,6 +216,32 @@ def test_a_subclass_weight_stays_in_the_graph() -> None:
     assert {r.code for r in records} <= {"graph_break_between", "logits_not_deferrable"}
 
 
+class OfAUser(Tensor):
+    """A class that changes nothing: Dynamo makes tensors of it of what a graph returns."""
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_logits_of_a_weight_of_a_users_class_are_of_that_class(has_loss: bool) -> None:
+    torch._dynamo.reset()
+    h = torch.ones(4, 8, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(67, 8).as_subclass(OfAUser))
+
+    def head(h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(h, weight)
+        loss = F.cross_entropy(logits, torch.arange(4)) if has_loss else logits.sum()
+        return loss, logits
+
+    grads = []
+    for function in (
+        head,
+        torch.compile(head, backend="memeff", options={"memeff.inner": "aot_eager"}),
+    ):
+        loss, logits = function(h, weight)
+        assert type(logits) is OfAUser
+        grads.append(torch.autograd.grad(loss + logits.sin().sum(), [h, weight]))
+    torch.testing.assert_close(grads[0], grads[1])
+
+
 def test_the_report_counts_what_became_of_the_logits() -> None:
     torch._dynamo.reset()
     memeff_compile.reset()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memeff_compile.errors import ExplainError
 from memeff_compile.planning import explain as explaining
@@ -263,6 +264,28 @@ def test_a_block_that_options_name_is_captured_as_itself() -> None:
         ("skipped", "blocks.2")
     ]
     assert [r.sites for r in records if r.action == "rewrote"] == [3]
+
+
+def test_bytes_that_blocks_share_are_given_out_block_by_block() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def inner(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(torch.sin(self.first(x)))
+            return y
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Whole(VOCABULARY, WIDTH, 0)
+    model.blocks = nn.ModuleList(Checkpointed() for _ in range(9))
+    options = {"memeff.recompute": 4 * B * L * WIDTH * 2}  # of four linears
+    found = explain(model.to(torch.bfloat16), *[token_ids(B, L)] * 2, options=options)
+    assert not found.stacks
+    (record,) = (r for r in found.report.records if r.pass_name == "keep_activations")
+    assert (record.sites, record.module) == (4, "blocks.5.first")
 
 
 def test_attention_that_is_computed_again_is_planned() -> None:

@@ -50,7 +50,7 @@ def call(batch: int = B, length: int = L) -> dict[str, Tensor]:
     return {"grid": grid, "input_ids": ids, "pixels": pixels, "labels": ids.clone()}
 
 
-@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), B])
 def test_a_model_that_reads_where_images_are_is_planned(batch: int) -> None:
     found = explain(Images(), **call(batch))
     assert (found.sizes.batch, found.sizes.length) == (batch, L)

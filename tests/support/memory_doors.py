@@ -11,6 +11,7 @@ import copy
 import ctypes
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -338,6 +339,22 @@ def legacy_constructor(tensor: Tensor, other: Tensor) -> Any:
 
 
 @_door
+def made_by_new(tensor: Tensor, other: Tensor) -> Any:
+    kept = tensor.detach()
+    return kept.new_tensor(kept), kept.new_tensor([1.0, 2.0]), other.new(kept) + 0
+
+
+class OfAUser(Tensor):
+    """A class that changes nothing."""
+
+
+@_door
+def as_a_class_of_a_user(tensor: Tensor, other: Tensor) -> Any:
+    made = [each.as_subclass(OfAUser) for each in (tensor, tensor.detach())]
+    return [each.as_subclass(Tensor) + 0 for each in made], [each.requires_grad for each in made]
+
+
+@_door
 def as_subclass(tensor: Tensor, other: Tensor) -> Any:
     return tensor.detach().as_subclass(Tensor)
 
@@ -511,6 +528,32 @@ def copied_onto(tensor: Tensor, other: Tensor) -> Any:
 @_door
 def output(tensor: Tensor, other: Tensor) -> Any:
     return torch.add(tensor.detach(), 1, out=other)
+
+
+@_door
+def output_of_another_size(tensor: Tensor, other: Tensor) -> Any:
+    kept = tensor.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch advises against it
+        return torch.add(other.new_zeros(2, *other.shape), 1, out=kept), kept, tensor + 0
+
+
+@_door
+def output_read(tensor: Tensor, other: Tensor) -> Any:
+    kept = tensor.detach()
+    return torch.mul(kept, 2, out=kept), kept + 0, tensor + 0
+
+
+@_door
+def output_through_a_view(tensor: Tensor, other: Tensor) -> Any:
+    kept = tensor.detach().flatten(0, -2)
+    return torch.kron(other.flatten(0, -2), other.new_ones(1, 1), out=kept), tensor + 0
+
+
+@_door
+def diagonal_filled(tensor: Tensor, other: Tensor) -> Any:
+    kept = tensor.detach().flatten(0, -2)
+    return kept.fill_diagonal_(3.0), tensor + 0
 
 
 @_door

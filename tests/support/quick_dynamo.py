@@ -1,4 +1,4 @@
-"""Dynamo without what it does for its own statistics alone."""
+"""Torch and Dynamo without what they do for their own statistics and messages alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,59 @@ def measure_nothing() -> None:
     """Keep Dynamo, where it is imported, from timing guards and from writing graphs out.
 
     It empties the processor's caches before it times the guards of a graph: a fifth of what a test
-    of a small graph takes. And pytest gives its handlers to each logger that does not pass records
-    on, so that the structured trace, which is written where somebody listens, always is.
+    of a small graph takes. It words a message on each side effect, which nobody reads. And pytest
+    gives its handlers to each logger that does not pass records on, six times a test; what is
+    written where somebody listens, such as the structured trace, then always is.
     """
     guards: Any = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
         guards.profile_guard_manager = lambda *given: 0.0
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if hasattr(config, "side_effect_replay_policy"):
+        config.side_effect_replay_policy = "silent"
     logging.getLogger("torch.__trace").propagate = True
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+def seed_what_is_there() -> None:
+    """Keep torch from keeping the stack of each call that seeds a kind of device not there."""
+    torch: Any = sys.modules.get("torch")
+    for name in ("cuda", "xpu", "mtia"):
+        device = getattr(torch, name, None)
+        if device is not None and not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
+def read_configs_plainly() -> None:
+    """Let transformers' configs be read as other objects are, where no name stands for another.
+
+    Dynamo traces Python that they run for each number that is read: a fifth of what it takes for a
+    model. No test has layers with numbers of their own, for which a part of it is; and classes with
+    names that stand for others keep the rest.
+    """
+    if "transformers" not in sys.modules:
+        return
+    from transformers.configuration_utils import PreTrainedConfig
+
+    base: Any = PreTrainedConfig
+    read, begin = base.__getattribute__, base.__init_subclass__.__func__
+    if "__getattribute__" not in vars(base):
+        return
+    for each in base.__mro__[:-1]:
+        if "__getattribute__" in vars(each):
+            del each.__getattribute__
+
+    def keep(kind: Any) -> None:
+        if kind.attribute_map:
+            kind.__getattribute__ = read
+        for each in kind.__subclasses__():
+            keep(each)
+
+    def begin_and_keep(kind: Any, *given: Any, **more: Any) -> None:
+        begin(kind, *given, **more)
+        keep(kind)
+
+    keep(base)
+    base.__init_subclass__ = classmethod(begin_and_keep)

@@ -146,7 +146,10 @@ def test_fused_loss_equals_eager(family: Family) -> None:
     Layers are traced one by one, so those that are all alike are one layer here.
     """
     inner = "aot_eager" if family.name == "llama" else "eager"
-    assert_equals_eager(build(family, **as_few_layers(family)), inputs(family), inner=inner)
+    batch: dict[str, Any] = inputs(family)
+    if family.name in ("t5", "whisper"):  # bart has a cache, for which Dynamo copies its config
+        batch["use_cache"] = False
+    assert_equals_eager(build(family, **as_few_layers(family)), batch, inner=inner)
 
 
 @pytest.mark.slow
@@ -155,7 +158,9 @@ def test_fused_loss_of_other_kinds_equals_eager_through_aot_autograd(name: str) 
     assert_equals_eager(build(BY_NAME[name]), inputs(BY_NAME[name]))
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma2", "bert"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert"))]
+)
 def test_bf16_is_no_worse_than_eager(name: str) -> None:
     family = BY_NAME[name]
     model = build(family, torch.bfloat16)

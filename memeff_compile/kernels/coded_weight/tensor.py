@@ -28,6 +28,7 @@ from .layout import CODECS, parse
 
 _aten = torch.ops.aten
 _LINEAR = torch.nn.functional.linear
+_INPUT = ("input", "x", "a", "x1")  # names of its first argument, as PyTorch takes them
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -192,6 +193,10 @@ class CodedWeight(Tensor):
         """Return the storage of decoded values, which reductions for other processes send."""
         return cast("torch.TypedStorage", self.decode().clone()._typed_storage())
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Return decoded values as a tensor of another class."""
+        return self.expand(self.shape).as_subclass(cls)
+
     def settle(self) -> None:
         """Wait for what `store_soon` left open, if anything."""
         other = self.shares_with
@@ -331,7 +336,8 @@ class CodedWeight(Tensor):
             parts = [part.clone() for part in self.parts]
             others = copy.deepcopy(self._set_by_others(), memo)
             found = memo[id(self)] = _rebuild(type(self), parts, *self._about(), others)
-            found.grad = copy.deepcopy(self.grad, memo)
+            if not isinstance(self, nn.Parameter):  # a parameter's gradient is not copied with it
+                found.grad = copy.deepcopy(self.grad, memo)
         return cast("CodedWeight", memo[id(self)])
 
     def _about(self) -> tuple[str, tuple[int, ...], codecs.Room, bool, bool]:
@@ -362,11 +368,16 @@ class CodedWeight(Tensor):
         A compiler sees the linear, and our pass does it.
         """
         with compat.without_torch_function():
+            out = None if kwargs is None else kwargs.get("out")
+            if any(isinstance(each, CodedWeight) for each in compat.pytree.tree_iter(out)):
+                raise _write_error(f"{func.__name__} with out=")
             serve = _ABOVE.get(func)
             if serve is not None and isinstance(args[0], CodedWeight):
                 return serve(*args, **(kwargs or {}))
             if func is _LINEAR and not torch.compiler.is_compiling():
-                found = _linear(*args, **(kwargs or {}))
+                given = dict(kwargs or {})
+                by_name = next((given.pop(name) for name in _INPUT if name in given), None)
+                found = _linear(*(args if by_name is None else (by_name,)), **given)
                 if found is not None:
                     return found
             return func(*args, **(kwargs or {}))
@@ -447,8 +458,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
     """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
 
-    def read(weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:
-        return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
+    def plain(weight: CodedWeight) -> Tensor:
+        return weight.decode().requires_grad_(weight.requires_grad)
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = compat.pytree.tree_map_only(CodedWeight, plain, (args, kwargs))
+        return func(*args, **kwargs)
 
     return read
 
@@ -545,12 +560,18 @@ def _set_data(weight: CodedWeight, new: Tensor) -> None:
         weight.grad = gradient.to(weight.device, weight.dtype)
 
 
-_READERS = (Tensor.new, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+_READERS = (
+    *(Tensor.new, Tensor.new_tensor, Tensor.tolist),
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__),
+)
 _ABOVE: dict[Any, Callable[..., Any]] = {
     **{func: _on_values(func) for func in _READERS},
     **{
         func: _no_write(f"Tensor.{func.__name__}")
-        for func in (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_)
+        for func in (
+            *(Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_),
+            Tensor.fill_diagonal_,  # which writes to a view
+        )
     },
     Tensor.untyped_storage: _untyped_storage,
     Tensor.storage: _storage,

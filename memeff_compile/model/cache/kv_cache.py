@@ -87,6 +87,9 @@ class KVCache(Cache):
         attention_mask: Tensor | None = None,
         merge: MiniCache | str | None = None,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            kind = type(config).__name__
+            refuse(f"a {kind} was given as config; model.config of transformers is needed.")
         _check(max_cache_len, bits, scheme, group, recent, keep_first)
         self.bits, self.scheme, self.merge = bits, scheme, _merging(merge, scheme)
         self._starts = Starts(attention_mask)
@@ -135,8 +138,11 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token be a step behind no tokens, which is compiled anyway."""
-        for layer in self.layers:
+        """Let a prompt of one token be a step behind no tokens, which is compiled anyway.
+
+        Only a cache that can be compiled has a mask then, which leaves out what is not filled.
+        """
+        for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
                 layer.is_empty = False
 

@@ -124,7 +124,13 @@ class _Update:
         self.held = parameter
         if isinstance(parameter, CodedWeight):
             self.held = nn.Parameter(parameter.decode())
-        self.optimizer = factory(self.held)
+        try:
+            self.optimizer = factory(self.held)
+        except TypeError as error:
+            raise OptionError(
+                f"optim_in_backward: the factory failed for {name} ({error}); it gets one parameter"
+                " and returns its optimizer, such as lambda p: torch.optim.SGD([p], lr=1e-3)."
+            ) from error
         _check_optimizer(self.optimizer, self.held, name)
         self._empty()
 

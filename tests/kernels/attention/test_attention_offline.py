@@ -22,6 +22,7 @@ from tests.support.offline import (
     gpus,
     registers_of,
     rows_named,
+    twice,
     within_limits,
 )
 
@@ -187,7 +188,7 @@ UNDER_A_BIAS = {
 PRODUCTS = {80: r"mma\.sync", 89: r"mma\.sync", 90: r"wgmma", 100: r"tcgen05\.mma"}
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [case for kernel in KERNELS for case in twice(kernel)])
 def test_attention_compiles_within_the_limits(kernel: str) -> None:
     _check(kernel, 90, 128, PLAIN, "bf16")
 

@@ -151,7 +151,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "bits", "more"),
     [
-        (90, *CASES[0]),
+        *twice(90, *CASES[0]),
         *[pytest.param(90, *case, marks=SLOW) for case in CASES[1:]],
         *[pytest.param(80, *case, marks=SLOW) for case in CASES],
     ],

@@ -13,6 +13,7 @@ from memeff_compile.kernels.coded_weight.layout import Multiplied
 from tests.support.offline import compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
+SLOW = pytest.mark.slow
 
 CAPABILITIES = gpus(80, 90, 100)
 POINTERS = {
@@ -224,7 +225,10 @@ def test_encoding_compiles_within_the_limits(capability: int, name: str) -> None
 
 @pytest.mark.parametrize(
     ("capability", "rows"),
-    [(80, 14336), (90, 14336), pytest.param(90, 1024, marks=pytest.mark.slow), (100, 4096)],
+    [
+        (90, 14336),
+        *[pytest.param(*case, marks=SLOW) for case in ((80, 14336), (90, 1024), (100, 4096))],
+    ],
 )
 def test_a_product_of_one_token_compiles_within_the_limits(capability: int, rows: int) -> None:
     kernel = _row(capability, rows)
@@ -241,7 +245,10 @@ def test_products_of_one_token_compile_within_the_limits(capability: int) -> Non
 
 @pytest.mark.parametrize(
     ("capability", "tokens", "rows", "is_even"),
-    [(80, 16, 14336, True), (90, 16, 14336, True), (90, 2, 1024, False), (100, 2, 14336, True)],
+    [
+        *[(90, 16, 14336, True), (90, 2, 1024, False)],
+        *[pytest.param(*case, True, marks=SLOW) for case in ((80, 16, 14336), (100, 2, 14336))],
+    ],
 )
 def test_operands_are_decoded_in_registers(
     capability: int, tokens: int, rows: int, is_even: bool

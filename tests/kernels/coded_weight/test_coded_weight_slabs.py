@@ -20,7 +20,7 @@ from memeff_compile.kernels.coded_weight import (
 from memeff_compile.kernels.coded_weight.layout import LISTS, parse
 from memeff_compile.model.weights.compress import compress_, compressed_weights
 from memeff_compile.model.weights.optim_in_backward import LEFT_ALONE, optim_in_backward
-from tests.support.hostile_weights import bits, hostile
+from tests.support.hostile_weights import bits, hostile, normal
 
 
 def coded(count: int, codec: str) -> list[CodedWeight]:
@@ -50,6 +50,26 @@ def test_values_stay_and_memory_is_one_piece(codec: str) -> None:
             assert part.numel() == length + max(-(-length // 10), 7)
             assert part.storage_offset() * part.element_size() % slabs.ALIGNED == 0
             assert part.is_contiguous()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_layers_alike_have_lists_of_one_length_where_that_is_near(codec: str) -> None:
+    values = [normal(256, 256, seed=seed) for seed in range(4)]
+    weights = [CodedWeight(encode(value, codec), codec, value.shape) for value in values]
+    far = normal(256, 256, seed=5)
+    far[:64] *= torch.logspace(-30, 0, 64)[:, None]
+    weights.append(CodedWeight(encode(far, codec), codec, far.shape))
+    needed = [[part.numel() for part in lists(weight)] for weight in weights]
+    assert needed[0] != needed[1]
+    side_by_side(weights, Room(0.01, 512))
+    lengths = [[part.numel() for part in lists(weight)] for weight in weights]
+    assert lengths[0] == lengths[1] == lengths[2] == lengths[3] != lengths[4]
+    for several, lists_of_one in zip(needed, lengths, strict=True):
+        for had, have in zip(several, lists_of_one, strict=True):
+            own = Room(0.01, 512).length(had)
+            assert own <= have <= slabs.EVEN.length(own)
+    for weight, value in zip(weights, [*values, far], strict=True):
+        assert torch.equal(weight.decode(), value)
 
 
 def test_large_lists_get_more_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

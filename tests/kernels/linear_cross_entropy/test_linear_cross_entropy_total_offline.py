@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.offline import HOPPER, compile_for, shared_of, stack_bytes, within_limits
+from tests.support.offline import (
+    HOPPER,
+    compile_for,
+    shared_of,
+    stack_bytes,
+    twice,
+    within_limits,
+)
 
 pytestmark = pytest.mark.offline
 
@@ -114,7 +121,7 @@ def test_products_compile_within_the_limits(is_busy: bool) -> None:
     assert "cp.reduce" not in ptx
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [*twice(1), 3])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["all rows, first", "kept rows, adds"])
 def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int) -> None:
     import triton

@@ -30,7 +30,14 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     Shape,
     shape_for,
 )
-from tests.support.offline import TABLES_NAMED, compile_for, gpus, rows_named, within_limits
+from tests.support.offline import (
+    TABLES_NAMED,
+    compile_for,
+    gpus,
+    rows_named,
+    twice,
+    within_limits,
+)
 
 pytestmark = pytest.mark.offline
 
@@ -154,7 +161,7 @@ def _check(capability: int, depth: int, flags: dict[str, Any]) -> None:
         assert "cp.async.cg.shared.global" in ptx, "tiles are not loaded ahead"
 
 
-@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("depth", [*twice(64), 128])
 def test_attention_compiles_within_the_limits(depth: int) -> None:
     _check(90, depth, PLAIN)
 

@@ -154,6 +154,13 @@ def test_what_a_cache_cannot_take_is_said_and_changes_nothing(model: Any, kind: 
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("given", ["model", "dict", None])
+def test_what_is_no_config_is_said(model: Any, given: str | None) -> None:
+    config = {"model": torch.nn.Linear(2, 2), "dict": model.config.to_dict(), None: None}[given]
+    with pytest.raises(UnsupportedInputError, match=r"was given as config; model\.config"):
+        KVCache(config, 48)
+
+
 def test_a_step_behind_the_end_of_an_exact_cache_is_refused(model: Any) -> None:
     cache, ids = KVCache(model.config, 30, 16), prompt(tokens=30)
     with torch.no_grad():

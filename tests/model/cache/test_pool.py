@@ -195,6 +195,19 @@ def test_one_line_compiles_generation(kv_cache: Any) -> None:
     for length, tokens in zip(lengths, expected, strict=True):
         assert torch.equal(generated(model, length), tokens)
     assert len(memeff_compile.graphs()) == 2
+    # Of so few tokens none is in codes yet: what a model says without our caches.
+    assert torch.equal(expected[2], generated(make(num_hidden_layers=1), 1))
+
+
+def test_one_token_is_a_step_only_where_a_mask_says_what_is_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for is_compileable in (True, False):
+        cache = KVCache(make(num_hidden_layers=1).config, 64, bits=16)
+        cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
+        monkeypatch.setattr(KVCache, "is_compileable", is_compileable)
+        cache.begin_with_a_step()
+        assert cache.is_empty == (not is_compileable)
 
 
 def test_what_the_door_cannot_do_is_said() -> None:

@@ -90,9 +90,8 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize(
-    "order", ["ours first", pytest.param("ours too late", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["ours first", "ours too late"])
 def test_another_process_needs_our_import_in_any_order(
     tmp_path: Path, fresh_python: FreshPython, order: str
 ) -> None:

@@ -220,6 +220,14 @@ def test_a_copy_of_a_model_is_compressed_and_its_own() -> None:
     assert same_tensors(dict(llama(seed=1).state_dict()), dict(twin.state_dict()))
 
 
+def test_a_copy_of_a_model_has_its_gradients_as_a_dense_one() -> None:
+    model = nn.Linear(256, 256, dtype=torch.bfloat16)
+    compress_(model, min_size=0)
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in copy.deepcopy(model).parameters())
+
+
 def test_decompressing_gives_the_dense_model_back() -> None:
     model = compressed(llama())
     assert decompress_(model) == 14

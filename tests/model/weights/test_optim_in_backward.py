@@ -736,12 +736,22 @@ def test_accumulating_with_frozen_weights_leaves_them(codec: str) -> None:
     ("factory", "settings", "needed"),
     [
         (lambda p: None, {}, "NoneType"),
+        (torch.optim.SGD, {}, "the factory failed for weight .*should be an iterable"),
+        (torch.optim.SGD([torch.ones(1)]), {}, "the factory failed for weight .*not callable"),
         (lambda p: torch.optim.SGD([p, nn.Parameter(torch.ones(1))], lr=1.0), {}, "2 parameters"),
         (FACTORIES["SGD"], {"accumulate": 0}, "accumulate is 0"),
         (FACTORIES["SGD"], {"accumulate": True}, "accumulate is True"),
         (FACTORIES["SGD"], {"max_norm": -1.0}, "max_norm is -1.0"),
     ],
-    ids=["no optimizer", "two parameters", "accumulate 0", "accumulate True", "negative norm"],
+    ids=[
+        "no optimizer",
+        "a class",
+        "an instance",
+        "two parameters",
+        "accumulate 0",
+        "accumulate True",
+        "negative norm",
+    ],
 )
 def test_a_wrong_argument_is_said(factory: Any, settings: dict[str, Any], needed: str) -> None:
     with pytest.raises(OptionError, match=needed):
