@@ -86,8 +86,13 @@ def compare(model: Net, batches: tuple[int, ...], inner: str, dynamic: bool | No
         assert torch.equal(trained, other)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointed", "dynamic"),
+    [
+        *[(False, False), (True, True)],
+        *[pytest.param(*each, marks=pytest.mark.slow) for each in ((False, True), (True, False))],
+    ],
+)
 def test_pieces_train_as_the_whole_graph_does(checkpointed: bool, dynamic: bool) -> None:
     compare(Net(checkpointed), (4, 4, 6), "aot_eager", dynamic)
 
