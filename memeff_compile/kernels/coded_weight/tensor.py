@@ -28,6 +28,7 @@ from .layout import CODECS, parse
 
 _aten = torch.ops.aten
 _LINEAR = torch.nn.functional.linear
+_INPUT = ("input", "x", "a", "x1")  # names of its first argument, as PyTorch takes them
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -374,7 +375,9 @@ class CodedWeight(Tensor):
             if serve is not None and isinstance(args[0], CodedWeight):
                 return serve(*args, **(kwargs or {}))
             if func is _LINEAR and not torch.compiler.is_compiling():
-                found = _linear(*args, **(kwargs or {}))
+                given = dict(kwargs or {})
+                by_name = next((given.pop(name) for name in _INPUT if name in given), None)
+                found = _linear(*(args if by_name is None else (by_name,)), **given)
                 if found is not None:
                     return found
             return func(*args, **(kwargs or {}))

@@ -262,6 +262,15 @@ def test_a_linear_and_its_gradients_equal_the_dense_one(
     assert type(weight.grad) is Tensor
 
 
+@pytest.mark.parametrize("name", ["input", "x", "a", "x1"])
+def test_a_linear_takes_its_arguments_by_name(name: str) -> None:
+    weight, bias = coded(normal(48, 256), requires_grad=True), normal(48, seed=2)
+    given: Any = {"weight": weight, "bias": bias, name: normal(3, 256)}
+    assert torch.equal(F.linear(**given), F.linear(normal(3, 256), weight.decode(), bias))
+    with pytest.raises(TypeError):
+        F.linear(normal(3, 256), **given)
+
+
 def test_no_dense_weight_is_saved_for_the_backward() -> None:
     weight = coded(normal(48, 256), requires_grad=True)
     saved: list[Tensor] = []
