@@ -86,9 +86,13 @@ class Trip:
 
     def _cut(self, info: GraphInfo) -> None:
         """Decide where the graph is cut for updates in the backward, and say so in its report."""
-        self.cuts = cuts.starts(info)
-        if self.cuts:
-            records = (*self.outcome.report.records, cuts.said(info, self.cuts))
+        try:
+            self.cuts = cuts.starts(info)
+            found = cuts.said(info, self.cuts) if self.cuts else None
+        except Exception as error:  # the graph runs whole all the same
+            found = cuts.undecided(error)
+        if found is not None:
+            records = (*self.outcome.report.records, found)
             self.outcome.report = replace(self.outcome.report, records=records)
 
     def _guard(self, info: GraphInfo) -> None:

@@ -98,6 +98,13 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
     return Record("backend", "note", "in_pieces", sentence)
 
 
+def undecided(error: Exception) -> Record:
+    """Say that the graph stays whole, for the search for blocks failed."""
+    why = f"not cut into blocks: searching for them failed with {type(error).__name__}: {error}"
+    hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
+    return Record("backend", "internal_error", "cuts_failed", why, hint)
+
+
 @dataclass(frozen=True)
 class _Piece:
     graph: GraphModule
@@ -115,6 +122,8 @@ def compiled_in_pieces(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
     pieces = _split(gm, set(cuts))
+    if not all(piece.gives for piece in pieces):  # one that is there for its effects alone
+        return compile_one(gm, example_inputs)
     steps: list[tuple[Callable[..., Any], _Piece, list[Node]]] = []
     last_use = {node: place for place, piece in enumerate(pieces) for node in piece.takes}
     results: Any = gm.graph.output_node().args[0]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile import optim_in_backward
+from memeff_compile.passes.graph import cuts
 
 WIDTH, BLOCKS = 16, 3
 
@@ -168,3 +169,19 @@ def test_graphs_that_write_stay_whole() -> None:
     train(model, optimizer, (4, 4))
     assert pieces() == ""
     assert model.calls == 2
+
+
+def test_a_search_for_blocks_that_fails_leaves_the_graph_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(node: object) -> str:
+        raise KeyError("a stack of another kind")
+
+    monkeypatch.setattr(cuts, "_block", fail)
+    model = Net()
+    optimizer = optim_in_backward(model, sgd)
+    model.compile(backend="memeff", options={"memeff.inner": "aot_eager"})
+    train(model, optimizer, (4,))
+    assert pieces() == ""
+    found = [r for r in memeff_compile.last_report().records if r.code == "cuts_failed"]
+    assert "a stack of another kind" in found[0].sentence
