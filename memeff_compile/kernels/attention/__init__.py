@@ -17,12 +17,9 @@ from __future__ import annotations
 
 from ..checks import MAX_DEPTH as MAX_DEPTH
 from .memory import backward_bytes as backward_bytes
-from .memory import bounds_bytes as bounds_bytes
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
-from .memory import lists_bytes as lists_bytes
 from .memory import mask_bytes as mask_bytes
-from .memory import mask_tiles_bytes as mask_tiles_bytes
 from .op import EMPTY_ROWS as EMPTY_ROWS
 from .op import ENGINES as ENGINES
 from .op import attention as attention

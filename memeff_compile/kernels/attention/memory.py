@@ -10,7 +10,6 @@ import sympy
 import torch
 
 from ..sizes import Size
-from .mask_tiles import TILE
 
 
 def bytes_before(
@@ -33,35 +32,3 @@ def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     """Return the bytes that the backward needs beside the gradients: two fp32 per query."""
     return 8 * sympy.sympify(batch) * heads * queries
-
-
-def bounds_bytes(batch: Size, length: Size, *, tile: Size) -> sympy.Expr:
-    """Return the bytes that say which tiles are visited, where masks or ids decide.
-
-    They live during a kernel: four int32 per tile of queries (or keys) of a sequence, of which
-    `length` is cut into tiles of so many places.
-    """
-    return 16 * sympy.sympify(batch) * sympy.ceiling(sympy.sympify(length) / tile)
-
-
-def mask_tiles_bytes(batch: Size, heads: Size, queries: Size, keys: Size) -> sympy.Expr:
-    """Return the bytes of the codes of a mask's tiles, kept for the backward.
-
-    All are sizes of the mask, 1 where it is broadcast.
-    """
-    tiles = [sympy.ceiling(sympy.sympify(size) / TILE) for size in (queries, keys)]
-    return sympy.sympify(batch) * heads * tiles[0] * tiles[1]
-
-
-def lists_bytes(
-    batch: Size, heads: Size, ours: Size, others: Size, *, tile: tuple[Size, Size]
-) -> sympy.Expr:
-    """Return the bytes of a kernel's lists of the tiles that it visits, under such a mask.
-
-    Batch and heads are the mask's, 1 where it is broadcast; ours and others, and the places per
-    tile, are of M and N, or of N and M in the kernel of the gradients of k and v.
-    """
-    counts = [
-        sympy.ceiling(sympy.sympify(n) / size) for n, size in zip((ours, others), tile, strict=True)
-    ]
-    return 4 * sympy.sympify(batch) * heads * counts[0] * (3 + counts[1])

@@ -24,7 +24,6 @@ from .layout import Layout as Layout
 from .layout import dtype_of as dtype_of
 from .layout import group_of as group_of
 from .memory import bytes_after as bytes_after
-from .memory import bytes_before as bytes_before
 from .memory import bytes_of_token as bytes_of_token
 from .memory import bytes_per_token as bytes_per_token
 from .memory import fixed_bytes as fixed_bytes

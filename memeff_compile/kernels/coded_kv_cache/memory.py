@@ -38,11 +38,6 @@ def fixed_bytes(
     return sympy.sympify(batch) * heads * (2 * tokens * depth * itemsize + 4 * kept)
 
 
-def bytes_before(heads: Size, depth: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of one token's keys and values as they come, in one layer and sequence."""
-    return sympy.Integer(2 * dtype.itemsize) * heads * depth
-
-
 def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
     """Return the bytes of one token in a layout's codes, or as it comes without codes."""
     if layout.bits == PLAIN:

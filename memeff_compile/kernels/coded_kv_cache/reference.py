@@ -70,22 +70,18 @@ def encode(
         whole = (values / step.to(values.dtype).unsqueeze(-1) + 0.5).floor()
         codes = (whole.clamp(1 - top, top - 1) + top).to(torch.uint8)
         scales = step[:, :, :, None, :, None]
-    elif is_value:
-        width = channel_group(x.shape[-1], scheme)
-        parts = values.unflatten(-1, (-1, width))  # (B, H, n, G, parts, width)
-        step, zero = _between(parts, -1, None, bits)
-        step, zero = _stored(step, dtype), zero.to(dtype)
-        codes = _codes(
-            parts, step.to(parts.dtype)[..., None], zero.to(parts.dtype)[..., None], bits
-        )
-        codes = codes.flatten(-2)
-        scales = torch.stack([step, zero], -1).transpose(3, 4)  # (B, H, n, parts, G, 2)
     else:
-        step, zero = _between(values, -2, hidden, bits)
+        dim = -2
+        if is_value:
+            dim, hidden = -1, None
+            values = values.unflatten(-1, (-1, channel_group(x.shape[-1], scheme)))
+        step, zero = _between(values, dim, hidden, bits)
         step, zero = _stored(step, dtype), zero.to(dtype)
-        wide_step, wide_zero = (t.to(values.dtype).unsqueeze(-2) for t in (step, zero))
+        wide_step, wide_zero = (t.to(values.dtype).unsqueeze(dim) for t in (step, zero))
         codes = _codes(values, wide_step, wide_zero, bits)
-        scales = torch.stack([step, zero], -1)  # (B, H, n, D, 2)
+        scales = torch.stack([step, zero], -1)  # (B, H, n, D, 2); of values (B, H, n, G, parts, 2)
+        if is_value:
+            codes, scales = codes.flatten(-2), scales.transpose(3, 4)
     return block_of(codes, bits, is_value=is_value), scales
 
 

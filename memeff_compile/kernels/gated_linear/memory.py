@@ -14,12 +14,12 @@ from ..sizes import Size
 
 def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
     """Return the bytes of one fused kernel's operands: three read, three written."""
-    return 6 * _one(tokens, inner, dtype)
+    return 6 * transient_bytes(tokens, inner, dtype=dtype)
 
 
 def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
     """Return the bytes of the three buffers that are read and written here."""
-    return 3 * _one(tokens, inner, dtype)
+    return 3 * transient_bytes(tokens, inner, dtype=dtype)
 
 
 def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
@@ -27,8 +27,4 @@ def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.E
 
     The forward has the product; the backward the product's gradient, which becomes the product.
     """
-    return _one(tokens, inner, dtype)
-
-
-def _one(tokens: Size, inner: Size, dtype: torch.dtype) -> sympy.Expr:
     return dtype.itemsize * sympy.sympify(tokens) * sympy.sympify(inner)
