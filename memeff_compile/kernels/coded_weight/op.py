@@ -140,9 +140,10 @@ def _fake_decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Te
     return parts[0].new_empty(tuple(size), dtype=torch.bfloat16)
 
 
-def _require_fit(
-    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, size: Sequence[int]
-) -> None:
+def _require_fit(given: _Product) -> Format:
+    """Return the format of a weight that a product can be made with; refuse any other."""
+    x, parts, bias, codec, size, _ = given
+    form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
         if tensor is not None and tensor.dtype != torch.bfloat16:
             raise UnsupportedInputError(
@@ -159,6 +160,7 @@ def _require_fit(
             f"coded_weight_linear: x has {x.dim()} dimensions and the weight {len(size)}; at least "
             "one, and two, are needed."
         )
+    return form
 
 
 class _Product(NamedTuple):
@@ -173,9 +175,8 @@ class _Product(NamedTuple):
 
 
 def _product(given: _Product) -> Tensor:
+    form = _require_fit(given)
     x, parts, bias, codec, size, trains = given
-    form = _form(codec, parts)
-    _require_fit(x, parts, bias, size)
     tokens = math.prod(x.shape[:-1])
     is_near = _uses_kernels(x) and x.shape[-1] == size[1]
     if is_near and codecs.fuses(form, tokens, size, x.device, trains=trains):
@@ -187,10 +188,8 @@ def _product(given: _Product) -> Tensor:
 
 
 def _fake_product(given: _Product) -> Tensor:
-    x, parts, bias, codec, size, _ = given
-    _form(codec, parts)
-    _require_fit(x, parts, bias, size)
-    return x.new_empty((*x.shape[:-1], size[0]))
+    _require_fit(given)
+    return given.x.new_empty((*given.x.shape[:-1], given.size[0]))
 
 
 class _Products(NamedTuple):
@@ -226,7 +225,7 @@ def _products(given: _Products) -> list[Tensor]:
     if not (math.prod(x.shape[:-1]) == 1 and _uses_kernels(x) and all(fits)):
         return [_product(each) for each in several]
     for each in several:
-        _require_fit(x, each.parts, each.bias, each.size)
+        _require_fit(each)
     operands = ((each.parts, each.bias, each.size) for each in several)
     found = codecs.products(x.reshape(1, columns), *zip(*operands, strict=True))
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]

@@ -33,17 +33,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    [
-        "codec",
-        "room",
-        "place",
-        "shares_with",
-        "unsettled",
-        "times_anew",
-        "_number",
-        "_memory_number",
-    ]
-    + ["_is_param"]
+    "codec room place shares_with unsettled times_anew _number _memory_number _is_param".split()
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""

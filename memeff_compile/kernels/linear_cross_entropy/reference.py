@@ -27,7 +27,7 @@ def forward(given: Operands, knobs: Knobs) -> Rows:
     hidden, weight, _, target, _ = given
     rows = target.shape[0]
     wide = checks.wide(hidden.dtype)
-    kept = _kept_rows(target, knobs, forward=True)
+    kept = kept_rows(target, knobs, forward=True)
     if kept is not None:
         hidden, target = hidden[kept], target[kept]
     width = _width(hidden.dtype, rows, weight, knobs, forward=True)
@@ -55,7 +55,7 @@ def backward(
     narrow, wide = hidden.dtype, checks.wide(hidden.dtype)
     rows, vocab = hidden.shape[0], weight.shape[0]
     width = _width(narrow, rows, weight, knobs, forward=False)
-    kept = _kept_rows(target, knobs, forward=False)
+    kept = kept_rows(target, knobs, forward=False)
     if kept is not None:
         hidden, target, lse = hidden[kept], target[kept], lse[kept]
         parts = zip(grads, knobs.wanted, strict=False)
@@ -123,7 +123,7 @@ def backward(
     return grad_hidden, grad_weight, grad_bias
 
 
-def _kept_rows(target: Tensor, knobs: Knobs, *, forward: bool) -> Tensor | None:
+def kept_rows(target: Tensor, knobs: Knobs, *, forward: bool) -> Tensor | None:
     """Return the rows to compute on a CPU, or None where all of them are.
 
     Some statistics are wanted of ignored rows too. On a GPU counting rows would wait for it.

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import checks
 from .call import Knobs
 from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
+from .reference import kept_rows
 
 # Rows of the narrowest piece: the weight is read once per piece.
 MIN_ROWS = 64
@@ -103,7 +104,7 @@ def run(given: Loss) -> Totals:
     bias_sums = None
     if needs_bias and bias is not None:
         bias_sums = torch.zeros_like(bias, dtype=wide)
-    kept = _kept(target, ignore_index)
+    kept = kept_rows(target, given.knobs, forward=True)
     per_logit = wide.itemsize * (1 + (softcap > 0))
     height = int(rows_per_piece(rows, vocab, per_logit, given.workspace, weight.device.type))
     buffer = hidden.new_empty(height, vocab, dtype=wide)
@@ -154,14 +155,6 @@ def run(given: Loss) -> Totals:
         None if sums is None else sums.to(weight.dtype),
         None if bias_sums is None or bias is None else bias_sums.to(bias.dtype),
     )
-
-
-def _kept(target: Tensor, ignore_index: int | None) -> Tensor | None:
-    """Return the rows that count on a CPU, or None where all do or counting would wait."""
-    if ignore_index is None or target.device.type != "cpu":
-        return None
-    is_kept = target != ignore_index
-    return None if bool(is_kept.all()) else is_kept.nonzero().squeeze(1)
 
 
 def _columns(weight: Tensor, wide: torch.dtype, height: int) -> list[tuple[int, int]]:
