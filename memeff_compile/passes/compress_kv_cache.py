@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import coded_kv_cache as op_folder
+from ..kernels import kv_cache
 from .attention import cached
 from .attention.repeated_heads import without_repeat
 from .graph.base import Decline, Done, Gain
@@ -93,7 +94,7 @@ class CompressKVCache(cached.CachedPass):
         held, shared = compat.size_hint(codes.shape[2]), heads // kv_heads
         plan = op_folder.plan_for(batch * kv_heads, held, depth, bits, query.device, shared)
         sizes |= {"H": heads, "S": plan.splits}
-        return Gain(before, op_folder.share_bytes(b, h, d, splits=s), sizes)
+        return Gain(before, kv_cache.bytes_after(b, h, 1, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
         """Let attention read the codes."""

@@ -77,13 +77,3 @@ def view_bytes(
 ) -> sympy.Expr:
     """Return the bytes of the dense view: keys and values of so many heads, rebuilt in one step."""
     return sympy.Integer(2 * dtype.itemsize) * batch * heads * tokens * depth
-
-
-def share_bytes(batch: Size, heads: Size, depth: Size, *, splits: Size) -> sympy.Expr:
-    """Return the bytes of the shares that the programs of one query head leave, in fp32.
-
-    `heads` are query heads, `splits` programs of each; one leaves nothing behind.
-    """
-    if splits == 1:
-        return sympy.Integer(0)
-    return 4 * sympy.sympify(splits) * batch * heads * (sympy.sympify(depth) + 2)
