@@ -84,9 +84,10 @@ class CompressKVCache(cached.CachedPass):
         batch, heads, _, depth = map(compat.size_hint, query.shape)
         kv_heads, tokens = compat.size_hint(window.shape[1]), compat.size_hint(taken.shape[2])
         sizes = {"B": batch, "G": kv_heads, "N": tokens, "D": depth}
-        before = op_folder.view_bytes(b, g, n, d, dtype=query.dtype)
+        # the dense view, and its copy for the query heads
+        before = kv_cache.bytes_before(b, g, n, d, dtype=query.dtype)
         if compat.size_hint(taken.shape[1]) != kv_heads:
-            before += op_folder.view_bytes(b, h, n, d, dtype=query.dtype)
+            before += kv_cache.bytes_before(b, h, n, d, dtype=query.dtype)
             sizes["H"] = heads
         group = op_folder.group_of(compat.size_hint(codes.shape[3]), depth, bits)
         if op_folder.engine_for(query.device, query.dtype, group) == "reference":

@@ -28,7 +28,6 @@ from .memory import bytes_of_token as bytes_of_token
 from .memory import bytes_per_token as bytes_per_token
 from .memory import fixed_bytes as fixed_bytes
 from .memory import pair_bytes as pair_bytes
-from .memory import view_bytes as view_bytes
 from .merging import READINGS as READINGS
 from .merging import RULES as RULES
 from .merging import SCALES as SCALES

@@ -7,7 +7,6 @@ however long the cache is: its window and its kept tokens.
 from __future__ import annotations
 
 import sympy
-import torch
 
 from ..sizes import Size
 from .layout import PLAIN, Layout
@@ -70,10 +69,3 @@ def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: in
     exact = 2 * sequences * 2 * (layout.window + layout.kept) * layout.depth * itemsize
     notes = 4 * sequences * (layout.kept + 4)
     return int(each * batch * rows) + lengths + exact + notes
-
-
-def view_bytes(
-    batch: Size, heads: Size, tokens: Size, depth: Size, *, dtype: torch.dtype
-) -> sympy.Expr:
-    """Return the bytes of the dense view: keys and values of so many heads, rebuilt in one step."""
-    return sympy.Integer(2 * dtype.itemsize) * batch * heads * tokens * depth

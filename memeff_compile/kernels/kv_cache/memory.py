@@ -15,7 +15,7 @@ from ..sizes import Size
 def bytes_before(
     batch: Size, heads: Size, keys: Size, depth: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of keys and values copied once per query head (repeat_kv)."""
+    """Return the bytes of keys and values of so many heads, as repeat_kv copies them."""
     elements = sympy.sympify(batch) * heads * keys * depth
     return sympy.Integer(2 * dtype.itemsize) * elements
 

@@ -21,7 +21,6 @@ from memeff_compile.kernels.coded_kv_cache import (
     supports,
     supports_append,
     unproven,
-    view_bytes,
 )
 from memeff_compile.kernels.coded_kv_cache.layout import (
     block_of,
@@ -33,6 +32,7 @@ from memeff_compile.kernels.coded_kv_cache.layout import (
 from memeff_compile.kernels.coded_kv_cache.reference import decode, encode
 from memeff_compile.kernels.coded_kv_cache.shapes import part_width, rows_for, splits_for
 from memeff_compile.kernels.device import planned_for
+from memeff_compile.kernels.kv_cache import bytes_before
 from tests.support.coded_caches import allocate, by_hand, draw, filled
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -346,7 +346,7 @@ def test_the_formula_is_what_is_allocated(scheme: str, bits: int, dtype: torch.d
 
 @pytest.mark.parametrize(("bits", "ratio"), [(8, 1.88), (4, 3.56), (3, 4.57), (2, 6.4)])
 def test_the_ratio_to_bf16_is_the_published_one(bits: int, ratio: float) -> None:
-    before = view_bytes(1, 8, 1, 128, dtype=torch.bfloat16)
+    before = bytes_before(1, 8, 1, 128, dtype=torch.bfloat16)
     after = bytes_per_token(8, 128, bits, group=64, shares=2)
     assert float(before / after) == pytest.approx(ratio, abs=0.005)
 
