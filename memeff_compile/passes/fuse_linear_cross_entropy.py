@@ -175,9 +175,8 @@ class FuseLinearCrossEntropy(GraphPass):
         """Emit one op call per set of tails with the same rows and targets; then the outputs."""
         spellings: list[str] = []
         chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]
-        for symbol in (s.symbol for chain in chains for s in chain.steps):
-            compat.hold_constant(symbol)
-        for symbol in (s for t in match.tails for s in t.symbols):
+        symbols = [step.symbol for chain in chains for step in chain.steps]
+        for symbol in (*symbols, *(s for t in match.tails for s in t.symbols)):
             compat.hold_constant(symbol)
         groups = groups_of(info, match.tails)
         is_all_totals = _are_totals(info, groups)

@@ -179,7 +179,6 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 
 def _product(node: Any) -> tuple[Node, Node] | None:
-    """Return the operands of a matrix product."""
     if (call := call_of(node, aten.matmul.default)) is None:
         return None
     left, right = call.args["self"], call.args["other"]
@@ -348,7 +347,6 @@ def _scores_operand(call: Call) -> Any:
 
 
 def _masking(info: GraphInfo, call: Call, step: Node) -> _Masking | None:
-    """Return how a step masks the scores, or None."""
     given, op = call.args, call.op.overloadpacket
     dtype = compat.example_value(step).dtype
     if op is aten.add:
