@@ -421,9 +421,9 @@ def apart_in_tracing() -> Iterator[None]:
         yield
 
 
-def call_in_inductor(op: torch._ops.OpOverload, direct: Callable[..., Any]) -> None:
-    """Have code that Inductor writes call a function for an op: the way through the dispatcher,
-    twice where a gradient is written in Python, takes longer than many a kernel.
+def call_in_inductor(op: torch._ops.OpOverload) -> None:
+    """Have code that Inductor writes call `op.direct`: the way through the dispatcher, twice where
+    a gradient is written in Python, takes longer than many a kernel.
 
     Code in C++ calls the op.
     """
@@ -433,7 +433,6 @@ def call_in_inductor(op: torch._ops.OpOverload, direct: Callable[..., Any]) -> N
 
     if op in lowering.lowerings:
         return
-    op.direct = direct  # type: ignore[attr-defined]
     tag = get_layout_constraint_tag(op, with_default=True)
     constraint = lowering.tag_to_layout_constraint(tag)
     lowering.add_needs_realized_inputs(op)

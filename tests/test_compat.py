@@ -504,7 +504,8 @@ def test_inductor_calls_the_function_of_an_op() -> None:
         fake = lambda x, more: [torch.empty_like(x)]  # noqa: E731
         torch.library.register_fake("memeff_test::seen", fake, lib=library)
         op, called = torch.ops.memeff_test.seen.default, []
-        compat.call_in_inductor(op, lambda x, more: called.append(more) or [x + 2])
+        op.direct = lambda x, more: called.append(more) or [x + 2]
+        compat.call_in_inductor(op)
         compiled = torch.compile(lambda x: op(x * 1, [7])[0])
         assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 3.0))
         assert op(torch.ones(1), [7]) == [torch.full((1,), 2.0)]

@@ -20,8 +20,6 @@ from typing import Any
 import memeff_compile
 from memeff_compile.errors import first_line
 
-__all__ = ["Finding", "diagnose", "findings_text", "inductor_problem", "is_usable"]
-
 MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 10), (2, 11), (3, 6)
 
 TESTED_TORCH = ((2, 11), (2, 13), (2, 14))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -108,5 +107,5 @@ def _caches(given: argparse.Namespace, model: object) -> int:
     plan = explain_cache(model, **how)
     sys.stdout.write(f"{plan}\n")
     if given.json is not None:
-        given.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
+        given.json.write_text(plan.to_json(indent=2) + "\n")
     return 0

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from statistics import geometric_mean
 from typing import Any, Protocol
@@ -230,8 +229,3 @@ def find_gpu(*, quick: bool) -> Bench:
             "nothing to choose, and nothing was measured."
         )
     return Bench(machine(device.index), asked, GpuClock(device), seconds=1.0 if quick else 4.0)
-
-
-def today() -> str:
-    """Return the date, as an entry has it."""
-    return date.today().isoformat()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,14 +66,14 @@ def _show(path: Path) -> int:
 
 
 def _measure(path: Path, given: argparse.Namespace, bench: Callable[..., Bench] | None) -> int:
-    from .measure import find_gpu, measure, today
+    from .measure import find_gpu, measure
 
     load(path)  # a table that cannot be read is said before a minute of work
     if given.out is not None and not path.parent.is_dir():
         raise TuneError(f"There is no folder {path.parent} to write {path.name} into.")
     found = (find_gpu if bench is None else bench)(quick=given.quick)
     sys.stdout.write(f"Measuring {found.machine.gpu}; keep it free of other work meanwhile.\n")
-    entry = measure(found, today(), lambda lines: sys.stdout.write(f"{lines}\n"))
+    entry = measure(found, date.today().isoformat(), lambda lines: sys.stdout.write(f"{lines}\n"))
     # Read again: another process may have measured another GPU in the meantime.
     save(load(path).with_entry(entry), path)
     used = "Processes that start from now on use it." if given.out is None else ""

@@ -15,7 +15,7 @@ Function: TypeAlias = Callable[..., Any]
 T = TypeVar("T")
 
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_DIRECT: list[tuple[Any, Function]] = []
+_DIRECT: list[Any] = []
 
 
 def op(
@@ -44,7 +44,8 @@ def op(
         )
     found = getattr(torch.ops.memeff, name).default
     if direct is not None:
-        _DIRECT.append((found, direct))
+        found.direct = direct  # code from a cache asks for it, whatever this process compiled
+        _DIRECT.append(found)
     return found
 
 
@@ -87,5 +88,5 @@ def only_first(gradients: Function, refusal: str) -> Function:
 
 def direct_in_inductor() -> None:
     """Have code that Inductor writes call the functions of ops that have one for it."""
-    for found, function in _DIRECT:
-        compat.call_in_inductor(found, function)
+    for found in _DIRECT:
+        compat.call_in_inductor(found)

@@ -266,7 +266,7 @@ def _mode(
 
     b, n = sympy.symbols("B N", integer=True, positive=True)
     # bytes of a token in codes, and those beside codes, of one sequence and layer
-    each, fixed = _in_codes(shape, held, held.group if held.scheme == "kivi" else 0), 0
+    each, fixed = op_folder.bytes_of_token(held, shape.heads, shape.itemsize), 0
     if bits != 16:
         how: dict[str, Any] = {"window": held.window, "kept": held.kept}
         fixed = op_folder.fixed_bytes(1, shape.heads, shape.depth, itemsize=shape.itemsize, **how)
@@ -289,19 +289,11 @@ def _mode(
     )
 
 
-def _in_codes(shape: _Shape, layout: op_folder.Layout, group: int) -> sympy.Expr:
-    if layout.bits == op_folder.PLAIN:
-        return sympy.Integer(shape.row)
-    shares = shape.depth // layout.channel_group
-    how: dict[str, Any] = {"group": group, "shares": shares, "itemsize": shape.itemsize}
-    return op_folder.bytes_per_token(shape.heads, shape.depth, layout.bits, **how)
-
-
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes of one more token of two layers that share directions, and of all."""
-    codes = _in_codes(shape, layout, layout.group)
+    codes = op_folder.bytes_of_token(layout, shape.heads, shape.itemsize)
     merged = codes + 4 * shape.heads * shape.itemsize  # and the lengths of both
     retained = sympy.Rational(shape.retained).limit_denominator(10**9)
     kept = layout.kept + sympy.ceiling(retained * tokens)

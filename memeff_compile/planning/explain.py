@@ -29,8 +29,6 @@ from .progress import Progress
 from .setting import Footprint, Setting, read_memory
 from .sizes import Scale, Sizes, Told, points_around
 
-__all__ = ["Explanation", "explain"]
-
 LEFT_FREE = 0.05
 """The share of a memory that the largest batch leaves free: a plan may be that much too low."""
 

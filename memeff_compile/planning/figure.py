@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,31 @@ GIB = 1 << 30
 COLUMNS = ("without", "memeff")
 
 
-@dataclass(frozen=True)
-class Bars:
-    """What is drawn."""
-
-    title: str  # above both panels
+def draw(
+    path: Path,
+    title: str,  # above both panels
     # bytes of each group, without the passes and with them, from the bottom up
-    groups: Mapping[str, tuple[int, int]]
-    tokens: Sequence[int] | None = None  # the largest batches in tokens, if a memory was given
-    increase: float | None = None  # how many times larger the second one is
-
-
-def draw(bars: Bars, path: Path) -> None:
+    groups: Mapping[str, tuple[int, int]],
+    tokens: Sequence[int] | None,  # the largest batches in tokens, if a memory was given
+    increase: float | None,  # how many times larger the second one is
+) -> None:
     """Draw memory without and with the passes, and the largest batches where there are any."""
     matplotlib_for(ExplainError).use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    panels = 1 if bars.tokens is None else 2
+    panels = 1 if tokens is None else 2
     figure, axes = pyplot.subplots(1, panels, figsize=(1 + 4 * panels, 3.6), squeeze=False)
-    _memory(axes[0][0], bars)
-    if bars.tokens is not None:
-        _batches(axes[0][1], bars.tokens, bars.increase)
-    figure.suptitle(bars.title, fontsize=9)
+    _memory(axes[0][0], groups)
+    if tokens is not None:
+        _batches(axes[0][1], tokens, increase)
+    figure.suptitle(title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
-def _memory(axis: Any, bars: Bars) -> None:
+def _memory(axis: Any, groups: Mapping[str, tuple[int, int]]) -> None:
     bottoms = [0.0, 0.0]
-    for (group, sizes), colour in zip(bars.groups.items(), COLOURS, strict=True):
+    for (group, sizes), colour in zip(groups.items(), COLOURS, strict=True):
         heights = [size / GIB for size in sizes]
         axis.bar(COLUMNS, heights, 0.6, bottom=bottoms, label=group, color=colour)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any
 import sympy
 
 from ..report import format_bytes
-from .figure import Bars, draw
+from .figure import draw
 from .setting import GROUPS, Moment, Setting
 from .sizes import Sizes
 
@@ -115,7 +115,7 @@ class Plan:
         tokens = None if before.largest_batch is None else counts
         groups = {name: (before.groups[name], after.groups[name]) for name in GROUPS}
         title = "\n".join(textwrap.wrap(f"{self.heading()}; predicted by explain", 100))
-        draw(Bars(title, groups, tokens, self.increase), Path(path))
+        draw(Path(path), title, groups, tokens, self.increase)
 
 
 def _formula(moment: Moment) -> str:

@@ -128,6 +128,7 @@ class Timeline:
         self.reads: dict[Node, set[Node]] = {}
         self.stored: set[Node] = set()
         self._store()
+        self.readers = self._readers()
         self.fused = _Fusion(self)
         self.kernels = list(self._ordered())
         self._last_reads()
@@ -188,11 +189,25 @@ class Timeline:
             return True
         return len(users) > 1 and (len(self.reads[node]) > MANY_READS or steps > LONG_CHAIN)
 
+    def _has_kernel(self, node: Node) -> bool:
+        return node in self.stored and self.kind[node] in (*FUSIBLE, "library")
+
+    def _readers(self) -> dict[Node, list[Node]]:
+        """Return the nodes of kernels, and the output, that read each buffer."""
+        readers: dict[Node, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            read = self.reads[node] if self._has_kernel(node) else set()
+            if node.op == "output":
+                read = {self.base[source] for source in node.all_input_nodes}
+            for buffer in read:
+                readers[buffer].append(node)
+        return readers
+
     def _ordered(self) -> Iterator[Kernel]:
         """Yield the kernels depth first: each after those whose results it reads."""
         kernels: dict[Node, Kernel] = {}
         for node in self.nodes:
-            if node in self.stored and self.kind[node] in (*FUSIBLE, "library"):
+            if self._has_kernel(node):
                 kernel = kernels.setdefault(self.fused.leader(node), Kernel([], set()))
                 kernel.nodes.append(node)
                 kernel.reads |= self.reads[node]
@@ -220,17 +235,13 @@ class Timeline:
 
     def _last_reads(self) -> None:
         last: dict[Node, int] = {}
-        readers: dict[Node, list[Node]] = defaultdict(list)
         for step, kernel in enumerate(self.kernels):
             for buffer in kernel.reads:
                 last[buffer] = step
-            for node in kernel.nodes:
-                for buffer in self.reads[node]:
-                    readers[buffer].append(node)
         for output in self.outputs():
             if output is not None:
                 last[self.base[output]] = len(self.kernels)
-        self.last_read, self.readers = last, readers
+        self.last_read = last
 
     def replay(
         self,
@@ -373,22 +384,13 @@ class _Fusion:
     def _read_only_inside(self) -> set[Node]:
         """Return the pointwise nodes whose value never leaves their kernel."""
         line = self._line
-        readers: dict[Node, list[Node]] = defaultdict(list)
-        for node in line.nodes:
-            if node.op == "output":
-                read = {line.base[source] for source in node.all_input_nodes}
-            else:
-                is_kernel = node in line.stored and line.kind[node] in (*FUSIBLE, "library")
-                read = line.reads[node] if is_kernel else set()
-            for buffer in read:
-                readers[buffer].append(node)
 
         def stays(node: Node) -> bool:
             is_inside = (
                 line.kind[reader] in FUSIBLE and self.leader(reader) is self.leader(node)
-                for reader in readers[node]
+                for reader in line.readers[node]
             )
-            return line.kind[node] == "pointwise" and bool(readers[node]) and all(is_inside)
+            return line.kind[node] == "pointwise" and bool(line.readers[node]) and all(is_inside)
 
         return set(filter(stays, self._members))
 

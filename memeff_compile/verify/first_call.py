@@ -166,6 +166,5 @@ def _uncounted(use: LogitsUse | None) -> Iterator[None]:
 
 def _is_rehearsal(args: Sequence[Any]) -> bool:
     """Say whether this is no real call: fake tensors, or work that a CUDA graph records."""
-    if any(compat.is_fake(arg) for arg in args):
-        return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return is_captured or any(compat.is_fake(arg) for arg in args)

@@ -137,7 +137,7 @@ def _unlike_tables(
             )
         rows = table.shape[0]
         if (rows != 1 and rows != q.shape[0]) or table.shape[1] != length:
-            return f"{name} is {_shape(table)}; (1 or {q.shape[0]}, {length}) is needed."
+            return f"{name} is {tuple(table.shape)}; (1 or {q.shape[0]}, {length}) is needed."
     if query_ids is None or key_ids is None:
         return None
     return two_dtypes("query_ids", query_ids.dtype, "key_ids", key_ids.dtype)
@@ -155,12 +155,12 @@ def _unlike_mask(q: Tensor, k: Tensor, mask: Tensor | None, codes: Tensor | None
         )
     wanted = (*q.shape[:3], k.shape[2])
     if any(size not in (1, full) for size, full in zip(mask.shape, wanted, strict=True)):
-        return f"mask is {_shape(mask)}; {wanted} is needed, or 1 in the place of any of them."
+        return f"mask is {tuple(mask.shape)}; {wanted} is needed, or 1 in the place of any of them."
     if codes is None or (codes.dtype == torch.uint8 and codes.shape == table_shape(mask)):
         return None
     return (
-        f"mask_tiles is {short(codes.dtype)} of {_shape(codes)}; what attention_mask_tiles(mask) "
-        f"gives is needed, uint8 of {table_shape(mask)}."
+        f"mask_tiles is {short(codes.dtype)} of {tuple(codes.shape)}; what "
+        f"attention_mask_tiles(mask) gives is needed, uint8 of {table_shape(mask)}."
     )
 
 
@@ -177,10 +177,6 @@ def _not_alone(given: _Call) -> str | None:
     if softcap and mask.dtype.is_floating_point:
         return f"mask is {short(mask.dtype)} and softcap {softcap}; under a softcap bool is needed."
     return None
-
-
-def _shape(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape)
 
 
 def _conditions(name: str, given: _Call) -> Conditions:

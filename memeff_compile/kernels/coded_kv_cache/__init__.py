@@ -25,6 +25,7 @@ from .layout import dtype_of as dtype_of
 from .layout import group_of as group_of
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
+from .memory import bytes_of_token as bytes_of_token
 from .memory import bytes_per_token as bytes_per_token
 from .memory import fixed_bytes as fixed_bytes
 from .memory import pair_bytes as pair_bytes

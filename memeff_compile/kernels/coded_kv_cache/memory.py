@@ -43,7 +43,8 @@ def bytes_before(heads: Size, depth: Size, *, dtype: torch.dtype) -> sympy.Expr:
     return sympy.Integer(2 * dtype.itemsize) * heads * depth
 
 
-def _of_token(layout: Layout, heads: int, itemsize: int) -> Size:
+def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
+    """Return the bytes of one token in a layout's codes, or as it comes without codes."""
     if layout.bits == PLAIN:
         return 2 * heads * layout.depth * itemsize
     told = {"group": layout.group if layout.scheme == "kivi" else 0, "itemsize": itemsize}
@@ -53,7 +54,7 @@ def _of_token(layout: Layout, heads: int, itemsize: int) -> Size:
 
 def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of a layer's cache for so many tokens: codes, scales, window, kept ones."""
-    each = _of_token(layout, heads, itemsize)
+    each = bytes_of_token(layout, heads, itemsize)
     fixed = fixed_bytes(
         batch, heads, layout.depth, window=layout.window, kept=layout.kept, itemsize=itemsize
     )
@@ -69,7 +70,7 @@ def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: in
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads
-    each = _of_token(layout, heads, itemsize)
+    each = bytes_of_token(layout, heads, itemsize)
     lengths = 4 * sequences * rows * itemsize
     exact = 2 * sequences * 2 * (layout.window + layout.kept) * layout.depth * itemsize
     notes = 4 * sequences * (layout.kept + 4)

@@ -56,19 +56,15 @@ def _shape_problem(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
         dims = f"{gate.dim()} and {weight.dim()}"
         return f"gate and weight have {dims} dimensions; (..., I) and (D, I) are needed."
     if gate.dim() != up.dim() or any(a != b for a, b in zip(gate.shape, up.shape, strict=True)):
-        return f"gate has shape {_shape(gate)} and up {_shape(up)}; they must be equal."
+        return f"gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; they must be equal."
     if weight.shape[1] != gate.shape[-1]:
         return (
-            f"weight has shape {_shape(weight)} and gate {_shape(gate)}; their last sizes must be "
-            "equal."
+            f"weight has shape {tuple(weight.shape)} and gate {tuple(gate.shape)}; their last "
+            "sizes must be equal."
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        return f"bias has shape {_shape(bias)}; ({weight.shape[0]},) is needed."
+        return f"bias has shape {tuple(bias.shape)}; ({weight.shape[0]},) is needed."
     return None
-
-
-def _shape(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape)
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:

@@ -53,8 +53,8 @@ def backward(
     (hidden, weight, bias, target, column_weight), (lse, entropy, *_) = given, results
     needs_hidden, needs_weight, needs_bias = output_mask
     narrow, wide = hidden.dtype, checks.wide(hidden.dtype)
-    all_hidden, vocab = hidden, weight.shape[0]
-    width = _width(narrow, hidden.shape[0], weight, knobs, forward=False)
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    width = _width(narrow, rows, weight, knobs, forward=False)
     kept = _kept_rows(target, knobs, forward=False)
     if kept is not None:
         hidden, target, lse = hidden[kept], target[kept], lse[kept]
@@ -119,9 +119,7 @@ def backward(
     if grad_hidden is not None:
         grad_hidden = grad_hidden.to(narrow)
         if kept is not None:
-            whole = all_hidden.new_zeros(all_hidden.shape)
-            whole[kept] = grad_hidden
-            grad_hidden = whole
+            grad_hidden = _spread(grad_hidden, kept, rows)
     return grad_hidden, grad_weight, grad_bias
 
 
@@ -138,8 +136,8 @@ def _kept_rows(target: Tensor, knobs: Knobs, *, forward: bool) -> Tensor | None:
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Put the results of the kept rows into `rows` zeros."""
-    whole = part.new_zeros(rows)
+    """Put what belongs to the kept rows among `rows` rows of zeros."""
+    whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole
 

@@ -99,7 +99,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         weights = k_mean.new_empty((batch * groups, key_blocks * BLOCK))
     looks, programs = batch * groups * chunks, batch * groups * key_blocks
     shifts = batch * heads * query_blocks if settings.with_lse else 0
-    operands = _strided(q, k, v, given)
+    # each with its strides, as the kernels take them
+    operands = (rows_of(q), rows_of(k), rows_of(v), *key_tiles.mask_and_stride(given, q))
     scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
     sizes |= {"LIMIT": settings.limit, "ROWS": rows}
@@ -167,12 +168,6 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
     """Return what a kernel is told that is first of several, and those behind it."""
     is_early = {"EARLY": starts_early(device)}
     return is_early, ({**is_early, "launch_pdl": True} if is_early["EARLY"] else is_early)
-
-
-def _strided(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Any, ...]:
-    """Return q, k, v and the mask of keys, each with its strides, as the kernels take them."""
-    mask, stride = key_tiles.mask_and_stride(given, q)
-    return (rows_of(q), rows_of(k), rows_of(v), mask, stride)
 
 
 def _with_correction(
@@ -274,9 +269,6 @@ def attend_packed(
     given: Conditions,  # the conditions
     settings: Settings,  # the arithmetic
     shape: shapes.Shape,  # the tile
-    # heads whose tiles are computed at the same time; divides B * H. By default up to
-    # `HEADS_TOGETHER`
-    together: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with codes that were made before."""
     from . import tiles_kernels as kernels
@@ -304,7 +296,7 @@ def attend_packed(
             out,
             lse if settings.with_lse else made.k_scale,
             *key_tiles.positions_of(given),
-            together or math.gcd(batch * heads, shapes.HEADS_TOGETHER),
+            math.gcd(batch * heads, shapes.HEADS_TOGETHER),
             *(heads, heads // groups, queries, keys, key_blocks, tiles),
             DEPTH=depth,
             DEPTH_BLOCK=wide,

@@ -193,7 +193,7 @@ def test_target_out_of_range_is_named(value: int) -> None:
 def test_negative_target_is_out_of_range_without_ignore_index() -> None:
     inputs = make_inputs(PLAIN)
     inputs.target[0, 0] = -100
-    with pytest.raises(TargetRangeError, match="ignore_index is None"):
+    with pytest.raises(TargetRangeError, match=r"columns run from 0 to 200\. Fix the index\."):
         call(inputs, ignore_index=None)
 
 

@@ -325,8 +325,8 @@ LOW = {"memeff.attention": "8b", "memeff.attention.length": 0}
 PROGRAMS = {
     FUSE: Program(two_losses),
     "fuse_embedding_gradient": Program(two_tied_tables),
-    "encode_weights": Program(three_coded_weights, grad=False, matches=3, tolerance=1e-5),
     "fuse_gated_linear": Program(two_checkpointed_blocks),
+    "encode_weights": Program(three_coded_weights, grad=False, matches=3, tolerance=1e-5),
     "defer_logits": Program(two_returned_heads),
     "compress_kv_cache": Program(two_reads_of_a_coded_cache, grad=False, tolerance=1e-5),
     "rewrite_kv_update": Program(two_static_caches, grad=False, is_planned=True, tolerance=1e-5),
