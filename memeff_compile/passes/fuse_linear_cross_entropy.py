@@ -232,16 +232,13 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     size = compat.size_hint(hidden.shape[-1]), options.linear_cross_entropy_workspace
     is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16
     is_served = is_served and op_folder.leaves_out(mode, *size)
-    filtered = [group for group in groups if is_served and not any(map(_is_exact, group))]
+    # Where all classes have a gradient nothing is left out.
+    exact = [any(t.label_smoothing > 0 or t.kind in ENTROPIES for t in each) for each in groups]
+    filtered = exact.count(False) if is_served else 0
     if not filtered:
         return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"
     level = op_folder.filter_level(mode, options.filter_level)
     bound = "a row loses at most" if mode == "mass" else "leaves out classes under"
-    calls = f" in {len(filtered)} of the calls" if len(filtered) < len(groups) else ""
+    calls = f" in {filtered} of the calls" if filtered < len(groups) else ""
     sentence = f"{sentence}; gradient filter '{mode}'{calls}: {bound} {level:g}"
     return f"{sentence}; dense where most tiles count"
-
-
-def _is_exact(tail: Tail) -> bool:
-    """Say whether a call that gives this leaves nothing out: all classes have a gradient."""
-    return tail.label_smoothing > 0 or tail.kind in ENTROPIES
