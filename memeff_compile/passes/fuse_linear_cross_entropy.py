@@ -49,7 +49,7 @@ from .losses.tails import (
     Site,
     Tail,
     TailReader,
-    has_pair,
+    has_sum,
     loss_outside,
     without_parts,
 )
@@ -73,7 +73,7 @@ class FuseLinearCrossEntropy(GraphPass):
                     by_head[answer.chain.head.node].append(answer)
         for head_node in info.visit(by_head):
             tails = by_head[head_node]
-            if any(t.kind in LOSSES for t in tails) or has_pair(tails):
+            if any(t.kind in LOSSES or (t.kind == "logit" and has_sum(t, tails)) for t in tails):
                 yield self._site(info, reader, head_node, without_parts(tails))
         if not losses:
             yield from loss_outside(info)
@@ -149,7 +149,8 @@ class FuseLinearCrossEntropy(GraphPass):
         }
         seen = (max(sizes["N"], 1), sizes["D"], sizes["V"])
         b, w = sympy.symbols("B W", integer=True, positive=True)
-        if _are_totals(info, groups_of(info, match.tails)):  # gradients are made in the forward
+        if all(is_total(info, group) for group in groups_of(info, match.tails)):
+            # Gradients are made in the forward.
             total = op_folder.total_bytes(*seen, device=hidden.device, **common)
             after = b + op_folder.TOTAL_BYTES_PER_ROW * n
             return Gain(before, after, sizes | {"B": int(total)})
@@ -179,7 +180,7 @@ class FuseLinearCrossEntropy(GraphPass):
         for symbol in (*symbols, *(s for t in match.tails for s in t.symbols)):
             compat.hold_constant(symbol)
         groups = groups_of(info, match.tails)
-        is_all_totals = _are_totals(info, groups)
+        is_all_totals = all(is_total(info, group) for group in groups)
         for group in groups:
             match.covered.extend(emit_group(info, editor, group))
             spellings.extend(t.name for t in group)
@@ -200,10 +201,6 @@ class FuseLinearCrossEntropy(GraphPass):
 
     def dead(self, match: Site) -> Sequence[Node]:
         return match.covered
-
-
-def _are_totals(info: GraphInfo, groups: Sequence[list[Tail]]) -> bool:
-    return all(is_total(info, group) for group in groups)
 
 
 def _engine_name(info: GraphInfo, match: Site) -> str:
