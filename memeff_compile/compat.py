@@ -19,9 +19,18 @@ from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import CompileContext, TracingContext, tracing
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.fx import Graph, GraphModule, Node
+from torch._subclasses import fake_tensor
+from torch.autograd import forward_ad
+from torch.fx import Graph, GraphModule, Node, traceback
+from torch.nn import _reduction
+from torch.optim import optimizer as optimizers
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "pytree"]
@@ -44,8 +53,6 @@ schema: Callable[[Any], Any] = attrgetter("_schema")
 
 def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
     """Return the reduction that the two old arguments of a loss stand for."""
-    from torch.nn import _reduction
-
     return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
 
 
@@ -55,8 +62,15 @@ def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
     return cast("_Tensor", made)
 
 
+_Context = Callable[[], contextlib.AbstractContextManager[Any]]
 # A context that calls functions of torch on subclasses as on plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+# A context in which Python implementations of ops go before those in C++, as symbols need.
+python_dispatcher: _Context = enable_python_dispatcher
+# A context that suspends every dispatch mode: fake modes, tracing and the user's own.
+outside_dispatch_modes: _Context = _disable_current_modes
+# A context in which no mode sees what runs.
+on_real_tensors: _Context = no_dispatch
 # Returns a number that every in-place write to a tensor's memory raises.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
@@ -85,13 +99,6 @@ def copy_graph(gm: GraphModule) -> Graph:
         if hasattr(node, "_dynamo_source"):  # AOTAutograd asks every placeholder for it
             mapping[node]._dynamo_source = node._dynamo_source
     return copied
-
-
-def python_dispatcher() -> contextlib.AbstractContextManager[None]:
-    """Let Python implementations of ops go before those in C++, as sizes that are symbols need."""
-    from torch._dispatch.python import enable_python_dispatcher
-
-    return cast("contextlib.AbstractContextManager[None]", enable_python_dispatcher())
 
 
 def example_value(node: Node) -> Any:
@@ -193,22 +200,18 @@ class _KeepsMarked:
         self.cache_hash = cache_hash  # what tells two of them apart in the caches of AOTAutograd
 
     def __call__(self) -> Any:
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        return create_selective_checkpoint_contexts(self._policy)
+        return checkpoint.create_selective_checkpoint_contexts(self._policy)
 
     @staticmethod
     def _policy(context: object, op: Any, *args: object, **kwargs: object) -> Any:
-        from torch.fx import traceback
-        from torch.utils.checkpoint import CheckpointPolicy
-
         del context, args, kwargs
         kind, name = traceback.current_meta.get(_KEPT), op.name()
         if kind == "attention":
             is_kept = kind in name
         else:
             is_kept = name in _PRODUCTS if kind == "product" else name.partition(".")[0] == kind
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        policies = checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if is_kept else policies.PREFER_RECOMPUTE
 
 
 def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[], None]:
@@ -233,12 +236,10 @@ def may_be_under_policy(target: object) -> bool:
     """Return whether a call may stand in a checkpoint with a policy: some on graphs have no rule.
     Nested checkpoints and autograd functions are traced through, and need none.
     """
-    from torch.utils.checkpoint import _CachingTorchDispatchMode
-
     if not isinstance(target, HigherOrderOperator):
         return True
     is_traced = target.name() in ("tag_activation_checkpoint", "autograd_function_apply")
-    return is_traced or _CachingTorchDispatchMode in target.python_key_table
+    return is_traced or checkpoint._CachingTorchDispatchMode in target.python_key_table
 
 
 def is_kept(node: Node) -> bool:
@@ -248,16 +249,12 @@ def is_kept(node: Node) -> bool:
 
 def recompute_in_backward(node: Node) -> None:
     """Have AOTAutograd's partition compute a call again in the backward, and keep its inputs."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta.setdefault("ac_graph_id", 0)
 
 
 def compile_id() -> str:
     """Return the id of the compile in progress, such as ``0/1``, or an empty string."""
-    from torch._guards import CompileContext
-
     current = CompileContext.current_compile_id()
     return "" if current is None else str(current)
 
@@ -414,8 +411,6 @@ def apart_in_tracing() -> Iterator[None]:
     """Compile one of several graphs that Dynamo captured as one: what AOTAutograd notes about it,
     and reads when it compiles its backward, is not to be taken for another's.
     """
-    from torch._guards import TracingContext, tracing
-
     context = TracingContext.try_get()
     if context is None:
         yield
@@ -484,13 +479,6 @@ def beside_autograd() -> Iterator[None]:
         yield
 
 
-def outside_dispatch_modes() -> contextlib.AbstractContextManager[None]:
-    """Suspend every dispatch mode: fake modes, tracing and the user's own."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return cast("contextlib.AbstractContextManager[None]", _disable_current_modes())
-
-
 @contextlib.contextmanager
 def unseen_by_saved_tensor_hooks() -> Iterator[None]:
     """Save tensors for a backward pass, also on fake tensors, without the hooks around the call."""
@@ -504,8 +492,6 @@ def unseen_by_saved_tensor_hooks() -> Iterator[None]:
 @functools.cache
 def _let_fake_modes_ask() -> None:
     """Have fake modes, which answer for fake tensors alone, hand on the question for the device."""
-    from torch._subclasses import fake_tensor
-
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
     usual = handlers[op]
@@ -527,9 +513,7 @@ def can_be_swapped(tensor: torch.Tensor) -> bool:
 
 def is_fake(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether ``value`` is a plain fake tensor: not a fake wrapper subclass."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return type(value) is FakeTensor
+    return type(value) is fake_tensor.FakeTensor
 
 
 def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
@@ -650,7 +634,6 @@ def guard_by_attribute(node: Node, name: str) -> None:
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
-    from torch._guards import TracingContext
 
     context, graph_arg = TracingContext.try_get(), node.meta.get("grapharg")
     source = getattr(graph_arg, "source", None)
@@ -748,8 +731,6 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def is_forward_mode_active() -> bool:
     """Return whether forward-mode derivatives are being computed."""
-    from torch.autograd import forward_ad
-
     return bool(forward_ad._current_level >= 0)
 
 
@@ -894,13 +875,11 @@ def fake_mode(outside: Callable[..., Any]) -> Any:
     What runs outside of Dynamo's traces goes to ``outside(op, args, kwargs, run)``, which returns
     the result; ``run()`` runs it on sizes.
     """
-    from torch._guards import TracingContext
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     shapes = ShapeEnv()
 
-    class Told(FakeTensorMode):
+    class Told(fake_tensor.FakeTensorMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -912,13 +891,6 @@ def fake_mode(outside: Callable[..., Any]) -> Any:
                 return outside(func, args, kwargs, run)
 
     return Told(shape_env=shapes, allow_non_fake_inputs=True)
-
-
-def on_real_tensors() -> Any:
-    """Return a context in which no mode sees what runs."""
-    from torch.utils._mode_utils import no_dispatch
-
-    return no_dispatch()
 
 
 def is_view(op: Any) -> bool:
@@ -1025,8 +997,6 @@ def without_compile(module: torch.nn.Module) -> torch.nn.Module:
 
 def tracing_again() -> Callable[[], Any]:
     """Return a function, that of a context: what is compiled in it is as if it were here."""
-    from torch._guards import TracingContext, tracing
-
     return functools.partial(tracing, TracingContext.try_get())
 
 
@@ -1100,20 +1070,16 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]
     """Return whether hooks run around the steps of an optimizer, those after every step aside.
     ``but`` is a hook before every step that does not count.
     """
-    from torch.optim import optimizer as module
-
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or any(hook is not but for hook in module._global_optimizer_pre_hooks.values())
+        or any(hook is not but for hook in optimizers._global_optimizer_pre_hooks.values())
     )
 
 
 def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
     """Run the hooks that were registered to run after a step of any optimizer."""
-    from torch.optim import optimizer as module
-
-    for hook in list(module._global_optimizer_post_hooks.values()):
+    for hook in list(optimizers._global_optimizer_post_hooks.values()):
         hook(optimizer, (), {})
 
 

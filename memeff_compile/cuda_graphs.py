@@ -138,10 +138,8 @@ class _Step:
         """Return a tensor that the graph makes, writes to and returns."""
         given = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
         made = self._written_memory() - given
-        for node, value in self._returned():
-            if compat.storage_keys(value) & made:
-                return node
-        return None
+        found = (node for node, value in self._returned() if compat.storage_keys(value) & made)
+        return next(found, None)
 
     def _returned(self) -> list[tuple[Node, torch.Tensor]]:
         nodes = self.info.output.all_input_nodes

@@ -114,10 +114,10 @@ def _suggest(name: str, candidates: Iterable[str]) -> str:
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def _check_choice(key: str, value: object, *, values: tuple[str, ...]) -> object:
+def _check_choice(key: str, value: object, *, values: Collection[str], of: str = "") -> object:
     if not isinstance(value, str) or value not in values:
         allowed = ", ".join(map(repr, values))
-        raise _wrong(key, value, f"it takes {allowed}.{_suggest(str(value), values)}")
+        raise _wrong(key, value, f"it takes {of}{allowed}.{_suggest(str(value), values)}")
     return value
 
 
@@ -162,12 +162,8 @@ def _check_mode(key: str, value: object) -> object:
         return None
     from memeff_compile import compat
 
-    modes = list(compat.inductor_modes())
-    if not isinstance(value, str) or value not in modes:
-        known = ", ".join(map(repr, modes))
-        takes = f"it takes one of Inductor's modes: {known}.{_suggest(str(value), modes)}"
-        raise _wrong(key, value, takes)
-    return value
+    modes = compat.inductor_modes()
+    return _check_choice(key, value, values=modes, of="one of Inductor's modes: ")
 
 
 def _check_verify(key: str, value: object) -> object:
@@ -589,7 +585,6 @@ class Options:
         self._store("inductor", _check_inductor("inductor", self.inductor))
         self._check_filter_knobs()
         self._check_pass_names()
-        self._check_strict_is_possible()
 
     @property
     def filter_level(self) -> float:
@@ -634,6 +629,13 @@ class Options:
             if name != "*":
                 _check_pass_name(f"{PREFIX}skip", name, names, " and '*' for all of them")
         self._store("strict", tuple(name for name in names if name in self.strict))
+        for name in self.strict:
+            setting = self.switched_off(name)
+            if setting:
+                raise OptionError(
+                    f"{PREFIX}strict requires the pass {name!r}, but {setting} switches it "
+                    "off. Drop one of the two."
+                )
 
     def _check_filter_knobs(self) -> None:
         """Refuse a knob of a filter that is not on: it would do nothing."""
@@ -666,15 +668,6 @@ class Options:
         if value in facts.off:
             return f"{PREFIX}{facts.option}={value!r}"
         return self.switched_off(facts.needs) if facts.needs else ""
-
-    def _check_strict_is_possible(self) -> None:
-        for name in self.strict:
-            setting = self.switched_off(name)
-            if setting:
-                raise OptionError(
-                    f"{PREFIX}strict requires the pass {name!r}, but {setting} switches it "
-                    "off. Drop one of the two."
-                )
 
     @classmethod
     def parse(cls, mode: str | None = None, options: Mapping[str, object] | None = None) -> Options:

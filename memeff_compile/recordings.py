@@ -188,7 +188,6 @@ def _address(tensor: Any) -> Hashable:
 
 
 def _memory(tensor: Tensor) -> Iterator[int]:
-    """Yield the storages of a tensor."""
     if type(tensor) in _PLAIN:
         yield tensor.untyped_storage().data_ptr()
     else:

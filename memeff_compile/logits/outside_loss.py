@@ -512,8 +512,7 @@ def _functional_log_softmax(
 def _log_softmax(input: Any, dim: Any, dtype: torch.dtype | None = None) -> Any:
     _need(_is_deferred(input), "")
     _need(_last(input, dim), "log_softmax over another dimension")
-    folded = _check(input, None)
-    _need(folded.factor is None, "log_softmax of log-probabilities")
+    _need(_check(input, None).factor is None, "log_softmax of log-probabilities")
     result = dtype or _result_dtype("log_softmax", input, lambda x: x.log_softmax(-1))
     recipe = input.recipe.cast(result).then("log_softmax")
     _need(isinstance(fold_recipe(recipe), Folded), "log_softmax in float64")
@@ -561,8 +560,7 @@ def _picked(view: DeferredLogits, target: Tensor) -> Tensor:
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
     _need(_is_deferred(input), "")
     _need(_last(input, dim) and out is None, "logsumexp over another dimension")
-    folded = _check(input, None)
-    _need(folded.factor is None, "logsumexp of log-probabilities")
+    _need(_check(input, None).factor is None, "logsumexp of log-probabilities")
     dtype = _result_dtype("logsumexp", input, lambda x: x.logsumexp(-1))
     _, lse, _ = _served(input, "logsumexp", with_lse=True)
     # A node of one result: autograd loses retain_grad of a second one that is written to.

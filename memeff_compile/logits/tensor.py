@@ -485,9 +485,7 @@ def _function(
     """Run one function of PyTorch's Python interface."""
     if not all(issubclass(kind, _FAMILIAR) or kind is Tensor for kind in types):
         # Another subclass has its own idea of what `func` means: give it a plain tensor.
-        given = (tuple(args), dict(kwargs))
-        args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.as_plain, given)
-        return func(*args, **kwargs)
+        return _on_plain(func, *args, **kwargs)
     with compat.without_torch_function():
         special = _ABOVE_AUTOGRAD.get(func)
         if special is not None:
@@ -567,7 +565,7 @@ def _set_data(func: Any, view: Tensor, data: Tensor) -> None:
 
 
 def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Functions that look at memory in C++, whichever of their arguments has none."""
+    """Run a function on plain tensors: one that looks at memory in C++, or another class's."""
     given = (args, kwargs)
     args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.as_plain, given)
     return func(*args, **kwargs)

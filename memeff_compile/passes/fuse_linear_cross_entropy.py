@@ -49,7 +49,7 @@ from .losses.tails import (
     Site,
     Tail,
     TailReader,
-    has_pair,
+    has_sum,
     loss_outside,
     without_parts,
 )
@@ -73,7 +73,7 @@ class FuseLinearCrossEntropy(GraphPass):
                     by_head[answer.chain.head.node].append(answer)
         for head_node in info.visit(by_head):
             tails = by_head[head_node]
-            if any(t.kind in LOSSES for t in tails) or has_pair(tails):
+            if any(t.kind in LOSSES or (t.kind == "logit" and has_sum(t, tails)) for t in tails):
                 yield self._site(info, reader, head_node, without_parts(tails))
         if not losses:
             yield from loss_outside(info)
@@ -149,7 +149,8 @@ class FuseLinearCrossEntropy(GraphPass):
         }
         seen = (max(sizes["N"], 1), sizes["D"], sizes["V"])
         b, w = sympy.symbols("B W", integer=True, positive=True)
-        if _are_totals(info, groups_of(info, match.tails)):  # gradients are made in the forward
+        if all(is_total(info, group) for group in groups_of(info, match.tails)):
+            # Gradients are made in the forward.
             total = op_folder.total_bytes(*seen, device=hidden.device, **common)
             after = b + op_folder.TOTAL_BYTES_PER_ROW * n
             return Gain(before, after, sizes | {"B": int(total)})
@@ -175,12 +176,11 @@ class FuseLinearCrossEntropy(GraphPass):
         """Emit one op call per set of tails with the same rows and targets; then the outputs."""
         spellings: list[str] = []
         chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]
-        for symbol in (s.symbol for chain in chains for s in chain.steps):
-            compat.hold_constant(symbol)
-        for symbol in (s for t in match.tails for s in t.symbols):
+        symbols = [step.symbol for chain in chains for step in chain.steps]
+        for symbol in (*symbols, *(s for t in match.tails for s in t.symbols)):
             compat.hold_constant(symbol)
         groups = groups_of(info, match.tails)
-        is_all_totals = _are_totals(info, groups)
+        is_all_totals = all(is_total(info, group) for group in groups)
         for group in groups:
             match.covered.extend(emit_group(info, editor, group))
             spellings.extend(t.name for t in group)
@@ -201,10 +201,6 @@ class FuseLinearCrossEntropy(GraphPass):
 
     def dead(self, match: Site) -> Sequence[Node]:
         return match.covered
-
-
-def _are_totals(info: GraphInfo, groups: Sequence[list[Tail]]) -> bool:
-    return all(is_total(info, group) for group in groups)
 
 
 def _engine_name(info: GraphInfo, match: Site) -> str:
@@ -233,16 +229,13 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     size = compat.size_hint(hidden.shape[-1]), options.linear_cross_entropy_workspace
     is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16
     is_served = is_served and op_folder.leaves_out(mode, *size)
-    filtered = [group for group in groups if is_served and not any(map(_is_exact, group))]
+    # Where all classes have a gradient nothing is left out.
+    exact = [any(t.label_smoothing > 0 or t.kind in ENTROPIES for t in each) for each in groups]
+    filtered = exact.count(False) if is_served else 0
     if not filtered:
         return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"
     level = op_folder.filter_level(mode, options.filter_level)
     bound = "a row loses at most" if mode == "mass" else "leaves out classes under"
-    calls = f" in {len(filtered)} of the calls" if len(filtered) < len(groups) else ""
+    calls = f" in {filtered} of the calls" if filtered < len(groups) else ""
     sentence = f"{sentence}; gradient filter '{mode}'{calls}: {bound} {level:g}"
     return f"{sentence}; dense where most tiles count"
-
-
-def _is_exact(tail: Tail) -> bool:
-    """Say whether a call that gives this leaves nothing out: all classes have a gradient."""
-    return tail.label_smoothing > 0 or tail.kind in ENTROPIES

@@ -151,9 +151,7 @@ class KeepActivations(GraphPass):
         return Done(match[0].nodes[0], sentence, sites=1)
 
     def dead(self, match: Products) -> Sequence[Node]:
-        """Return nothing: no node is replaced."""
-        del match
-        return ()
+        return ()  # no node is replaced
 
 
 def _mark(product: Product, node: Node) -> str:

@@ -447,7 +447,6 @@ def _sentence_of_calls(match: Calls) -> str:
 
 
 def _weights(nodes: Sequence[Node]) -> list[Node]:
-    """Return packed weights, scales and biases of calls."""
     given = (operand for node in nodes for held in _lists(node) for operand in held)
     return [operand for operand in given if isinstance(operand, Node)]
 

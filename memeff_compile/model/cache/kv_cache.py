@@ -240,7 +240,6 @@ def _keeps(layer: Untyped, remove: int) -> str | None:
 
 
 def _merging(merge: MiniCache | str | None, scheme: str) -> MiniCache | None:
-    """Return how layers are merged, or None."""
     if merge is None:
         return None
     if scheme != "kivi":

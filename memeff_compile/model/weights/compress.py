@@ -215,11 +215,8 @@ def decompress_(model: nn.Module) -> Changes:
     require_module(model, "decompress_")
     found: dict[str, str] = {}
     before = after = 0
-    for place in _places(model):
+    for place, shard in _coded_places(model):
         coded = place.parameter
-        shard = compat.local_part(coded)
-        if not isinstance(shard, CodedWeight):
-            continue
         codec, size, dense = shard.codec, shard.coded_bytes, shard.decode().clone()
         if shard is not coded and not _put_shard(place, dense):
             continue

@@ -201,7 +201,6 @@ def _note(file: _File, path: object) -> dict[str, Any]:
 
 
 def _coded_names(note: dict[str, Any]) -> set[str]:
-    """Return the names of all parts of compressed weights."""
     tables = note["tensors"].items()
     return {f"{name}.{part}" for name, about in tables for part in parse(about["codec"]).parts}
 

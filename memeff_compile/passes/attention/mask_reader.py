@@ -132,9 +132,8 @@ class MaskReader:
                 value = _RULES[call.op.overloadpacket](_Operands(self, node, call, value))
         except (CannotRead, algebra.TooLarge, KeyError):
             return leaf(node, tensor)
-        if value is None or not same_shape(value.shape, tensor.shape):
-            return leaf(node, tensor)
-        if not _fits(value.scalar, tensor.dtype):
+        is_read = value is not None and same_shape(value.shape, tensor.shape)
+        if value is None or not is_read or not _fits(value.scalar, tensor.dtype):
             return leaf(node, tensor)
         scalar = _rounded(value.scalar, tensor.dtype)
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))

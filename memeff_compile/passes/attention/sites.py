@@ -179,7 +179,6 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 
 def _product(node: Any) -> tuple[Node, Node] | None:
-    """Return the operands of a matrix product."""
     if (call := call_of(node, aten.matmul.default)) is None:
         return None
     left, right = call.args["self"], call.args["other"]
@@ -281,7 +280,7 @@ def _follow_scores(
             factors = _Factors(cap=factors.product())
         elif op in (aten.add, aten.masked_fill, aten.where):
             found = _masking(info, call, current)
-            if found is None or masking.mask is not None or factors.has_any:
+            if found is None or masking.mask is not None or factors != _Factors():
                 return _unknown_step(current)
             masking = _seen_through(found, casts)
         elif op is not aten.to or not _is_floating(current):
@@ -299,11 +298,6 @@ class _Factors:
     multiplied: list[float] = field(default_factory=list)
     divided: list[float] = field(default_factory=list)
     cap: float | None = None
-
-    @property
-    def has_any(self) -> bool:
-        """Whether the scores have been scaled or capped."""
-        return self.cap is not None or bool(self.multiplied or self.divided)
 
     def add(self, factor: float, *, is_division: bool) -> None:
         """Note one more factor."""
@@ -348,7 +342,6 @@ def _scores_operand(call: Call) -> Any:
 
 
 def _masking(info: GraphInfo, call: Call, step: Node) -> _Masking | None:
-    """Return how a step masks the scores, or None."""
     given, op = call.args, call.op.overloadpacket
     dtype = compat.example_value(step).dtype
     if op is aten.add:

@@ -36,21 +36,14 @@ def starts(info: GraphInfo) -> tuple[Node, ...]:
     A cut lies where another block of the model begins, and gradients of updated weights come on
     both sides of it. Graphs with writes, values of unknown sizes, and pieces of DDP stay whole.
     """
-    if "cuts" not in info.notes:
-        info.notes["cuts"] = tuple(_starts(info))
-    found: tuple[Node, ...] = info.notes["cuts"]
-    return found
-
-
-def _starts(info: GraphInfo) -> list[Node]:
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
-        return []
+        return ()
     if info.options.inner == "eager" or compat.inputs_from_other_graphs(info.gm):
-        return []
+        return ()
     nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
     if any("unbacked_bindings" in node.meta for node in nodes):
-        return []
+        return ()
     sizes = [sum(updated.get(each, 0) for each in node.all_input_nodes) for node in nodes]
     left, gathered, least = sum(sizes), 0, sum(updated.values()) / MOST
     found: list[Node] = []
@@ -63,7 +56,7 @@ def _starts(info: GraphInfo) -> list[Node]:
         gathered, left = gathered + size, left - size
         if node.op != "get_attr" and not isinstance(compat.example_value(node), _CROSSES):
             tied = max((tied, *(info.positions[user] for user in node.users)))
-    return found
+    return tuple(found)
 
 
 _CROSSES = (torch.Tensor, torch.SymInt)
@@ -155,11 +148,8 @@ def _split(gm: GraphModule, cuts: set[Node]) -> list[_Piece]:
             groups[-1].append(node)
     place = {node: number for number, group in enumerate(groups) for node in group}
     end = len(groups)
-    sizes = [
-        node
-        for node in gm.graph.nodes
-        if node.op == "placeholder" and isinstance(compat.example_value(node), torch.SymInt)
-    ]
+    given = gm.graph.find_nodes(op="placeholder")
+    sizes = [node for node in given if isinstance(compat.example_value(node), torch.SymInt)]
     found = []
     for number, group in enumerate(groups):
         needed = dict.fromkeys([*sizes, *(each for n in group for each in n.all_input_nodes)])

@@ -180,7 +180,9 @@ class Editor:
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
         """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
-        _require_alike(old, new)
+        difference = describe_difference(compat.example_value(old), compat.example_value(new))
+        if difference:
+            raise EditRefused(f"{old.name} would change {difference}")
         for user in users:
             user.replace_input_with(old, new)
             self._undo.append(partial(user.replace_input_with, new, old))
@@ -241,12 +243,6 @@ class Editor:
 def _first_call(graph: Graph) -> Node:
     found: Node = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     return found
-
-
-def _require_alike(old: Node, new: Node) -> None:
-    difference = describe_difference(compat.example_value(old), compat.example_value(new))
-    if difference:
-        raise EditRefused(f"{old.name} would change {difference}")
 
 
 def describe_difference(old: Any, new: Any) -> str:

@@ -240,7 +240,6 @@ def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
 
 
 def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
-    """Return what a record says of a gain."""
     return (gain.before, gain.after, gain.sizes) if gain else (None, None, {})
 
 

@@ -330,8 +330,7 @@ class GroupEmitter:
         target = self._as_wide(self.with_target.target, shape, rows)
         if not self.with_target.wraps:
             return target
-        classes = self.info.value(self.head.weight).shape[1 if self.head.transposed else 0]
-        return e.call(aten.remainder.Scalar, target, compat.known_size(classes))
+        return e.call(aten.remainder.Scalar, target, self._vocabulary())
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
         """Give ``node`` a shape: that of what ``like`` makes where sizes are not known."""
@@ -342,7 +341,6 @@ class GroupEmitter:
         return self.editor.call(aten.reshape_as.default, node, like())
 
     def _shaped(self, node: Node, like: Node) -> Node:
-        """Give ``node`` the shape of ``like``'s value."""
         return self._as_wide(node, self.info.value(like).shape, lambda: like)
 
     def result(self, tail: Tail) -> Node:

@@ -274,7 +274,7 @@ class HeadReader:
             if point is not None:
                 return point
         kinds = set()
-        before = self._before(node)
+        before = self.info.tensor(self._chain_operand(node))
         rank = 0 if before is None else before.dim()
         for call in reading:
             kind = "same" if moved and call.op in SAME_OPS else _row_kind(call, rank)
@@ -302,10 +302,6 @@ class HeadReader:
             return Step(node, "detach")
         return Step(node, "rows" if "rows" in kinds else "reshape", reading=reading)
 
-    def _before(self, node: Node) -> torch.Tensor | None:
-        """Return the logits as they come to ``node``."""
-        return self.info.tensor(self._chain_operand(node))
-
     def _has_classes(self, value: torch.Tensor | None, head: Head) -> bool:
         """Return whether the last dimension is as long as the vocabulary, for certain."""
         logits = self.info.tensor(head.node)
@@ -316,7 +312,7 @@ class HeadReader:
     def _pointwise(self, node: Node, call: Call, head: Head, moved: bool) -> Step | Decline | None:
         op, args = call.op, call.args
         if op is aten.to.dtype:
-            dtype, before = args["dtype"], self._before(node)
+            dtype, before = args["dtype"], self.info.tensor(self._chain_operand(node))
             if before is not None and dtype == before.dtype:
                 return Step(node, "same")
             is_wider = dtype == torch.float64 != head.compute_dtype

@@ -362,8 +362,3 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
     """Return whether a gather on logits has their logsumexp, over its rows or, in loops, parts."""
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)
-
-
-def has_pair(tails: Sequence[Tail]) -> bool:
-    """Return whether a gather on the logits has their logsumexp."""
-    return any(t.kind == "logit" and has_sum(t, tails) for t in tails)
