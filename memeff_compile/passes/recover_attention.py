@@ -249,17 +249,22 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
 
 def _kept(site: Site, form: Form, reason: str) -> Decline:
     """Return the reason for leaving what was read as it is."""
-    reasons = {
-        "unread_mask": form.rest,
-        "softcap": site.softcap,
-        "packed_mask": form.is_packed,
-        "cache_length": form.length,
-        "padding_mask": form.padding,
-        "window_mask": form.window is not None,
-        "empty_rows": form.empty,
-    }
-    code = next((code for code, holds in reasons.items() if holds), "offset_causal")
-    hint = "a batch without padding needs no attention_mask" if code == "padding_mask" else ""
+    hint = ""
+    if form.rest:
+        code = "unread_mask"
+    elif site.softcap:
+        code = "softcap"
+    elif form.is_packed:
+        code = "packed_mask"
+    elif form.length:
+        code = "cache_length"
+    elif form.padding:
+        code = "padding_mask"
+        hint = "a batch without padding needs no attention_mask"
+    elif form.window is not None:
+        code = "window_mask"
+    else:
+        code = "empty_rows" if form.empty else "offset_causal"
     said = " and ".join(form.conditions)
     empty = " (some query attends to nothing, or may)" if code == "empty_rows" else ""
     capped = "the scores are capped by tanh, which PyTorch's kernels do not" if site.softcap else ""
