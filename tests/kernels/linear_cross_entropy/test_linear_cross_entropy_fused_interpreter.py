@@ -98,7 +98,7 @@ def test_values_and_gradients_match_the_oracle(case: Case) -> None:
 def pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the rows in pieces of 32, of which the last one is ragged."""
     monkeypatch.setattr(_EngineF, "backwards", row_pieces)
-    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes: 32)
+    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes, **limits: 32)
 
 
 @pytest.mark.usefixtures("nan_filled_empty", "pieces_of_rows")

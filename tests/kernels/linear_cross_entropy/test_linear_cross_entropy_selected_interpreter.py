@@ -77,7 +77,7 @@ def _exact(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tenso
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Filter rows of few features, in pieces of 64 rows, two blocks each; the last is ragged."""
     monkeypatch.setattr(selected, "LEAST_DEPTH", 8)
-    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes: 64)
+    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes, **limits: 64)
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)

@@ -243,5 +243,6 @@ def test_the_sums_of_few_tiles_are_shared(rows: int, depth: int, vocab: int, spl
     found = total_fused.splits_of(rows, depth, vocab, shapes, needs_weight=True)
     assert found == splits
     for n in (sympy.Integer(rows), sympy.Symbol("N")):
-        kept = total_fused.parts_bytes(n, depth, vocab, workspace=2 * rows * (vocab + 255))
+        budget, tallest = 2 * rows * (vocab + 255), total_fused.AUTO_BYTES
+        kept = total_fused.parts_bytes(n, depth, vocab, budget, tallest)
         assert kept >= 4 * (splits - 1) * rows * depth
