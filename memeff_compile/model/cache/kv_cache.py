@@ -311,7 +311,8 @@ def for_any_prompt(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
         ids = kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
         cache = kwargs.get("past_key_values")
-        if ids is not None and ids.shape[1] > 1 and isinstance(cache, KVCache) and cache.is_empty:
+        is_first = isinstance(cache, KVCache) and cache.is_empty
+        if is_first and isinstance(ids, Tensor) and ids.dim() > 1 and ids.shape[1] > 1:
             masks = kwargs.get("attention_mask")
             masks = masks.values() if isinstance(masks, Mapping) else [masks]
             compat.mark_varying(ids, 1)

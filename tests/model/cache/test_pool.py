@@ -14,7 +14,7 @@ import transformers
 import memeff_compile
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.model.cache import pool
-from memeff_compile.model.cache.kv_cache import KVCache, use_kv_cache_
+from memeff_compile.model.cache.kv_cache import KVCache, for_any_prompt, use_kv_cache_
 from tests.support.cached_models import make, prompt
 
 
@@ -221,3 +221,9 @@ def test_what_the_door_cannot_do_is_said() -> None:
         memeff_compile.compile(torch.nn.Linear(2, 2), kv_cache=4)
     with pytest.raises(OptionError, match=r"memeff_compile.compile\(model, kv_cache=...\)"):
         memeff_compile.Options.parse(None, {"memeff.kv_cache": 4})
+
+
+@pytest.mark.parametrize("ids", [torch.arange(3), torch.zeros(2, 1, dtype=torch.int64), None])
+def test_a_call_that_is_no_prompt_reaches_the_model_as_it_is(ids: torch.Tensor | None) -> None:
+    given = {"input_ids": ids, "past_key_values": KVCache(make().config, 8, bits=16)}
+    assert for_any_prompt(lambda **kwargs: kwargs)(**given) == given
