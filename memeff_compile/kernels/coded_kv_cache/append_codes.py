@@ -1,4 +1,4 @@
-"""The launcher that appends to a coded cache on CUDA, sm_80 or later: one kernel, no host sync."""
+"""The launcher that appends to a coded cache on CUDA, sm_80 or later: no host sync."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Appending to a coded cache: window, kept tokens and the groups that are due, in one launch.
+"""Appending to a coded cache: window, kept tokens and the groups that are due.
 
 Two programs per sequence and key-value head, one for keys and one for values, walk through the new
 tokens. Whenever the window is full they code the oldest group. Of several tokens, as of a prompt,
@@ -290,7 +290,7 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Write those of some rows that are kept; `kept` is where those of the sequence and head are."""
+    """Write those of some rows that are kept, to where the sequence and head has them."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]
@@ -329,11 +329,11 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
         tl.store(window + last * C.DEPTH + depth, nothing.to(room[2].dtype.element_ty))
         done += new
     while done < new:
-        if C.TOKENS > 1:
-            if coded >= before:  # `_code_new_groups` has coded what follows; the last ones stay
-                done = tl.maximum(done, new - C.WINDOW)
-                length = before + done
-                coded = behind
+        if C.TOKENS > 1 and coded >= before:
+            # `_code_new_groups` has coded what follows; the last ones stay in the window.
+            done = tl.maximum(done, new - C.WINDOW)
+            length = before + done
+            coded = behind
         count = tl.minimum(tl.minimum(new - done, coded + C.WINDOW - length), C.TOKENS)
         is_token = ((tokens < count) & (piece == 0))[:, None]
         position = length + tokens

@@ -55,7 +55,9 @@ def test_programs_that_share_a_prompt_leave_what_the_reference_leaves(
     layout: Layout, share: int, programs: int
 ) -> None:
     """Prompts in pieces, so that some groups have tokens of the window; padding, kept tokens."""
-    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(2, 1, 200, 128, torch.float32))
+    k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(2, 1, 200, 128, torch.float32)
+    )
     k, v = k[..., : layout.depth], v[..., : layout.depth]
     pools = [allocate(layout, 2, 1, 200, torch.float32, first=(0, 37)) for _ in range(2)]
     for start, end in ((0, 90), (90, 95), (95, 96), (96, 178), (178, 200)):
