@@ -45,6 +45,7 @@ BUILT_IN_FUNCTIONS: Any = torch._C._nn
 TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
 # The `__torch_function__` of a subclass that has none.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+NO_LIMIT = 1 << 20  # of graphs that Dynamo makes of one function
 # Returns the index of the GPU that is current.
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # Returns the schema of an op: its name, arguments and returns.
@@ -924,10 +925,10 @@ def is_drawn(op: Any) -> bool:
 
 
 def fresh_capture() -> Any:
-    """Return a context in which captures neither count towards, nor learn from, other compiles."""
+    """Return a context in which captures are not limited by, nor learn from, other compiles."""
     from torch._dynamo import config
 
-    limits: dict[str, Any] = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+    limits: dict[str, Any] = {"recompile_limit": NO_LIMIT, "accumulated_recompile_limit": NO_LIMIT}
     return config.patch(**limits, automatic_dynamic_shapes=False)
 
 
@@ -975,14 +976,14 @@ def mark_varying(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def room_for_graphs() -> dict[str, Any]:
+def room_for_graphs(limit: int = 64) -> dict[str, Any]:
     """Return arguments of torch.compile that give a model its own, larger limit of graphs. Without
     them all models of a process share one, since what is compiled is a decorator of transformers.
     Before torch 2.13 there are no such arguments, and the shared limit is raised.
     """
     from torch._dynamo import config
 
-    wanted = {"recompile_limit": 64, "isolate_recompiles": True}
+    wanted = {"recompile_limit": limit, "isolate_recompiles": True}
     if wanted.keys() <= inspect.signature(torch.compile).parameters.keys():
         return wanted
     config.recompile_limit = max(config.recompile_limit, 64)

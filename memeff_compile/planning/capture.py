@@ -172,9 +172,10 @@ def capture(
         return run_graph
 
     backend.keep_transformers_losses_in_one_graph()
+    room = compat.room_for_graphs(compat.NO_LIMIT)  # what is captured leaves others theirs
     with mode, compat.fresh_capture():
         try:
-            compiled: Callable[..., Any] = torch.compile(copied, backend=keep)
+            compiled: Callable[..., Any] = torch.compile(copied, backend=keep, **room)
             compiled(*given, **named)
         except MemeffError:
             raise

@@ -214,6 +214,23 @@ def test_inference_has_no_gradients() -> None:
     assert not {"block gradients", "other gradients"} & set(plan.after.moment.parts)
 
 
+def test_what_is_explained_leaves_the_graphs_that_a_model_may_have_to_others() -> None:
+    """Models share code, as those of transformers do a decorator, and Dynamo a limit for it."""
+    seen: list[Any] = []
+
+    def other(gm: Any, _: Any) -> Any:
+        seen.append(gm)
+        return gm
+
+    ids = torch.zeros(B, L, dtype=torch.int64)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        explain(Stack(VOCABULARY, WIDTH, 0), token_ids(B, L), token_ids(B, L))
+        model = Stack(VOCABULARY, WIDTH, 0)
+        model.compile(backend=other)
+        model(ids, ids)
+    assert len(seen) == 1
+
+
 # --- blocks ---------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The launcher that appends to a coded cache on CUDA, sm_80 or later: one kernel, no host sync."""
+"""The launcher that appends to a coded cache on CUDA, sm_80 or later: no host sync."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from .reference import is_per_head
 
 WARPS = 8
 """Warps of a program that several tokens come to."""
+
+NEW_GROUPS = (4, 4)
+"""Programs that share a group of new tokens alone, at most, and their warps."""
+
+PROGRAMS = 8192
+"""Programs that code such groups, where there are as many."""
 
 
 def cut(bits: int, depth: int) -> tuple[int, int]:
@@ -36,6 +42,8 @@ def append(
     warps: int | None = None,  # per program, by default what `cut` says
     # programs that share a group where one token comes, by default what `cut` says
     pieces: int | None = None,
+    new_groups: tuple[int, int] = NEW_GROUPS,
+    programs: int = PROGRAMS,
 ) -> None:
     """Write tokens and code what is due; the shapes are as the op has checked them.
 
@@ -53,20 +61,26 @@ def append(
     if new > 1 or recent == 0 or depth < 64:
         # Several tokens may fill a group and code it at once, which one program has to see whole.
         pieces = 1
+    sizes = heads, k_codes.shape[2], new, limit
+    given = cells_of(k), cells_of(v), Pool(*pool), sizes
+    constants = {
+        "DEPTH": depth,
+        "BITS": bits,
+        "GROUP": group,
+        "CHANNELS": channel_group(depth, "per_head" if per_head else "kivi"),
+        "WINDOW": window,
+        "KEPT": k_kept.shape[2],
+        "TOKENS": min(group, 1 << (new - 1).bit_length()),
+        "IS_PER_HEAD": per_head,
+        "IS_FAST": k.is_cuda,
+    }
     with on_device(k):
-        start(
-            kernels._coded_kv_cache_append_kernel,
-            (batch * heads, 2 * pieces),
-            *(cells_of(k), cells_of(v), Pool(*pool), (heads, k_codes.shape[2], new, limit)),
-            DEPTH=depth,
-            BITS=bits,
-            GROUP=group,
-            CHANNELS=channel_group(depth, "per_head" if per_head else "kivi"),
-            WINDOW=window,
-            KEPT=k_kept.shape[2],
-            TOKENS=min(group, 1 << (new - 1).bit_length()),
-            PIECES=pieces,
-            IS_PER_HEAD=per_head,
-            IS_FAST=k.is_cuda,
-            num_warps=warps,
-        )
+        if new >= group:
+            share = max(1, min(new_groups[0], depth // 32))
+            parts = share * max(1, min(new // group, programs // (2 * batch * heads * share)))
+            more = {"PIECES": share, "num_warps": new_groups[1]}
+            kernel = kernels._coded_kv_cache_append_groups_kernel
+            start(kernel, (batch * heads, 2 * parts), *given, **constants, **more)
+        more = {"PIECES": pieces, "num_warps": warps}
+        kernel = kernels._coded_kv_cache_append_kernel
+        start(kernel, (batch * heads, 2 * pieces), *given, **constants, **more)

@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Appending to a coded cache: window, kept tokens and the groups that are due, in one launch.
+"""Appending to a coded cache: window, kept tokens and the groups that are due.
 
 Two programs per sequence and key-value head, one for keys and one for values, walk through the new
-tokens. Whenever the window is full they code the oldest group. How many tokens there are is read on
-the device. The last program to finish writes the new counts: all have read the old ones by then.
+tokens. Whenever the window is full they code the oldest group. Of several tokens, as of a prompt,
+groups of new ones alone need not pass through the window: another launch codes them from where they
+are, with more programs. How many tokens there are is read on the device. The last program to finish
+writes the new counts: all have read the old ones by then.
 
 Codes equal the reference's: divisions are rounded to nearest, and halves go up.
 """
@@ -76,12 +78,12 @@ def _scaled(low, high, most, scales_base, place):
 
 
 @triton.jit
-def _load_window(base, slot, column, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return (tokens, columns) of the window, (columns, tokens) of values, in fp32."""
+def _load_rows(base, slot, column, row, step, IS_VALUE: tl.constexpr):
+    """Return (tokens, columns) of rows in memory, (columns, tokens) of values, in fp32."""
     if IS_VALUE:
-        x = tl.load(base + slot[None, :] * DEPTH + column[:, None])
+        x = tl.load(base + slot[None, :] * row + column[:, None] * step)
     else:
-        x = tl.load(base + slot[:, None] * DEPTH + column[None, :])
+        x = tl.load(base + slot[:, None] * row + column[None, :] * step)
     return x.to(tl.float32)
 
 
@@ -148,15 +150,17 @@ def _store_bytes(
 
 
 @triton.jit
-def _loaded(window_base, slot, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
+def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Return the columns of each part of some tokens, as many parts as a byte has codes."""
+    base, start, row, step = rows
+    slot = (start + token) % C.WINDOW
     COUNT: tl.constexpr = (
         C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
     )
     SHARE: tl.constexpr = C.DEPTH // COUNT
     found = ()
     for part in tl.static_range(COUNT):
-        x = _load_window(window_base, slot, part * SHARE + column, C.DEPTH, IS_VALUE)
+        x = _load_rows(base, slot, part * SHARE + column, row, step, IS_VALUE)
         found = found + (x,)  # noqa: RUF005
     return found
 
@@ -196,11 +200,10 @@ def _pack(
 
 @triton.jit
 def _code_keys(
-    window_base,
+    rows,  # of the group: their memory, the first one's slot, strides of rows and columns
     codes_base,
     scales_base,
-    coded,
-    first_coded,  # tokens before it have no say in scales
+    left_out,  # as many tokens have no say in scales
     piece,
     C: tl.constexpr,
 ):
@@ -213,9 +216,8 @@ def _code_keys(
     most = tl.full((SOME,), (1 << C.BITS) - 1.0, tl.float32)
     token = tl.arange(0, C.GROUP)
     column = piece * SOME + tl.arange(0, SOME)
-    oldest = coded + token
-    parts = _loaded(window_base, oldest % C.WINDOW, column, C, False)
-    is_left_out = (oldest < first_coded)[:, None]
+    parts = _loaded(rows, token, column, C, False)
+    is_left_out = (token < left_out)[:, None]
     steps = ()
     zeros = ()
     for part in tl.static_range(COUNT):
@@ -227,9 +229,7 @@ def _code_keys(
 
 
 @triton.jit
-def _code_tokens(
-    window_base, codes_base, scales_base, coded, piece, C: tl.constexpr, IS_VALUE: tl.constexpr
-):
+def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Code a group, or a piece of its tokens, with scales of its tokens."""
     COUNT: tl.constexpr = (
         C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
@@ -246,8 +246,7 @@ def _code_tokens(
         some = tl.arange(0, SOME)
         token = some // (SOME // 2) * (C.GROUP // 2) + piece * (SOME // 2) + some % (SOME // 2)
     column = tl.arange(0, SHARE)
-    slot = (coded + token) % C.WINDOW
-    parts = _loaded(window_base, slot, column, C, IS_VALUE)
+    parts = _loaded(rows, token, column, C, IS_VALUE)
     steps = ()
     zeros = ()
     for share in tl.static_range(SHARES):
@@ -272,60 +271,140 @@ def _code_tokens(
 
 
 @triton.jit
-def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or values, of one sequence and head; return the counts behind them."""
-    codes_ptr, scales_ptr, window_ptr, kept_ptr = room
-    x_ptr, stride_x_batch, stride_x_head, stride_x_token, stride_x_depth = source
-    length, coded, first = at
-    kv_heads, groups, new, limit = sizes
-    pair = tl.program_id(0).to(tl.int64)
+def _code_group(
+    rows, room, pair, coded, first, piece, groups, C: tl.constexpr, IS_VALUE: tl.constexpr
+):
+    """Code the group of tokens from `coded` on, or a piece of it."""
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
     SCALES: tl.constexpr = (
         C.GROUP if C.IS_PER_HEAD else 2 * (C.GROUP * SHARES if IS_VALUE else C.DEPTH)
     )
-    window = window_ptr + pair * (C.WINDOW * C.DEPTH)
-    source_base = x_ptr + (pair // kv_heads) * stride_x_batch + (pair % kv_heads) * stride_x_head
+    block = pair * groups + tl.minimum(coded // C.GROUP, groups - 1)
+    codes, scales = room[0] + block * BLOCK, room[1] + block * SCALES
+    if IS_VALUE or C.IS_PER_HEAD:
+        _code_tokens(rows, codes, scales, piece, C, IS_VALUE)
+    else:
+        _code_keys(rows, codes, scales, first + C.KEPT - coded, piece, C)
+
+
+@triton.jit
+def _keep(x, position, is_token, first, kept, C: tl.constexpr):
+    """Write those of some rows that are kept, to where the sequence and head has them."""
+    if C.KEPT > 0:
+        row = (position - first)[:, None]
+        place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]
+        tl.store(kept + place, x, mask=is_token & (row >= 0) & (row < C.KEPT))
+
+
+@triton.jit
+def _base(source, pair, kv_heads):
+    """Return where the new rows of one sequence and head are."""
+    return source[0] + pair // kv_heads * source[1] + pair % kv_heads * source[2]
+
+
+@triton.jit
+def _behind(length, coded, new, C: tl.constexpr):
+    """Return how many tokens are in codes once the new ones are there."""
+    return coded + tl.maximum(length + new - coded - (C.WINDOW - C.GROUP), 0) // C.GROUP * C.GROUP
+
+
+@triton.jit
+def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
+    """Write the new keys, or values, of one sequence and head; return the counts behind them."""
+    length, coded, first = at
+    kv_heads, groups, new, limit = sizes
+    pair = tl.program_id(0).to(tl.int64)
+    window, kept = room[2] + pair * (C.WINDOW * C.DEPTH), room[3] + pair * (C.KEPT * C.DEPTH)
+    base = _base(source, pair, kv_heads)
     depth = tl.arange(0, C.DEPTH)
     tokens = tl.arange(0, C.TOKENS)
     done = length * 0
+    before = length
+    behind = _behind(length, coded, new, C)
     if length + new > limit:
         # Nothing may be lost in silence: what attention returns is no number until a reset.
         nothing = tl.full((C.DEPTH,), float("nan"), tl.float32)
         last = (length + C.WINDOW - 1) % C.WINDOW
-        tl.store(window + last * C.DEPTH + depth, nothing.to(window_ptr.dtype.element_ty))
+        tl.store(window + last * C.DEPTH + depth, nothing.to(room[2].dtype.element_ty))
         done += new
     while done < new:
+        if C.TOKENS > 1 and coded >= before:
+            # `_code_new_groups` has coded what follows; the last ones stay in the window.
+            done = tl.maximum(done, new - C.WINDOW)
+            length = before + done
+            coded = behind
         count = tl.minimum(tl.minimum(new - done, coded + C.WINDOW - length), C.TOKENS)
         is_token = ((tokens < count) & (piece == 0))[:, None]
         position = length + tokens
         x = tl.load(
-            source_base
-            + (done + tokens)[:, None] * stride_x_token
-            + depth[None, :] * stride_x_depth,
+            base + (done + tokens)[:, None] * source[3] + depth[None, :] * source[4],
             mask=is_token,
         )
         tl.store(
             window + (position % C.WINDOW)[:, None] * C.DEPTH + depth[None, :], x, mask=is_token
         )
-        if C.KEPT > 0:
-            row = (position - first)[:, None]
-            place = pair * (C.KEPT * C.DEPTH) + row * C.DEPTH + depth[None, :]
-            tl.store(kept_ptr + place, x, mask=is_token & (row >= 0) & (row < C.KEPT))
+        _keep(x, position, is_token, first, kept, C)
         done += count
         length += count
         if length - coded == C.WINDOW:
             tl.debug_barrier()  # the tokens just written are read by other threads
-            block = pair * groups + tl.minimum(coded // C.GROUP, groups - 1)
-            codes = codes_ptr + block * BLOCK
-            scales = scales_ptr + block * SCALES
-            if IS_VALUE or C.IS_PER_HEAD:
-                _code_tokens(window, codes, scales, coded, piece, C, IS_VALUE)
-            else:
-                _code_keys(window, codes, scales, coded, first + C.KEPT, piece, C)
+            rows = (window, coded, C.DEPTH, 1)
+            _code_group(rows, room, pair, coded, first, piece, groups, C, IS_VALUE)
             coded += C.GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
     return length, coded
+
+
+@triton.jit
+def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
+    """Code a piece of some groups of new keys, or values, and write those that are kept."""
+    length, coded, first = at
+    kv_heads, groups, new, limit = sizes
+    pair = tl.program_id(0).to(tl.int64)
+    kept = room[3] + pair * (C.KEPT * C.DEPTH)
+    token = tl.arange(0, C.GROUP)
+    depth = tl.arange(0, C.DEPTH)
+    part = tl.program_id(1) // 2
+    behind = _behind(length, coded, new, C)
+    start = coded + (tl.cdiv(length - coded, C.GROUP) + part // C.PIECES) * C.GROUP
+    while (start < behind) & (length + new <= limit):
+        base = _base(source, pair, kv_heads) + (start - length) * source[3]
+        rows = (base, 0, source[3], source[4])
+        _code_group(rows, room, pair, start, first, part % C.PIECES, groups, C, IS_VALUE)
+        if start < first + C.KEPT:
+            place = base + token[:, None] * source[3] + depth[None, :] * source[4]
+            is_token = (token % C.PIECES == part % C.PIECES)[:, None]
+            _keep(tl.load(place, is_token), start + token, is_token, first, kept, C)
+        start += tl.num_programs(1) // (2 * C.PIECES) * C.GROUP
+
+
+@triton.jit
+def _begin(pool, C: tl.constexpr):
+    """Return tokens in the cache, tokens in codes, and the first token of this sequence."""
+    length = tl.load(pool.counts)
+    coded = tl.load(pool.counts + 1)
+    first = length * 0
+    if C.KEPT > 0:
+        first += tl.load(pool.places + tl.program_id(0).to(tl.int64) * C.KEPT)
+    return length, coded, first
+
+
+@triton.jit
+def _coded_kv_cache_append_groups_kernel(
+    k,  # as of `_coded_kv_cache_append_kernel`, which comes next and writes the rest
+    v,
+    pool,
+    sizes,
+    C: tl.constexpr,
+):
+    at = _begin(pool, C)
+    if tl.program_id(1) % 2 == 0:
+        room = (pool.k_codes, pool.k_scales, pool.k_window, pool.k_kept)
+        _code_new_groups(k, room, at, sizes, C, False)
+    else:
+        rooms = (pool.v_codes, pool.v_scales, pool.v_window, pool.v_kept)
+        _code_new_groups(v, rooms, at, sizes, C, True)
 
 
 @triton.jit
@@ -339,18 +418,14 @@ def _coded_kv_cache_append_kernel(
     # PIECES: programs that share a group; one unless TOKENS is
     # IS_FAST: divides by fused products, which the interpreter rounds twice
 ):
-    length = tl.load(pool.counts)
-    coded = tl.load(pool.counts + 1)
-    first = length * 0
-    if C.KEPT > 0:
-        first += tl.load(pool.places + tl.program_id(0).to(tl.int64) * C.KEPT)
+    at = _begin(pool, C)
     piece = tl.program_id(1) // 2
     if tl.program_id(1) % 2 == 0:
         room = (pool.k_codes, pool.k_scales, pool.k_window, pool.k_kept)
-        length, coded = _walk(k, room, (length, coded, first), piece, sizes, C, False)
+        length, coded = _walk(k, room, at, piece, sizes, C, False)
     else:
         rooms = (pool.v_codes, pool.v_scales, pool.v_window, pool.v_kept)
-        length, coded = _walk(v, rooms, (length, coded, first), piece, sizes, C, True)
+        length, coded = _walk(v, rooms, at, piece, sizes, C, True)
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(pool.counts + 2, 1)
     if arrived == tl.num_programs(0) * (2 * C.PIECES) - 1:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .append_codes_kernels import _between, _codes, _load_window, _put, _scaled, _store_bytes
+from .append_codes_kernels import _between, _codes, _load_rows, _put, _scaled, _store_bytes
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
     second = tl.zeros((GROUP,), dtype=tl.float32)
     both = tl.zeros((GROUP,), dtype=tl.float32)
     for part in tl.static_range(DEPTH // SHARE):
-        x = _load_window(lower, slot, part * SHARE + column, DEPTH, False)
-        y = _load_window(upper, slot, part * SHARE + column, DEPTH, False)
+        x = _load_rows(lower, slot, part * SHARE + column, DEPTH, 1, False)
+        y = _load_rows(upper, slot, part * SHARE + column, DEPTH, 1, False)
         first += tl.sum(x * x, axis=1)
         second += tl.sum(y * y, axis=1)
         both += tl.sum(x * y, axis=1)
@@ -93,8 +93,8 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
     """Return some columns of the shared direction, (tokens, columns), turned for values."""
-    x = _load_window(lower, slot, column, DEPTH, IS_VALUE)
-    y = _load_window(upper, slot, column, DEPTH, IS_VALUE)
+    x = _load_rows(lower, slot, column, DEPTH, 1, IS_VALUE)
+    y = _load_rows(upper, slot, column, DEPTH, 1, IS_VALUE)
     return x * a[None, :] + y * b[None, :] if IS_VALUE else x * a[:, None] + y * b[:, None]
 
 
@@ -169,9 +169,9 @@ def _code_directions(
             packed = _put(packed, code, codes_base, (token, column), part, C, SHARE, TURNED)
         square += tl.sum(decoded * decoded, axis=AXIS)
         if C.IS_PROJECTED:
-            x = _load_window(lower, slot, at, C.DEPTH, TURNED)
+            x = _load_rows(lower, slot, at, C.DEPTH, 1, TURNED)
             first += tl.sum(x * decoded, axis=AXIS)
-            y = _load_window(upper, slot, at, C.DEPTH, TURNED)
+            y = _load_rows(upper, slot, at, C.DEPTH, 1, TURNED)
             second += tl.sum(y * decoded, axis=AXIS)
     if C.BITS != 16:
         _store_bytes(packed, codes_base, (token, column), C, SHARE, TURNED)

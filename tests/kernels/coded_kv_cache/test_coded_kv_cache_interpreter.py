@@ -49,6 +49,25 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout) -> None:
     assert filled(pools[0]) == (50, 32)
 
 
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize(("share", "programs"), [(1, 1), (1, 16), (4, 16), (2, 64)])
+def test_programs_that_share_a_prompt_leave_what_the_reference_leaves(
+    layout: Layout, share: int, programs: int
+) -> None:
+    """Prompts in pieces, so that some groups have tokens of the window; padding, kept tokens."""
+    k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(2, 1, 200, 128, torch.float32)
+    )
+    k, v = k[..., : layout.depth], v[..., : layout.depth]
+    pools = [allocate(layout, 2, 1, 200, torch.float32, first=(0, 37)) for _ in range(2)]
+    for start, end in ((0, 90), (90, 95), (95, 96), (96, 178), (178, 200)):
+        new = k[:, :, start:end], v[:, :, start:end], layout.bits, layout.recent, 200
+        append_codes.append(pools[0], *new, new_groups=(share, 4), programs=programs)
+        reference.append(pools[1], *new)
+        compare(*pools)
+    assert filled(pools[0]) == (200, 176)
+
+
 @pytest.mark.parametrize("scheme", ["kivi", "per_head"])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_programs_that_share_a_group_leave_what_one_leaves(bits: int, scheme: str) -> None:

@@ -19,7 +19,14 @@ from memeff_compile.kernels.coded_kv_cache.shapes import (
     rows_for,
     shapes_for,
 )
-from tests.support.offline import cells_named, compile_for, gpus, twice, within_limits
+from tests.support.offline import (
+    cells_named,
+    compile_for,
+    gpus,
+    registers_of,
+    twice,
+    within_limits,
+)
 
 pytestmark = pytest.mark.offline
 
@@ -42,7 +49,10 @@ PARTS = {
     "mask": ("mask_ptr", "stride_mask_batch", "stride_mask_key"),
 }
 SIZES = {
-    "_coded_kv_cache_append_kernel": ("kv_heads", "groups", "new", "limit"),
+    **dict.fromkeys(
+        ("_coded_kv_cache_append_kernel", "_coded_kv_cache_append_groups_kernel"),
+        ("kv_heads", "groups", "new", "limit"),
+    ),
     "_coded_kv_cache_attention_kernel": (
         *("kv_heads", "groups", "norm_count", "mask_count", "splits", "stat_count"),
     ),
@@ -124,8 +134,16 @@ def _attention(
 
 
 def _append(
-    capability: int, dtype: str, depth: int, bits: int, scheme: str = "kivi", tokens: int = 1
+    capability: int,
+    dtype: str,
+    depth: int,
+    bits: int,
+    scheme: str = "kivi",
+    tokens: int = 1,
+    *,
+    is_new: bool = False,
 ) -> Any:
+    share = max(1, min(append_codes.NEW_GROUPS[0], depth // 32))
     constants = {
         "DEPTH": depth,
         "BITS": bits,
@@ -134,18 +152,14 @@ def _append(
         "WINDOW": 192,
         "KEPT": 4,
         "TOKENS": tokens,
-        "PIECES": append_codes.cut(bits, depth)[0] if tokens == 1 else 1,
+        "PIECES": append_codes.cut(bits, depth)[0] if tokens == 1 else share if is_new else 1,
         "IS_PER_HEAD": scheme == "per_head",
         "IS_FAST": True,
     }
-    return _compile(
-        "append_codes_kernels",
-        "_coded_kv_cache_append_kernel",
-        capability,
-        dtype,
-        constants,
-        append_codes.cut(bits, depth)[1] if tokens == 1 else append_codes.WARPS,
-    )
+    warps = append_codes.cut(bits, depth)[1] if tokens == 1 else append_codes.WARPS
+    name = "_coded_kv_cache_append_groups_kernel" if is_new else "_coded_kv_cache_append_kernel"
+    warps = append_codes.NEW_GROUPS[1] if is_new else warps
+    return _compile("append_codes_kernels", name, capability, dtype, constants, warps)
 
 
 def _combine(capability: int, depth: int, splits: int) -> Any:
@@ -217,6 +231,24 @@ def test_append_compiles_within_the_limits(
 ) -> None:
     kernel = _append(capability, "bf16", depth, bits, scheme, tokens)
     within_limits(kernel, capability)
+
+
+@pytest.mark.parametrize(
+    ("depth", "bits", "scheme"),
+    [
+        (128, 4, "kivi"),
+        *[pytest.param(128, bits, "kivi", marks=SLOW) for bits in (8, 3, 2)],
+        pytest.param(128, 4, "per_head", marks=SLOW),
+        *[pytest.param(depth, 2, "kivi", marks=SLOW) for depth in (64, 256)],
+    ],
+)
+def test_coding_new_groups_leaves_room_for_several_programs(
+    depth: int, bits: int, scheme: str
+) -> None:
+    kernel = _append(90, "bf16", depth, bits, scheme, 64, is_new=True)
+    within_limits(kernel, 90)
+    # Of 65,536 for three programs of 128 threads each, or two where rows are twice as wide.
+    assert registers_of(kernel.asm["cubin"]) <= (168 if depth <= 128 else 255)
 
 
 @pytest.mark.parametrize(("depth", "splits"), [(64, 2), (128, MAX_SPLITS), (256, 5)])
