@@ -171,10 +171,10 @@ def scaling(rows: list[Row]) -> Any:
     rows = [row for row in rows if "both_ms" in row and "scaling" in row]
     if not rows:
         return None
-    sizes = [size for size in "NDV" if any(row["scaling"] == size for row in rows)]
+    sizes = [size for size in "NDV" if any(size in row["scaling"] for row in rows)]
     figure, axes = pyplot.subplots(2, len(sizes), figsize=(4.2 * len(sizes), 6), squeeze=False)
     for column, size in enumerate(sizes):
-        here = [row for row in rows if row["scaling"] == size]
+        here = [row for row in rows if size in row["scaling"]]
         fixed = ", ".join(f"{other} = {here[0][other]}" for other in "NDV" if other != size)
         axes[0][column].set_title(fixed, fontsize=8)
         for axis, label, pick in (
