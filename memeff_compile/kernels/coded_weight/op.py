@@ -207,11 +207,13 @@ def trained_product(given: Product, folds: bool) -> Tensor:
         _require_fit(given)
         with without_autocast(x.device.type):
             return F.linear(x, coded_weight_decode(parts, codec, size, x), bias)
-    if is_rows or not folds:
-        return coded_weight_product(*given)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = coded_weight_product(rows, parts, None, codec, size, True).view(*x.shape[:-1], size[0])
-    return out if bias is None else out + bias
+    copies = folds and not is_rows
+    if copies:
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        given = given._replace(x=rows, bias=None)
+    found: Tensor = coded_weight_product(*given)
+    found = found.view(*x.shape[:-1], size[0]) if copies else found
+    return found + bias if copies and bias is not None else found
 
 
 class _Products(NamedTuple):
