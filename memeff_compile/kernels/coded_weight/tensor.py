@@ -737,7 +737,10 @@ def _lerp(selves: Any, others: Any, weights: Any) -> object:
 def _product(
     x: Tensor, weight: CodedWeight, bias: Tensor | None = None, trains: bool = False
 ) -> object:
-    return op.coded_weight_product(x, weight.parts, bias, weight.codec, weight.shape, trains)
+    given = op.Product(x, weight.parts, bias, weight.codec, weight.shape, trains)
+    if trains:
+        return op.trained_product(given, folds=weight.requires_grad)
+    return op.coded_weight_product(*given)
 
 
 def _product_backward(grad: Tensor, weight: CodedWeight) -> object:
