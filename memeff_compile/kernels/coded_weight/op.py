@@ -85,21 +85,12 @@ def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> 
     ]
 
 
-def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
+def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.Outcome | bool:
     """Encode a weight of the same shape into existing parts, where there is room; say whether.
 
-    Where it returns False, the parts hold no weight any more and have to be made anew. A lossy
-    codec refuses values that are not all finite.
-    """
-    outcome = encode_soon(parts, weight, codec)
-    return outcome if isinstance(outcome, bool) else outcome.fits()
-
-
-def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.Outcome | bool:
-    """Encode as `encode_into` does, and say later whether there was room.
-
-    On a GPU, with win4 and tier, nothing waits: the answer comes when the GPU has got so far. Until
-    then nobody may read the parts or give up the weight.
+    Where there was none, the parts hold no weight any more and have to be made anew. On a GPU, with
+    win4 and tier, nothing waits: the answer comes when the GPU has got so far, and until then
+    nobody may read the parts or give up the weight. A lossy codec refuses what is not finite.
     """
     form = parse(codec)
     if not form.is_lossless:

@@ -27,7 +27,6 @@ from memeff_compile.kernels.coded_weight import (
     coded_weight_decode,
     coded_weight_linear,
     encode,
-    encode_into,
     engine_for,
     op,
     parse,
@@ -226,8 +225,8 @@ def test_a_new_value_is_stored_in_place_or_anew(codec: str) -> None:
 
 def test_encoding_into_parts_says_whether_it_fitted() -> None:
     parts = encode(torch.zeros(64, 256, dtype=torch.bfloat16), "win4")
-    assert encode_into(parts, -torch.zeros(64, 256, dtype=torch.bfloat16), "win4")
-    assert not encode_into(parts, hostile(64, 256), "win4")
+    assert op.encode_soon(parts, -torch.zeros(64, 256, dtype=torch.bfloat16), "win4")
+    assert not op.encode_soon(parts, hostile(64, 256), "win4")
 
 
 def test_room_is_a_share_and_a_least() -> None:
