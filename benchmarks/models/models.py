@@ -2,7 +2,7 @@
 
     python benchmarks/models/models.py --model llama3.2-1b gemma2-2b --backend inductor memeff
     python benchmarks/models/models.py --backend inductor "memeff mass" --attention causal
-    python benchmarks/models/models.py --model llama3.2-1b --batch 1 2 4 8 16 --steps 3
+    python benchmarks/models/models.py --model llama3.2-1b --fresh --dynamic --batch 8 2 4 16 32 1
 
 A step is forward + backward in bf16 under gradient checkpointing, with ``model(input_ids,
 labels=labels)`` returning loss and logits. The backends share one model in one process and take
@@ -18,7 +18,7 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,16 @@ class Steps:
     """The training step of one backend, and what it has cost so far."""
 
     def __init__(
-        self, model: Any, backend: str, options: dict[str, str], ids: torch.Tensor
+        self,
+        model: Any,
+        backend: str,
+        options: dict[str, str],
+        ids: torch.Tensor,
+        run: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self.ids = model, ids
         self.backend, self.options = backend, settings(backend, options)
-        self.run = callable_for(model, backend, options)
+        self.run = callable_for(model, backend, options) if run is None else run
         self.samples: list[float] = []
         self.peak = 0
         self.row: dict[str, Any] = {}
@@ -160,9 +165,18 @@ class Steps:
 
 
 def measure(
-    name: str, wanted: str, batch: int, backends: list[str], options: dict[str, str], steps: int
-) -> list[dict[str, Any]]:
-    """Run the training steps of all backends in turn, in this process; return a row for each."""
+    name: str,
+    wanted: str,
+    batches: list[int],
+    backends: list[str],
+    options: dict[str, str],
+    steps: int,
+) -> Iterator[dict[str, Any]]:
+    """Run the training steps of all backends in turn, in this process; yield a row for each.
+
+    Of several batches all but one of a single sequence run what was compiled for the first: there
+    the batch is a symbol.
+    """
     import memeff_compile
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -171,26 +185,30 @@ def measure(
     memeff_compile.reset()
     length = SHAPES[name][1]
     model = build(name, wanted, device)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
-    runs = [Steps(model, backend, options, ids.to(device)) for backend in backends]
-    ready = [run for run in runs if attempt(run, Steps.warm_up)]
-    for _ in range(steps):
-        ready = [run for run in ready if attempt(run, Steps.timed)]
-    found = []
-    for run in runs:
-        row: dict[str, Any] = {"what": "training step", "model": name, "batch": batch}
-        row |= {"length": length, "attention": wanted, "backend": run.backend.split(" ")[0]}
-        row |= {"name": run.backend, "options": run.options}
-        row["interleaved_with"] = [other for other in backends if other != run.backend]
-        found.append(row | (run.result() if run in ready else run.row))
-    if any(run.backend.startswith("memeff") for run in ready):
-        report = memeff_compile.last_report()
-        print(report.details(), file=sys.stderr)
-        for row in found:
-            if row["backend"] == "memeff":
+    ready: list[Steps] = []
+    for batch in batches:
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
+        ids = ids.to(device)
+        if len(batches) > 1 and batch > 1:
+            torch._dynamo.mark_dynamic(ids, 0)
+        calls = {run.backend: run.run for run in ready}
+        runs = [Steps(model, backend, options, ids, calls.get(backend)) for backend in backends]
+        ready = [run for run in runs if attempt(run, Steps.warm_up)]
+        for _ in range(steps):
+            ready = [run for run in ready if attempt(run, Steps.timed)]
+        for run in runs:
+            row: dict[str, Any] = {"what": "training step", "model": name, "batch": batch}
+            row |= {"length": length, "attention": wanted, "backend": run.backend.split(" ")[0]}
+            row |= {"name": run.backend, "options": run.options}
+            row["interleaved_with"] = [other for other in backends if other != run.backend]
+            row |= run.result() if run in ready else run.row
+            if row["backend"] == "memeff" and run in ready:
+                report = memeff_compile.last_report()
                 row["rewrites_of_all"] = report.rewrites("fuse_linear_cross_entropy")
-    return found
+            yield row
+    if any(run.backend.startswith("memeff") for run in ready):
+        print(memeff_compile.last_report().details(), file=sys.stderr)
 
 
 def attempt(run: Steps, part: Callable[[Steps], None]) -> bool:
@@ -242,6 +260,7 @@ def main() -> None:
         help="default, causal, or a name that transformers knows, such as flex_attention",
     )
     parser.add_argument("--batch", nargs="+", type=int, help="instead of the model's own")
+    parser.add_argument("--dynamic", action="store_true", help="one compilation for all batches")
     parser.add_argument("--option", action="append", default=[], help="key=value for memeff")
     parser.add_argument("--rounds", type=int, default=1, help="repeat everything")
     parser.add_argument("--steps", type=int, default=10)
@@ -252,8 +271,9 @@ def main() -> None:
     if given.here:
         options = dict(pair.split("=", 1) for pair in given.option)
         name, wanted = given.model[0], given.attention[0]
-        for batch in given.batch or [SHAPES[name][0]]:
-            for row in measure(name, wanted, batch, given.backend, options, given.steps):
+        batches = given.batch or [SHAPES[name][0]]
+        for some in [batches] if given.dynamic else [[batch] for batch in batches]:
+            for row in measure(name, wanted, some, given.backend, options, given.steps):
                 rows.write(given.out, row)
         return
     groups = processes(given.backend, given.fresh)
@@ -262,6 +282,7 @@ def main() -> None:
     ):
         command = [sys.executable, __file__, "--here", "--model", name, "--attention", wanted]
         command += ["--backend", *group, "--steps", str(given.steps), "--out", str(given.out)]
+        command += ["--dynamic"] * given.dynamic
         if given.batch:
             command += ["--batch", *map(str, given.batch)]
         subprocess.run([*command, *(f"--option={pair}" for pair in given.option)], check=False)

@@ -491,6 +491,22 @@ def test_training_step_rows_of_two_backends_share_a_process(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_training_steps_of_several_batches_share_what_was_compiled(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the models are those of transformers")
+    out = tmp_path / "models.jsonl"
+    given = ["--model", "tiny", "--backend", "memeff", "--option", "memeff.inner=aot_eager"]
+    given += ["--steps", "1", "--out", str(out)]
+    script("models", *given, "--dynamic", "--batch", "3", "2", "4")
+    script("models", *given, "--batch", "2")
+    from benchmarks import rows
+
+    *shared, alone = rows.read(out)
+    assert [row["batch"] for row in shared] == [3, 2, 4]
+    assert [row["rewrites_of_all"] for row in shared] == [1, 1, 1]  # of one graph
+    assert shared[1]["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_compiled_training_with_compressed_weights_ends_with_the_same_bits(tmp_path: Path) -> None:
     from benchmarks import ROOT, rows
     from benchmarks.models import compressed_training as subject

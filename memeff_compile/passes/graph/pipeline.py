@@ -269,9 +269,12 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the user's line of ``node``, and its module path or that of the nodes around it."""
-    paths = (info.module_path(n) for n in (node, *nearby))
-    return info.source_line(node), next(filter(None, paths), "")
+    """Return the user's line of ``node``, and its module path or that of the nodes around it: of a
+    loss in a model that is wrapped, as by PEFT, the head's.
+    """
+    paths = [info.module_path(n) for n in (node, *nearby)]
+    within = (path for path in paths[1:2] if path.startswith(f"{paths[0]}."))
+    return info.source_line(node), next(within, next(filter(None, paths), ""))
 
 
 def _sentence(text: str) -> str:
