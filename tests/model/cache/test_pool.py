@@ -199,6 +199,14 @@ def test_one_line_compiles_generation(kv_cache: Any) -> None:
     assert torch.equal(expected[2], generated(make(num_hidden_layers=1), 1))
 
 
+def test_a_long_cache_behind_a_short_one_is_asked_anew_what_pays() -> None:
+    model = memeff_compile.compile(make(num_hidden_layers=1), kv_cache="static", inner="eager")
+    for length, has_op in ((20, False), (900, True)):
+        generated(model, length, batch=8)
+        assert ("memeff.kv_cache_attention" in memeff_compile.graphs()[-1].after) is has_op
+    assert len(memeff_compile.graphs()) == 3  # the prompt, and two steps
+
+
 def test_one_token_is_a_step_only_where_a_mask_says_what_is_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
