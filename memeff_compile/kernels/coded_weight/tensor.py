@@ -406,7 +406,7 @@ class CodedWeightView(Tensor):
     @staticmethod
     def __new__(cls: type[CodedWeightView], plain: Tensor, offset: Any = 0) -> CodedWeightView:
         if type(plain) in (Tensor, cls):
-            return Tensor._make_subclass(cls, plain)
+            return compat.as_class(cls, plain)
         about = {"dtype": plain.dtype, "device": plain.device, "strides": plain.stride()}
         made = compat.wrapper_subclass(cls, plain.shape, storage_offset=offset, **about)
         made._plain = plain  # a compiler's, which has no memory either
@@ -469,7 +469,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             plain = each.decode() if isinstance(each, CodedWeight) else each.plain
             leaves[place] = plain
             if type(plain) is Tensor:
-                memory.add(plain.untyped_storage()._cdata)
+                memory.add(compat.storage_key(plain))
     args, kwargs = compat.pytree.tree_unflatten(leaves, spec)
     found = func(*args, **kwargs)
     if compat.schema(func).is_mutable:
@@ -480,7 +480,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         shows = compat.is_view(func) and compat.is_fake(each)
         if type(each) is Tensor:
             strided = each.layout == torch.strided
-            shows = strided and each.untyped_storage()._cdata in memory
+            shows = strided and compat.storage_key(each) in memory
         return CodedWeightView(each, each.storage_offset()) if shows else each
 
     if isinstance(found, Tensor):
