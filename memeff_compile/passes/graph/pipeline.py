@@ -108,8 +108,8 @@ class _Run:
         stacks = {each for node in info.gm.graph.nodes for each in module_stack(node)}
         paths = {"", *(name for each in stacks for name in info.names.of(*each))}
         paths |= info.names.everything()
-        hint = "Compare it with the names in model.named_modules()."
         for each in sorted(patterns):
+            hint = f"Compare {each!r} of memeff.skip with the names in model.named_modules()."
             if not any(Options(skip={"*": (each,)}).skips("*", path) for path in paths):
                 said = f"memeff.skip names {each!r}, and no module of this graph has such a path."
                 self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
