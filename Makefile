@@ -51,7 +51,7 @@ test: $(INSTALLED)  ## every CPU test, in two runs
 	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not slow and not interpreter'
 	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(INTERPRETED)
 
-test-all: $(INSTALLED_FRAMEWORKS)  ## the CPU tests, those that take minutes, and whole frameworks (TRL, Lightning, diffusers)
+test-all: $(INSTALLED_FRAMEWORKS)  ## the CPU tests, those that take minutes, and whole frameworks (TRL, Lightning, diffusers, torchao)
 	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not interpreter'
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(INTERPRETED)
 

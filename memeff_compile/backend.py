@@ -209,12 +209,12 @@ def _compile_for_generation(
     if not isinstance(model, torch.nn.Module):
         said = f"kv_cache is for models of transformers that generate, and this is {model!r}."
         raise OptionError(said)
-    from .model.cache.kv_cache import for_any_prompt, use_kv_cache_
+    from .model.cache.kv_cache import for_any_length, use_kv_cache_
 
     bits = 16 if kv_cache == "static" else kv_cache
     use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))
     model.compile(**given, **compat.room_for_graphs())
-    compat.wrap_compiled(model, for_any_prompt)
+    compat.wrap_compiled(model, for_any_length)
 
 
 def _parse(

@@ -63,6 +63,12 @@ def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
     return cast("_Tensor", made)
 
 
+def as_class(kind: type[_Tensor], plain: torch.Tensor) -> _Tensor:
+    """Return a tensor of a subclass with the memory of another, cut off from autograd."""
+    made: Any = torch.Tensor._make_subclass(kind, plain)
+    return cast("_Tensor", made)
+
+
 _Context = Callable[[], contextlib.AbstractContextManager[Any]]
 # A context that calls functions of torch on subclasses as on plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass

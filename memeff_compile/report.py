@@ -447,9 +447,10 @@ class Report(VerbReport):
             texts.append(f"{name}{place}" + (f" ({format_bytes(saved)})" if saved > 0 else ""))
         uses = [g.logits for g in self.graphs if g.logits is not None and g.logits.fused]
         if uses:
-            saved = sum(use.bytes_saved for use in uses)
+            saved, calls = sum(use.bytes_saved for use in uses), sum(use.calls for use in uses)
             size = f", {format_bytes(saved)} of logits never built" if saved else ""
-            texts.append(f"losses outside of the model ({sum(u.calls for u in uses)} calls{size})")
+            said = f"{calls} call{'' if calls == 1 else 's'}"
+            texts.append(f"losses outside of the model ({said}{size})")
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:

@@ -1224,12 +1224,14 @@ class Wrapped(Tensor):
         raise AssertionError("it has no memory")
 
 
-@probes("wrapper_subclass", "without_torch_function", "version_of")
+@probes("wrapper_subclass", "as_class", "without_torch_function", "version_of")
 def test_tensors_of_subclasses_have_sizes_and_versions() -> None:
     made = compat.wrapper_subclass(Wrapped, (2, 3), dtype=torch.float64)
     assert type(made) is Wrapped
     assert (made.shape, made.dtype) == ((2, 3), torch.float64)
     plain = torch.zeros(2)
+    shares = compat.as_class(Wrapped, plain)
+    assert (type(shares), compat.storage_key(shares)) == (Wrapped, compat.storage_key(plain))
     before = compat.version_of(plain)
     with compat.without_torch_function():
         plain.add_(1)

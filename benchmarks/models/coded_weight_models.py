@@ -45,9 +45,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import registry, rows, timing
 from benchmarks.models import training
-from benchmarks.ops.coded_weights import build
+from benchmarks.ops.coded_weights import build, encode_into
 from memeff_compile.kernels.coded_weight import CODECS, Room, coded_weight_decode, encode
-from memeff_compile.kernels.coded_weight import encode_into as encode_again
 
 STEPS = {"h200": 150, "tiny": 3}
 BATCH = {"h200": 16, "tiny": 2}
@@ -299,7 +298,7 @@ def pairs(
     for codec in CODECS:
         parts = encode(weight, codec, Room(0.02, 1024))
         found[codec] = (
-            lambda parts=parts, codec=codec: encode_again(parts, weight, codec),
+            lambda parts=parts, codec=codec: encode_into(parts, weight, codec),
             lambda parts=parts, codec=codec: coded_weight_decode(parts, codec, list(weight.shape)),
         )
     codes, scale = to_int8(weight)

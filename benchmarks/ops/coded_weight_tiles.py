@@ -27,8 +27,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import registry
+from benchmarks.ops.coded_weights import encode_into
 from benchmarks.timing import Repeated, waited
-from memeff_compile.kernels.coded_weight import codecs, encode_into, reference, shapes
+from memeff_compile.kernels.coded_weight import codecs, reference, shapes
 from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
 ONE_TOKEN = [(28672, 4096), (6144, 4096), (4096, 14336), (4096, 4096), (1024, 4096)]

@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ from memeff_compile.kernels.coded_weight import (
     coded_weight_decode,
     coded_weight_linear,
     encode,
-    encode_into,
 )
+from memeff_compile.kernels.coded_weight.op import encode_soon
 
 BATCHES = {"h200": [(1, 1024), (8, 1024)], "tiny": [(1, 8)]}
 MODELS: dict[str, dict[str, Any]] = {
@@ -70,6 +70,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 ROTATED_BYTES = 256 << 20
 GIB = 2**30
+
+
+def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
+    """Encode a weight into existing parts, wait for it, and say whether there was room."""
+    outcome = encode_soon(parts, weight, codec)
+    return outcome if isinstance(outcome, bool) else outcome.fits()
 
 
 def timed(groups: dict[str, list[Callable[[], object]]], device: str) -> dict[str, Any]:

@@ -238,8 +238,9 @@ _ON_MERGING += "reads all that they share"
 
 def _sentence(info: GraphInfo, match: Site) -> str:
     query, codes = info.value(match.call.args["query"]), info.value(match.view.args[0])
-    width, tokens = _bits(match.view) or 0, compat.known_number(match.view.args[_POOL + 3])
-    held, depth = map(compat.size_hint, (codes.shape[3], query.shape[3]))
+    width, told = _bits(match.view) or 0, match.view.args[_POOL + 3]
+    length = compat.example_value(told) if isinstance(told, Node) else told
+    held, depth, tokens = map(compat.size_hint, (codes.shape[3], query.shape[3], length))
     group = op_folder.group_of(held, depth, width)
     name = op_folder.engine_for(query.device, query.dtype, group, width)
     form, what = f"in codes of {width} bits", "the codes"
@@ -248,7 +249,7 @@ def _sentence(info: GraphInfo, match: Site) -> str:
     is_merged = match.view.args[_POOL] is not None
     shared = "whose directions two layers share, " if is_merged else ""
     return (
-        f"attention over a cache of {tokens or 'many'} tokens {shared}{form} -> "
+        f"attention over a cache of {tokens} tokens {shared}{form} -> "
         f"memeff::coded_kv_cache_attention, which reads {what}; engine "
         f"{name}: {op_folder.ENGINES[name]}{_ON_MERGING if is_merged else ''}"
     )

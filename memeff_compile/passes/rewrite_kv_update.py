@@ -374,8 +374,8 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
     query, taken = (info.value(match.call.args[name]) for name in ("query", "key"))
     if op_folder.engine_for(query.device, query.dtype) != "reference":
         return None
-    copied = 2 * compat.size_hint(taken.numel()) * taken.dtype.itemsize
-    if _copies(info, match) and copied >= MIN_COPIED_BYTES:
+    copied = 2 * taken.numel() * taken.dtype.itemsize
+    if _copies(info, match) and compat.holds(copied >= MIN_COPIED_BYTES):
         return None
     return Decline(
         "no_gain",

@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import ExplainError
 from ..kernels import coded_kv_cache as op_folder
 from ..report import VerbReport, format_bytes
+from .depth import config_of
 from .setting import most, read_memory
 
 MODES = (16, 8, 4, 3, 2)
@@ -152,7 +153,8 @@ class _Shape:
 
 
 def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+    config = config_of(model)
+    if not isinstance(model, nn.Module) or config is None:
         raise ExplainError(
             f"{type(model).__name__} is no model of transformers with a config; build one, on "
             "device 'meta' if its weights are not here."
@@ -160,7 +162,6 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:
     from ..model.cache.kv_cache import KVCache
     from ..model.cache.layers import CodedLayer
 
-    config: Any = model.config
     text = config.get_text_config(decoder=True)
     query_heads = getattr(text, "num_attention_heads", None)
     if query_heads is None:

@@ -6,6 +6,7 @@ one, which stands for all of its kind: what it keeps and what it produces, each 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -92,10 +93,17 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
     return tuple(parts)
 
 
+def config_of(module: object) -> Any:
+    """Return a module's config; None where it has none, also where a property of its fails."""
+    with contextlib.suppress(Exception):
+        return getattr(module, "config", None)
+    return None
+
+
 def configs_of(model: nn.Module) -> Iterator[Any]:
     """Yield the configs of a model's modules, and the configs in them, each once."""
     seen: set[int] = set()
-    queue = [module.config for module in model.modules() if hasattr(module, "config")]
+    queue = [config_of(module) for module in model.modules()]
     while queue:
         config = queue.pop()
         if id(config) not in seen and hasattr(config, "__dict__"):

@@ -223,6 +223,23 @@ def test_the_page_shows_what_the_rows_say(name: str) -> None:
         assert [line for line in tables if line not in page] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["caches", "weights", "attention"])
+def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part: str) -> None:
+    from benchmarks.quality.designs import PARTS
+
+    out = tmp_path / "designs.jsonl"
+    given = ["measure", "--model", str(folder), *SHORT, "--part", part, "--texts", "prose"]
+    shown = script("designs", *given, "--out", str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["mode"] for row in rows] == [each.name for each in PARTS[part]]
+    assert {row["tokens"] for row in rows} == {2 * (320 - 256 - 1)}
+    if part == "weights":
+        off = {row["mode"].removeprefix("weights, 3 bits, "): row["weights_off"] for row in rows}
+        assert off["blocks of 32"] < off["blocks of 512"] < off["errors passed along the row"]
+    assert all(f"| {row['mode']} | " in shown for row in rows)
+
+
 def test_pairs_of_layers_are_merged_as_a_cache_does(subject: Any) -> None:
     """Neighbours merged here give what `KVCache` gives, where it keeps no rows."""
     import memeff_compile

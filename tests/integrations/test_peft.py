@@ -111,4 +111,4 @@ def test_skip_and_report_know_the_head_by_its_name() -> None:
     step(model)
     assert codes() == {"skipped"}
     records = memeff_compile.last_report().records  # older stacks have attention mended besides
-    assert {record.module for record in records if record.code == "skipped"} == {"base_model.model"}
+    assert {record.module for record in records if record.code == "skipped"} == {head}

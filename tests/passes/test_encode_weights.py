@@ -354,7 +354,26 @@ def test_the_op_knows_whether_it_trains(monkeypatch: pytest.MonkeyPatch) -> None
         function = torch.compile(block, backend="memeff", options=settings)
         with torch.set_grad_enabled(grad):
             function(normal(3, 256))
-    assert seen == [True, True, False, False]
+    assert seen == [True, False, False]  # the first adds a bias, and trains as the dense layer does
+
+
+@needs_compiler
+def test_a_bias_that_inductor_takes_out_of_a_product_is_taken_out_here_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it may on a GPU where what follows is pointwise, which then reads an unrounded sum."""
+    from torch._inductor import config
+    from torch._inductor.fx_passes import post_grad
+
+    monkeypatch.setattr(post_grad, "is_gpu", lambda kind: True)
+    takes_out = hasattr(config, "keep_addmm_fused_for_half_dtypes")  # releases without never do
+    if takes_out:
+        monkeypatch.setattr(config, "keep_addmm_fused_for_half_dtypes", False)
+    x, inner = normal(6, 256, seed=3).view(2, 3, 256), {"memeff.inner": "inductor"}
+    expected = run(Checkpointed(dense), x, compiled=True, **inner)
+    found = run(Checkpointed(lambda weight: weight), x, compiled=True, **inner)
+    assert same(found, expected)
+    assert same(expected, run(Checkpointed(dense), x, compiled=False)) != takes_out
 
 
 class Gated(nn.Module):

@@ -231,6 +231,19 @@ def test_what_is_explained_leaves_the_graphs_that_a_model_may_have_to_others() -
     assert len(seen) == 1
 
 
+class WithoutConfig(nn.Sequential):
+    @property
+    def config(self) -> object:
+        raise RuntimeError("not known yet")
+
+
+def test_a_config_that_cannot_be_read_tells_nothing() -> None:
+    model = WithoutConfig(WithoutConfig(nn.Linear(8, 8)), nn.Linear(8, 4))
+    assert "1 graph, no changes" in str(explain(model, torch.ones(2, 8)))
+    with pytest.raises(ExplainError, match="no model of transformers with a config"):
+        memeff_compile.explain_cache(model, memory="1GiB")
+
+
 # --- blocks ---------------------------------------------------------------------------------------
 
 

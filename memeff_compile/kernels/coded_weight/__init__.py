@@ -29,7 +29,6 @@ from .op import coded_weight_decode as coded_weight_decode
 from .op import coded_weight_linear as coded_weight_linear
 from .op import coded_weight_linears as coded_weight_linears
 from .op import encode as encode
-from .op import encode_into as encode_into
 from .op import engine_for as engine_for
 from .op import make_refuge as make_refuge
 from .op import supports_weight as supports_weight

@@ -2,10 +2,11 @@
 
 `coded_weight_linear` is what autograd sees. It takes the weight as one tensor, a `CodedWeight`, and
 keeps that for the backward, which decodes again. Below autograd the weight falls apart into its
-parts: `coded_weight_product` and `coded_weight_product_backward` work on those, and are all that an
+parts: `coded_weight_product` and `coded_weight_product_backward` work on those, and are what an
 inner compiler sees. How they work is chosen when they run: a few tokens are multiplied by kernels
 that decode on the way; otherwise the weight is decoded into a buffer that lives as long as the op,
-and the library multiplies, which gives the bits of the dense layer.
+and the library multiplies, which gives the bits of the dense layer. Where a gradient is wanted and
+a bias is added, an inner compiler sees the dense layer's own op (`trained_product`).
 """
 
 from __future__ import annotations
@@ -84,21 +85,12 @@ def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> 
     ]
 
 
-def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
+def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.Outcome | bool:
     """Encode a weight of the same shape into existing parts, where there is room; say whether.
 
-    Where it returns False, the parts hold no weight any more and have to be made anew. A lossy
-    codec refuses values that are not all finite.
-    """
-    outcome = encode_soon(parts, weight, codec)
-    return outcome if isinstance(outcome, bool) else outcome.fits()
-
-
-def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.Outcome | bool:
-    """Encode as `encode_into` does, and say later whether there was room.
-
-    On a GPU, with win4 and tier, nothing waits: the answer comes when the GPU has got so far. Until
-    then nobody may read the parts or give up the weight.
+    Where there was none, the parts hold no weight any more and have to be made anew. On a GPU, with
+    win4 and tier, nothing waits: the answer comes when the GPU has got so far, and until then
+    nobody may read the parts or give up the weight. A lossy codec refuses what is not finite.
     """
     form = parse(codec)
     if not form.is_lossless:
@@ -128,19 +120,21 @@ def _form(codec: str, parts: Sequence[Tensor]) -> Format:
     return form
 
 
-def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
+def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object = None) -> Tensor:
     form = _form(codec, parts)
     if _uses_kernels(parts[0]):
         return codecs.decode(parts, form, size)
     return reference.decode(parts, form, size)
 
 
-def _fake_decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
+def _fake_decode(
+    parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object = None
+) -> Tensor:
     _form(codec, parts)
     return parts[0].new_empty(tuple(size), dtype=torch.bfloat16)
 
 
-def _require_fit(given: _Product) -> Format:
+def _require_fit(given: Product) -> Format:
     """Return the format of a weight that a product can be made with; refuse any other."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
@@ -163,7 +157,7 @@ def _require_fit(given: _Product) -> Format:
     return form
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """What `coded_weight_product` is called with."""
 
     x: Tensor
@@ -174,7 +168,7 @@ class _Product(NamedTuple):
     trains: bool = False
 
 
-def _product(given: _Product) -> Tensor:
+def _product(given: Product) -> Tensor:
     form = _require_fit(given)
     x, parts, bias, codec, size, trains = given
     tokens = math.prod(x.shape[:-1])
@@ -187,9 +181,30 @@ def _product(given: _Product) -> Tensor:
         return F.linear(x, weight, bias)
 
 
-def _fake_product(given: _Product) -> Tensor:
+def _fake_product(given: Product) -> Tensor:
     _require_fit(given)
     return given.x.new_empty((*given.x.shape[:-1], given.size[0]))
+
+
+def trained_product(given: Product, folds: bool) -> Tensor:
+    """Multiply with the products of a dense layer, where a gradient is wanted.
+
+    What adds a bias is the dense op to an inner compiler too, which may take the bias out again; it
+    might decode early, or once for all, but for `at`. Weights that train read copies of odd rows.
+    """
+    x, parts, bias, codec, size, _ = given
+    is_rows = x.dim() <= 2 or x.is_contiguous()
+    if bias is not None and is_rows:
+        _require_fit(given)
+        with without_autocast(x.device.type):
+            return F.linear(x, coded_weight_decode(parts, codec, size, x), bias)
+    copies = folds and not is_rows
+    if copies:
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        given = given._replace(x=rows, bias=None)
+    found: Tensor = coded_weight_product(*given)
+    found = found.view(*x.shape[:-1], size[0]) if copies else found
+    return found + bias if copies and bias is not None else found
 
 
 class _Products(NamedTuple):
@@ -201,7 +216,7 @@ class _Products(NamedTuple):
     codec: str
     sizes: Sequence[int]
 
-    def apart(self) -> list[_Product]:
+    def apart(self) -> list[Product]:
         """Return what `coded_weight_product` is called with for each weight."""
         x, parts, biases, codec, sizes = self
         each = len(parse(codec).parts)
@@ -212,7 +227,7 @@ class _Products(NamedTuple):
                 f"{count} weights; {codec} has {each} parts a weight, and a size is two numbers."
             )
         return [
-            _Product(x, parts[n * each : (n + 1) * each], bias, codec, sizes[2 * n : 2 * n + 2])
+            Product(x, parts[n * each : (n + 1) * each], bias, codec, sizes[2 * n : 2 * n + 2])
             for n, bias in enumerate(biases)
         ]
 
@@ -332,12 +347,14 @@ _gradients_once = library.only_first(
 )
 
 coded_weight_decode = library.op(
-    "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size) -> Tensor", _decode, _fake_decode
+    "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size, Tensor? at=None) -> Tensor",
+    _decode,
+    _fake_decode,
 )
 coded_weight_product = library.op(
     "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "
     "bool trains=False) -> Tensor",
-    *library.taking(_Product, _product, _fake_product),
+    *library.taking(Product, _product, _fake_product),
 )
 coded_weight_products = library.op(
     "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "

@@ -3,7 +3,7 @@
 Reading it gives the weight's values: every operation that knows nothing of it decodes first. A
 linear becomes `memeff::coded_weight_linear`, which keeps nothing decoded for the backward. Being
 written to raises, since there is nothing that could be written to; a whole new value (`copy_`) is
-encoded. A view is decoded memory of its own, and a write to it does not reach the weight.
+encoded. A view is decoded memory of its own, which refuses writes too.
 """
 
 from __future__ import annotations
@@ -359,11 +359,11 @@ class CodedWeight(Tensor):
         """
         with compat.without_torch_function():
             out = None if kwargs is None else kwargs.get("out")
-            if any(isinstance(each, CodedWeight) for each in compat.pytree.tree_iter(out)):
+            if any(isinstance(each, _KINDS) for each in compat.pytree.tree_iter(out)):
                 raise _write_error(f"{func.__name__} with out=")
-            serve = _ABOVE.get(func)
-            if serve is not None and isinstance(args[0], CodedWeight):
-                return serve(*args, **(kwargs or {}))
+            served = _ABOVE if args and isinstance(args[0], CodedWeight) else _OF_VIEWS
+            if func in served and isinstance(args[0], _KINDS):
+                return served[func](*args, **(kwargs or {}))
             if func is _LINEAR and not torch.compiler.is_compiling():
                 given = dict(kwargs or {})
                 by_name = next((given.pop(name) for name in _INPUT if name in given), None)
@@ -386,16 +386,106 @@ class CodedWeight(Tensor):
         if func in compat.ABOUT_MEMORY:
             return compat.ABOUT_MEMORY[func](*args)
         kwargs = dict(kwargs or {})
+        if torch.is_inference_mode_enabled() and compat.is_view(func):
+            leaves = compat.pytree.tree_iter((args, kwargs))
+            if not next(each for each in leaves if isinstance(each, _KINDS)).is_inference():
+                with torch.inference_mode(False):  # a view is what it is a view of
+                    return cls.__torch_dispatch__(func, types, args, kwargs)
         serve = _SERVED.get(func)
         if serve is not None and _is_on_weight(func, args):
             found = serve(*args, **kwargs)
             if found is not NotImplemented:
                 return found
         _refuse_writes(func, args, kwargs)
-        leaves, spec = compat.pytree.tree_flatten((args, kwargs))
-        plain = [each.decode() if isinstance(each, CodedWeight) else each for each in leaves]
-        args, kwargs = compat.pytree.tree_unflatten(plain, spec)
-        return func(*args, **kwargs)
+        return _run(func, args, kwargs)
+
+
+class CodedWeightView(Tensor):
+    """A view of a coded weight: decoded values, there to be read; a write to them raises."""
+
+    @staticmethod
+    def __new__(cls: type[CodedWeightView], plain: Tensor, offset: Any = 0) -> CodedWeightView:
+        if type(plain) in (Tensor, cls):
+            return compat.as_class(cls, plain)
+        about = {"dtype": plain.dtype, "device": plain.device, "strides": plain.stride()}
+        made = compat.wrapper_subclass(cls, plain.shape, storage_offset=offset, **about)
+        made._plain = plain  # a compiler's, which has no memory either
+        return made
+
+    @property
+    def plain(self) -> Tensor:
+        """The values as a plain tensor of the same memory."""
+        if "_plain" not in vars(self):
+            with compat.on_real_tensors():
+                self._plain = self.detach()  # one object for all readers, as Dynamo's guards ask
+        return self._plain
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Say which attributes are tensors; compilers take the view apart with it."""
+        return ["plain"], self.storage_offset()
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], offset: int, outer_size: object, outer_stride: object
+    ) -> CodedWeightView:
+        """Put a view together again."""
+        return CodedWeightView(inner["plain"], offset)
+
+    def _typed_storage(self) -> torch.TypedStorage:
+        """Return the storage of the values, which reductions for other processes send."""
+        return cast("torch.TypedStorage", self.plain._typed_storage())
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return a copy as a tensor of another class, which could not refuse writes."""
+        return self if cls is Tensor else self.clone().as_subclass(cls)
+
+    def __copy__(self) -> Tensor:
+        """Return another view of the same memory."""
+        return CodedWeightView(self.plain).requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values: they come back as a plain tensor."""
+        return _read(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return the values as a plain tensor."""
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
+        return cast("Tensor", memo.setdefault(id(self), copy.deepcopy(_read(self), memo)))
+
+    __torch_function__ = CodedWeight.__torch_function__
+    __torch_dispatch__ = CodedWeight.__torch_dispatch__  # type: ignore[assignment]
+
+
+_KINDS = (CodedWeight, CodedWeightView)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on decoded values, and let nobody write to what it returns of their memory."""
+    leaves, spec = compat.pytree.tree_flatten((args, kwargs))
+    memory = set()
+    for place, each in enumerate(leaves):
+        if isinstance(each, _KINDS):
+            plain = each.decode() if isinstance(each, CodedWeight) else each.plain
+            leaves[place] = plain
+            if type(plain) is Tensor:
+                memory.add(compat.storage_key(plain))
+    args, kwargs = compat.pytree.tree_unflatten(leaves, spec)
+    found = func(*args, **kwargs)
+    if compat.schema(func).is_mutable:
+        return found
+
+    def kept(each: Tensor) -> Tensor:
+        # Dynamo refuses writes so. AOTAutograd, behind it, wants gradients of its outputs' class.
+        shows = compat.is_view(func) and compat.is_fake(each)
+        if type(each) is Tensor:
+            strided = each.layout == torch.strided
+            shows = strided and compat.storage_key(each) in memory
+        return CodedWeightView(each, each.storage_offset()) if shows else each
+
+    if isinstance(found, Tensor):
+        return kept(found)
+    return compat.pytree.tree_map_only(Tensor, kept, found)
 
 
 def _rebuild(
@@ -448,14 +538,27 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
     """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
 
-    def plain(weight: CodedWeight) -> Tensor:
-        return weight.decode().requires_grad_(weight.requires_grad)
-
     def read(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = compat.pytree.tree_map_only(CodedWeight, plain, (args, kwargs))
-        return func(*args, **kwargs)
+        args, kwargs = compat.pytree.tree_map_only(_KINDS, _read, (args, kwargs))
+        found = func(*args, **kwargs)
+        if hasattr(found, "flags") and not found.flags.owndata:
+            found.flags.writeable = False  # an array of a view's memory
+        return found
 
     return read
+
+
+def _read(weight: CodedWeight | CodedWeightView) -> Tensor:
+    values = weight.decode() if isinstance(weight, CodedWeight) else weight.plain.detach()
+    if isinstance(weight, nn.Parameter):
+        return nn.Parameter(values, weight.requires_grad)
+    return values.requires_grad_(weight.requires_grad)
+
+
+def _set_data_of_view(view: CodedWeightView, new: Tensor) -> None:
+    """Take other memory, as a view does, and what it was a view of does not."""
+    vars(view).pop("_plain", None)
+    Tensor.data.__set__(view, new)  # type: ignore[attr-defined]
 
 
 def _no_write(writer: str) -> Callable[..., NoReturn]:
@@ -504,9 +607,15 @@ _READ_ONLY: dict[type, type] = {
 }
 
 
-def _untyped_storage(weight: CodedWeight) -> torch.UntypedStorage:
-    """Return the storage that stands for a weight's: it has identity and size, and no bytes."""
-    found = Tensor.untyped_storage(weight)
+def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStorage:
+    """Return what may be read: it has identity and size, and no bytes."""
+    if isinstance(weight, CodedWeightView) and type(weight.plain) is Tensor:
+        held = vars(weight)
+        if "_storage" not in held:
+            held["_storage"] = torch.UntypedStorage(weight.nbytes, device="meta")
+        found = cast("torch.UntypedStorage", held["_storage"])
+    else:
+        found = Tensor.untyped_storage(weight)
     if found.device.type == "meta" and type(found) in _READ_ONLY:
         found.__class__ = _READ_ONLY[type(found)]
     return found
@@ -516,7 +625,7 @@ def _storage(weight: CodedWeight) -> torch.TypedStorage:
     """Return decoded values, which may be read: a write would reach nothing."""
     found: torch.TypedStorage = Tensor.storage(weight)  # type: ignore[no-untyped-call]
     for each in (found, found._untyped_storage):
-        each.__class__ = _READ_ONLY[type(each)]
+        each.__class__ = _READ_ONLY.get(type(each), type(each))
     return found
 
 
@@ -551,20 +660,22 @@ def _set_data(weight: CodedWeight, new: Tensor) -> None:
 
 
 _READERS = (
-    *(Tensor.new, Tensor.new_tensor, Tensor.tolist),
+    *(Tensor.new, Tensor.new_tensor, Tensor.tolist, Tensor.__format__, Tensor.__repr__),
     *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__),
 )
-_ABOVE: dict[Any, Callable[..., Any]] = {
+_OF_VIEWS: dict[Any, Callable[..., Any]] = {
     **{func: _on_values(func) for func in _READERS},
     **{
         func: _no_write(f"Tensor.{func.__name__}")
-        for func in (
-            *(Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_),
-            Tensor.fill_diagonal_,  # which writes to a view
-        )
+        for func in (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_)
     },
     Tensor.untyped_storage: _untyped_storage,
     Tensor.storage: _storage,
+    Tensor.data.__set__: _set_data_of_view,  # type: ignore[attr-defined]
+}
+"""Functions that torch calls no op for, and what serves them, of a view too."""
+_ABOVE: dict[Any, Callable[..., Any]] = {
+    **_OF_VIEWS,
     Tensor.share_memory_: _share_memory,
     Tensor.is_shared: lambda weight: all(part.is_shared() for part in weight.parts),
     Tensor.data_ptr: _no_address,
@@ -572,7 +683,7 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     compat.TAKES_ANOTHERS_INSIDES: _takes_data,
 }
-"""Functions that torch calls no op for, and what serves them."""
+"""Those of a weight."""
 
 
 def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeight:
@@ -626,7 +737,10 @@ def _lerp(selves: Any, others: Any, weights: Any) -> object:
 def _product(
     x: Tensor, weight: CodedWeight, bias: Tensor | None = None, trains: bool = False
 ) -> object:
-    return op.coded_weight_product(x, weight.parts, bias, weight.codec, weight.shape, trains)
+    given = op.Product(x, weight.parts, bias, weight.codec, weight.shape, trains)
+    if trains:
+        return op.trained_product(given, folds=weight.requires_grad)
+    return op.coded_weight_product(*given)
 
 
 def _product_backward(grad: Tensor, weight: CodedWeight) -> object:
@@ -678,7 +792,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     ]
     if schema.name.startswith("c10d::") and schema.name.endswith("_"):
         written += args[:1]  # collectives do not say what they write to: what they are given first
-    if any(isinstance(each, CodedWeight) for each in compat.pytree.tree_iter(written)):
+    if any(isinstance(each, _KINDS) for each in compat.pytree.tree_iter(written)):
         raise _write_error(schema.name)
 
 
@@ -687,7 +801,7 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
     for group in optimizer.param_groups:
         for each in group["params"]:
-            if isinstance(each, CodedWeight) and (
+            if isinstance(each, _KINDS) and (
                 each.grad is not None or (computes_gradients and each.requires_grad)
             ):
                 raise _write_error(f"{type(optimizer).__name__}.step")

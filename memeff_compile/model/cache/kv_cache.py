@@ -304,21 +304,22 @@ def _check(
             refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 
 
-def for_any_prompt(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call that compiles its first prompt for prompts of any length."""
+def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
+    """Return a compiled call whose first graphs serve prompts, and caches, of any length."""
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
-        ids = kwargs.get("input_ids")
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
-        cache = kwargs.get("past_key_values")
-        is_first = isinstance(cache, KVCache) and cache.is_empty
-        if is_first and isinstance(ids, Tensor) and ids.dim() > 1 and ids.shape[1] > 1:
+        if isinstance(cache, KVCache) and isinstance(ids, Tensor) and ids.dim() > 1:
             masks = kwargs.get("attention_mask")
             masks = masks.values() if isinstance(masks, Mapping) else [masks]
-            compat.mark_varying(ids, 1)
+            length = cache.get_max_length()
+            if cache.is_empty and ids.shape[1] > 1:
+                length = ids.shape[1]
+                compat.mark_varying(ids, 1)
             for each in (*masks, kwargs.get("position_ids")):
                 for dim in range(1, each.dim()) if isinstance(each, Tensor) else ():
-                    if each.shape[dim] == ids.shape[1]:
+                    if each.shape[dim] == length:
                         compat.mark_varying(each, dim)
         return call(*args, **kwargs)
 

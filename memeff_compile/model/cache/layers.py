@@ -76,6 +76,8 @@ class InPlace(CacheLayerMixin):
     """Names of tensors like keys and values: (batch, heads, some tokens, depth)."""
     held: Sequence[str]
     """Names of its tensors that have an entry per sequence."""
+    long: Sequence[str] = ()
+    """Names of its tensors whose third size grows with the cache; the first has one per token."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -95,6 +97,13 @@ class InPlace(CacheLayerMixin):
         self.is_empty = False
         return new if was_empty else self._whole(*new)
 
+    @property
+    def room(self) -> int:
+        """`max_cache_len`; where a tensor has it, its size, of which compiled code takes any."""
+        if self.long and self.is_initialized:
+            return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
+        return self.max_cache_len
+
     @abstractmethod
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write new tokens, which fit."""
@@ -110,7 +119,7 @@ class InPlace(CacheLayerMixin):
         a compiled graph.
         """
         new = key_states.shape[2]
-        if new > self.max_cache_len:
+        if new > self.room:
             refuse(
                 f"{new} tokens were given to a cache of max_cache_len={self.max_cache_len}. Make a "
                 "longer one."
@@ -155,7 +164,7 @@ class InPlace(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the keys that the mask is about."""
-        return (query_length if self.is_empty else self.max_cache_len), 0
+        return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
         """Return the tokens there is room for."""
@@ -177,7 +186,7 @@ class ExactLayer(InPlace, StaticLayer):
     """A layer whose keys and values stay as they come, in the dtype they come in."""
 
     is_croppable = True
-    buffers = held = "keys", "values"
+    buffers = held = long = "keys", "values"
     keys: Any
     values: Any
 
@@ -227,6 +236,7 @@ class CodedLayer(InPlace):
 
     buffers = "k_window", "v_window"
     held: Sequence[str] = op_folder.POOL[:8]
+    long: Sequence[str] = ("span", *op_folder.POOL[:4])
     is_croppable = False  # only tokens that are not yet in codes can be removed
     settled = "in codes"
     counts: Tensor
@@ -266,7 +276,8 @@ class CodedLayer(InPlace):
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
         shapes = layout.shapes(batch, heads, self.max_cache_len)
-        self.starts.allocate(shapes.pop("places"), self.device)
+        self.starts.allocate(shapes.pop("places"), self.max_cache_len, self.device)
+        self.span = self.starts.span
         self._make(self, shapes)
 
     def _make(self, owner: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -277,7 +288,7 @@ class CodedLayer(InPlace):
             setattr(owner, name, tensor)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        how = (self.settings["bits"], self.settings["recent"], self.max_cache_len)
+        how = (self.settings["bits"], self.settings["recent"], self.room)
         op_folder.coded_kv_cache_append(*self.pool(), key_states, value_states, *how)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,7 +296,7 @@ class CodedLayer(InPlace):
 
     def _view(self) -> tuple[Tensor, Tensor]:
         norms = (None, None) if self.norms is None else (self.norms[..., 0], self.norms[..., 1])
-        how = (self.settings["bits"], self.max_cache_len)
+        how = (self.settings["bits"], self.room)
         keys, values = op_folder.coded_kv_cache_view(*self.pool(), *norms, *how)
         return keys, values
 
@@ -331,6 +342,7 @@ class Starts:
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
+        self.span: Tensor  # nothing for each token that there is room for
         self._shape: tuple[int, ...] = ()
         if attention_mask is not None and attention_mask.dim() != 2:
             refuse(
@@ -351,8 +363,8 @@ class Starts:
         if self._shape:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
-    def allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
-        """Make the places for layers of this shape, unless they are there."""
+    def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
+        """Make the places for layers of this shape and length, unless they are there."""
         if self._shape == shape:
             return
         if self._shape:
@@ -363,6 +375,7 @@ class Starts:
         places = self._counted(shape, device)
         compat.keep_address(places)
         self._shape, self.places = shape, places
+        self.span = torch.empty(0, 0, tokens, device=device)
 
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the places of the tokens that are kept."""

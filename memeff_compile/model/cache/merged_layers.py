@@ -58,6 +58,7 @@ class MergedLayer(CodedLayer):
     """One of two neighbouring layers whose older tokens have one direction and two lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
+    long = ()  # how many rows are kept follows from the length, so another one is compiled anew
 
     def __init__(
         self,

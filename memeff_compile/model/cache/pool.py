@@ -18,6 +18,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from memeff_compile import compat
+
 KEPT = 2
 """Caches that are kept for one model."""
 
@@ -120,3 +122,6 @@ def allocate(cache: Any, model: Any, sequences: int) -> None:  # noqa: ANN401
     if shapes is None or torch.is_autocast_enabled(model.device.type):
         return
     cache.early_initialization(sequences, *shapes, model.dtype, model.device)
+    for layer in cache.layers:  # the first graphs serve caches of other lengths, too
+        for name in getattr(layer, "long", ()):
+            compat.mark_varying(getattr(layer, name), 2)

@@ -43,8 +43,9 @@ Factory = Callable[[nn.Parameter], Optimizer]
 
 TRAINING_ROOM = Room(share=0.01, least=512)
 """Spare room in lists: weights move, and lists that grow are new memory and a new compilation."""
-LEFT_ALONE = 16
-"""Weights coded anew, in memory of their own, until all lists are put side by side again."""
+MOST_ROOM = Room(share=0.16, least=8192)
+"""What it is doubled up to, for all weights, wherever one has outgrown its lists: each time
+compiled code, which knows their lengths, is made again, so that this has to be rare."""
 
 UNSETTLED = 2
 """Weights whose dense values are kept where the host has no memory that the GPU can write to."""
@@ -239,6 +240,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self._updates = list(updates)
         self._queue = queue
         self._times_anew = sum(each.times_anew for each in self._coded())
+        self._room = TRAINING_ROOM
         self.accumulate = accumulate  # backwards per update
         self.max_norm = max_norm  # of each parameter's gradient, or None
         held = [update.held for update in self._updates]
@@ -311,13 +313,15 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Put lists side by side again where many weights have outgrown theirs."""
+        """Give all lists more room, side by side, where a weight has outgrown its own."""
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
-        if anew - self._times_anew >= min(LEFT_ALONE, max(len(coded), 1)):
-            self._times_anew = anew
+        if anew > self._times_anew:
+            self._times_anew, room = anew, self._room
+            share = min(2 * room.share, MOST_ROOM.share)
+            self._room = Room(share, min(2 * room.least, MOST_ROOM.least))
             with suppress(torch.OutOfMemoryError):  # where they are is good enough
-                side_by_side(coded)
+                side_by_side(coded, self._room)
 
     def _coded(self) -> list[CodedWeight]:
         return [u.parameter for u in self._updates if isinstance(u.parameter, CodedWeight)]

@@ -108,8 +108,8 @@ class _Run:
         stacks = {each for node in info.gm.graph.nodes for each in module_stack(node)}
         paths = {"", *(name for each in stacks for name in info.names.of(*each))}
         paths |= info.names.everything()
-        hint = "Compare it with the names in model.named_modules()."
         for each in sorted(patterns):
+            hint = f"Compare {each!r} of memeff.skip with the names in model.named_modules()."
             if not any(Options(skip={"*": (each,)}).skips("*", path) for path in paths):
                 said = f"memeff.skip names {each!r}, and no module of this graph has such a path."
                 self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
@@ -269,9 +269,12 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the user's line of ``node``, and its module path or that of the nodes around it."""
-    paths = (info.module_path(n) for n in (node, *nearby))
-    return info.source_line(node), next(filter(None, paths), "")
+    """Return the user's line of ``node``, and its module path or that of the nodes around it: of a
+    loss in a model that is wrapped, as by PEFT, the head's.
+    """
+    paths = [info.module_path(n) for n in (node, *nearby)]
+    within = (path for path in paths[1:2] if path.startswith(f"{paths[0]}."))
+    return info.source_line(node), next(within, next(filter(None, paths), ""))
 
 
 def _sentence(text: str) -> str:

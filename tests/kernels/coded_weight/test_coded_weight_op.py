@@ -27,11 +27,12 @@ from memeff_compile.kernels.coded_weight import (
     coded_weight_decode,
     coded_weight_linear,
     encode,
-    encode_into,
     engine_for,
+    op,
     parse,
     shapes,
     supports_weight,
+    tensor,
 )
 from memeff_compile.kernels.coded_weight.layout import BLOCKS, LOSSY, frequencies
 from memeff_compile.kernels.coded_weight.op import (
@@ -224,8 +225,8 @@ def test_a_new_value_is_stored_in_place_or_anew(codec: str) -> None:
 
 def test_encoding_into_parts_says_whether_it_fitted() -> None:
     parts = encode(torch.zeros(64, 256, dtype=torch.bfloat16), "win4")
-    assert encode_into(parts, -torch.zeros(64, 256, dtype=torch.bfloat16), "win4")
-    assert not encode_into(parts, hostile(64, 256), "win4")
+    assert op.encode_soon(parts, -torch.zeros(64, 256, dtype=torch.bfloat16), "win4")
+    assert not op.encode_soon(parts, hostile(64, 256), "win4")
 
 
 def test_room_is_a_share_and_a_least() -> None:
@@ -320,6 +321,54 @@ def test_a_linear_says_whether_it_trains() -> None:
     assert codecs.fuses(parse("win4"), 1, (64, 256))
 
 
+ROWS: dict[str, Callable[[], Tensor]] = {
+    "a vector": lambda: normal(256),
+    "rows": lambda: normal(6, 256),
+    "rows across": lambda: normal(256, 6).t(),
+    "rows of rows": lambda: normal(6, 256).view(2, 3, 256),
+    "no view of rows": lambda: normal(6, 256).view(3, 2, 256).transpose(0, 1),
+    "the same rows again": lambda: normal(3, 256).expand(2, 3, 256),
+}
+
+
+@pytest.mark.parametrize("trains", ["weight", "input"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("make", ROWS.values(), ids=list(ROWS))
+def test_a_linear_that_trains_takes_the_dense_layers_products(
+    make: Callable[[], Tensor], has_bias: bool, trains: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another product, or a bias added elsewhere, may round in another way."""
+    dense = normal(48, 256).requires_grad_(trains == "weight")
+    x, bias = make().requires_grad_(trains == "input"), normal(48) if has_bias else None
+    weight = coded(dense.detach(), requires_grad=trains == "weight")
+    monkeypatch.setattr(op, "_decode", lambda *_: dense.detach())
+    aten, seen = torch.ops.aten, list[Any]()
+
+    def product(*args: Any) -> Tensor:
+        return op._product(op.Product(*args))
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            inside = {coded_weight_linear: tensor._product, coded_weight_product: product}
+            inside |= {each: each.decompose for each in (aten.linear.default, aten.matmul.default)}
+            if func in inside:
+                with self:
+                    return inside[func](*args)
+            if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.mv, aten.add):
+                seen.append((func, [each.shape for each in args]))
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        expected = F.linear(x, dense, bias)
+        wanted = seen[:]
+        seen.clear()
+        found = F.linear(x, weight, bias)
+    assert torch.equal(found, expected)
+    assert seen == wanted
+
+
 def test_a_second_derivative_is_refused() -> None:
     x = normal(3, 256).requires_grad_()
     out = coded_weight_linear(x, coded(normal(48, 256), requires_grad=True))
@@ -353,6 +402,8 @@ def test_ops_pass_opcheck() -> None:
     torch.library.opcheck(coded_weight_decode, (weight.parts, "win4", size), test_utils=CHECKS)
     given = (normal(3, 256), weight.parts, normal(48), "win4", size)
     torch.library.opcheck(coded_weight_product, given, test_utils=CHECKS)
+    given = (weight.parts, "win4", size, normal(3, 48))
+    torch.library.opcheck(coded_weight_decode, given, test_utils=CHECKS)
     given = (normal(3, 48), weight.parts, "win4", size)
     torch.library.opcheck(coded_weight_product_backward, given, test_utils=CHECKS)
     dense = (normal(3, 256).requires_grad_(), normal(48, 256).requires_grad_(), normal(48))

@@ -19,7 +19,7 @@ from memeff_compile.kernels.coded_weight import (
 )
 from memeff_compile.kernels.coded_weight.layout import LISTS, parse
 from memeff_compile.model.weights.compress import compress_, compressed_weights
-from memeff_compile.model.weights.optim_in_backward import LEFT_ALONE, optim_in_backward
+from memeff_compile.model.weights.optim_in_backward import optim_in_backward
 from tests.support.hostile_weights import bits, hostile, normal
 
 
@@ -106,7 +106,6 @@ def test_a_compressed_model_has_its_lists_in_one_piece_and_a_copy_its_own() -> N
 
 def test_weights_that_outgrew_their_lists_are_put_side_by_side_again() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16()
-    assert LEFT_ALONE > 3, "three of three are enough"
     compress_(model, min_size=0, progress=False)
     optimizer = optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=1e20))
     weights = list(compressed_weights(model).values())
@@ -118,3 +117,28 @@ def test_weights_that_outgrew_their_lists_are_put_side_by_side_again() -> None:
     assert pieces(weights) == 1
     for weight, value in zip(weights, values, strict=True):
         assert torch.equal(bits(weight.decode()), bits(value))
+
+
+def test_weights_that_outgrow_their_lists_one_by_one_are_compiled_again_a_few_times() -> None:
+    """Dynamo, which knows the lengths, gives a model up that it had to compile eight times."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16()
+    compress_(model, min_size=0, progress=False)
+    optimizer = optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=1e-3))
+    weights = list(compressed_weights(model).values())
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=count)
+    for step in range(24):
+        weight = weights[step % 3]
+        value = weight.decode()
+        value.view(-1)[: 600 * step] = 1e-30  # outside the window of exponents
+        weight.store(value)
+        optimizer.step()
+        compiled(torch.ones(1, 256, dtype=torch.bfloat16)).float().sum().backward()
+    assert sum(weight.times_anew for weight in weights) > 3
+    assert len(graphs) < 7

@@ -14,7 +14,7 @@ import transformers
 import memeff_compile
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.model.cache import pool
-from memeff_compile.model.cache.kv_cache import KVCache, for_any_prompt, use_kv_cache_
+from memeff_compile.model.cache.kv_cache import KVCache, for_any_length, use_kv_cache_
 from tests.support.cached_models import make, prompt
 
 
@@ -187,7 +187,7 @@ def test_one_line_compiles_generation(kv_cache: Any) -> None:
     model, plain = make(num_hidden_layers=1), make(num_hidden_layers=1)
     settings = {"bits": 16} if kv_cache == "static" else kv_cache
     settings = settings if isinstance(settings, dict) else {"bits": settings}
-    lengths = 20, 31, 1, 2  # a prompt of one token is a step
+    lengths = 20, 31, 1, 2, 300  # a prompt of one token is a step; the last has a longer cache
     with use_kv_cache_(plain, **settings):  # type: ignore[attr-defined]
         expected = [generated(plain, length) for length in lengths]
     compiled = memeff_compile.compile(model, kv_cache=kv_cache, inner="eager")
@@ -197,6 +197,14 @@ def test_one_line_compiles_generation(kv_cache: Any) -> None:
     assert len(memeff_compile.graphs()) == 2
     # Of so few tokens none is in codes yet: what a model says without our caches.
     assert torch.equal(expected[2], generated(make(num_hidden_layers=1), 1))
+
+
+def test_a_long_cache_behind_a_short_one_is_asked_anew_what_pays() -> None:
+    model = memeff_compile.compile(make(num_hidden_layers=1), kv_cache="static", inner="eager")
+    for length, has_op in ((20, False), (900, True)):
+        generated(model, length, batch=8)
+        assert ("memeff.kv_cache_attention" in memeff_compile.graphs()[-1].after) is has_op
+    assert len(memeff_compile.graphs()) == 3  # the prompt, and two steps
 
 
 def test_one_token_is_a_step_only_where_a_mask_says_what_is_filled(
@@ -226,4 +234,4 @@ def test_what_the_door_cannot_do_is_said() -> None:
 @pytest.mark.parametrize("ids", [torch.arange(3), torch.zeros(2, 1, dtype=torch.int64), None])
 def test_a_call_that_is_no_prompt_reaches_the_model_as_it_is(ids: torch.Tensor | None) -> None:
     given = {"input_ids": ids, "past_key_values": KVCache(make().config, 8, bits=16)}
-    assert for_any_prompt(lambda **kwargs: kwargs)(**given) == given
+    assert for_any_length(lambda **kwargs: kwargs)(**given) == given

@@ -180,6 +180,23 @@ def test_a_cache_that_is_used_again_is_not_recorded_again(engine: Imitation) -> 
     assert engine.recorded == 1
 
 
+@pytest.mark.parametrize("kv_cache", ["static", 4])
+def test_a_step_for_caches_of_any_length_is_recorded_for_each(
+    engine: Imitation, kv_cache: str | int
+) -> None:
+    plain = make(**ONE_LAYER)
+    model = memeff_compile.compile(make(**ONE_LAYER), kv_cache=kv_cache, inner="eager")
+    with memeff_compile.use_kv_cache_(plain, bits=16 if kv_cache == "static" else 4):  # type: ignore[attr-defined]
+        for length in (20, 300, 31, 310):
+            ids = prompt(2, length)
+            expected = plain.generate(ids, max_new_tokens=NEW, do_sample=False)
+            found = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+            assert torch.equal(found, expected)
+    assert len(memeff_compile.graphs()) == 2
+    assert engine.recorded == 2
+    assert totals()[1] >= 4 * (NEW - 4)
+
+
 def test_a_growing_cache_is_told_the_way_out(engine: Imitation) -> None:
     model = compiled(**ONE_LAYER)
     model.generate(prompt(), max_new_tokens=3, do_sample=False)

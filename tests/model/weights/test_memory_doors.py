@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +40,21 @@ REFUSED = {
     "storage_element",
     "storage_of_detached",
     "to_dlpack",
+    "transposed_in_place",
+    "untyped_storage",
+}
+
+REFUSED_OF_VIEWS = {
+    "applied",
+    "diagonal_filled",
+    "mapped_onto",
+    "output_of_another_size",
+    "output_read",
+    "output_through_a_view",
+    "resized",
+    "set_from",
+    "set_to_storage",
+    "storage_of_detached",
     "transposed_in_place",
     "untyped_storage",
 }
@@ -92,6 +109,123 @@ def test_a_storage_is_not_written_to(storage: str, write: str) -> None:
         WRITES[write](found, found)
     assert torch.equal(weight.decode(), before)
     assert size == (found.nbytes() if hasattr(found, "nbytes") else 0)
+
+
+def _stepped(view: Tensor) -> None:
+    parameter = nn.Parameter(view)
+    parameter.grad = torch.ones_like(view)
+    torch.optim.SGD([parameter]).step()
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda weight: weight[0],
+    "columns of .data": lambda weight: weight.data[:, :2],
+    "as a row": lambda weight: weight.view(-1)[:],
+    "detached": lambda weight: weight.detach()[2:],
+    "a row of a view, detached": lambda weight: weight[2:].detach()[0],
+    "transposed": lambda weight: weight.t(),
+    "diagonal": torch.diagonal,
+    "chunk": lambda weight: weight.chunk(2)[1],
+    "split": lambda weight: weight.split([2, 4])[0],
+    "unsafe_split": lambda weight: weight.unsafe_split(2)[0],
+    "unbind": lambda weight: weight.unbind(1)[0],
+    "iter": lambda weight: list(weight)[3],
+    "reshaped": lambda weight: weight.reshape(2, 3, 8),
+    "expanded": lambda weight: torch.broadcast_tensors(weight, torch.ones(2, 6, 8))[0],
+    "as bits": lambda weight: weight.view(torch.int16),
+    "as_strided": lambda weight: weight.as_strided((2, 2), (8, 1)),
+    "flattened": lambda weight: weight[:2].flatten(),
+    "of no copy": lambda weight: weight[:2].contiguous().to(weight.dtype),
+    "parameter": lambda weight: nn.Parameter(weight[:4]),
+}
+WRITES_TO_VIEWS: dict[str, Callable[[Tensor], object]] = {
+    "zero_": lambda view: view.zero_(),
+    "mul_": lambda view: view.detach().mul_(2),
+    "add_ to .data": lambda view: view.data.add_(1),
+    "copy_": lambda view: view.copy_(torch.zeros(view.shape)),
+    "out=": lambda view: torch.add(view.clone(), 1, out=view),
+    "index": lambda view: view.__setitem__(0, 0),
+    "foreach": lambda view: torch._foreach_add_([torch.ones(2), view], 1),
+    "storage": lambda view: view.untyped_storage().fill_(0),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_not_written_to(view: str, mode: Any) -> None:
+    weight = nn.Parameter(coded(dense()))
+    before = weight.decode()
+    with mode():
+        for write in WRITES_TO_VIEWS.values():
+            found = VIEWS[view](weight)
+            with pytest.raises(CodedWeightError, match="in place to a compressed weight"):
+                write(found)
+            expected = VIEWS[view](nn.Parameter(dense()))
+            assert torch.equal(found, expected)
+            assert torch.equal(weight.decode(), before)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [nn.init.normal_, _stepped, lambda view: nn.functional.relu(view, inplace=True)],
+    ids=["init", "optimizer", "relu"],
+)
+def test_no_writer_of_torchs_changes_a_view(write: Callable[[Tensor], object]) -> None:
+    weight = coded(dense())
+    with pytest.raises(CodedWeightError, match="in place to a compressed weight"):
+        write(weight[:4])
+    with pytest.raises(ValueError, match="read-only"):
+        weight[:4].view(torch.int16).numpy().fill(0)
+    assert torch.equal(weight.decode(), dense())
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": lambda weight: weight[0].clone(),
+    "advanced index": lambda weight: weight[[0, 2]],
+    "mask": lambda weight: weight[weight > 0],
+    "sum": lambda weight: weight[:4] + 1,
+    "cast": lambda weight: weight[:4].float(),
+    "transposed, contiguous": lambda weight: weight.t().contiguous(),
+    "transposed, as a row": lambda weight: weight.t().reshape(-1),
+    "pickled": lambda weight: pickle.loads(pickle.dumps(weight[:4])),
+    "deepcopy": lambda weight: copy.deepcopy(weight[:4]),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_part_is_the_users_own(name: str, mode: Any) -> None:
+    weight = coded(dense())
+    with mode():
+        found, expected = COPIES[name](weight), COPIES[name](dense())
+        assert torch.equal(found.zero_(), expected.zero_())
+        assert type(found) is Tensor
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_to_a_views_memory_gives_values_or_a_sentence(name: str) -> None:
+    values = torch.cat([dense(), dense()])
+    check_door(
+        name, coded(values)[:6], values[:6].clone(), gives_values=name not in REFUSED_OF_VIEWS
+    )
+
+
+def test_compiled_code_reads_views_and_does_not_write_to_them() -> None:
+    weight = nn.Parameter(coded(dense()))
+    view, other = weight[:2], weight[2:4].detach()
+    read = torch.compile(
+        lambda a, b, w: (a + b + w[4:], w[1:]), backend="aot_eager", fullgraph=True
+    )
+    total, part = read(view, other, weight)
+    assert torch.equal(total, dense()[:2] + dense()[2:4] + dense()[4:])
+    assert torch.equal(part, dense()[1:])
+    write = torch.compile(lambda w: w.detach()[0].zero_(), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="in place to a compressed weight"):
+        write(weight)
+    (total.sum() + part.sum()).backward(retain_graph=True)
+    total.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.sum(1).tolist() == [16, 24, 8, 8, 24, 24]
 
 
 def test_storages_tell_weights_apart() -> None:
