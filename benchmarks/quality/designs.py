@@ -216,10 +216,17 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(given: argparse.Namespace) -> int:
-    """Print the latest rows as Markdown."""
-    found = rows.latest(rows.read(given.out), "model", "dtype", "text", "length", "mode")
-    for row in found:
-        print(f"{row['model']}, {row['dtype']}, {row['text']}: {line(row)}")
+    """Print the latest rows as Markdown: a table for each model, dtype and text."""
+    by = ("model", "dtype", "text", "length")
+    found = rows.latest(rows.read(given.out), *by, "mode")
+    for place in dict.fromkeys(tuple(row[key] for key in by) for row in found):
+        here = [row for row in found if tuple(row[key] for key in by) == place]
+        tokens = max(row.get("tokens", 0) for row in here)
+        print("\n{}, {}, {}, sequences of {}: ".format(*place) + f"{tokens:,} tokens\n")
+        print("| design | perplexity (se); KL (se); same token (se) | size | weights are off by |")
+        print("|---" * 4 + "|")
+        for row in here:
+            print(line(row))
     return 0
 
 

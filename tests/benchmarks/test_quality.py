@@ -212,7 +212,10 @@ def test_texts_are_of_this_python_or_of_a_file(subject: Any, tmp_path: Path) -> 
     assert torch.equal(own[0, :32], texts.rows_of(subject.tokenizer, "prose", 32, 2)[0])
 
 
-@pytest.mark.parametrize("name", ["lossy_modes quality.jsonl", "layer_pairs layer-pairs.jsonl"])
+PAGES = ["lossy_modes quality.jsonl", "layer_pairs layer-pairs.jsonl"]
+
+
+@pytest.mark.parametrize("name", [*PAGES, "designs quality-designs.jsonl"])
 def test_the_page_shows_what_the_rows_say(name: str) -> None:
     page = (ROOT / "docs" / "measured" / "real-models.md").read_text()
     action, _, file = name.partition(" ")
