@@ -299,8 +299,6 @@ def _linear_cross_entropy_total_specialized_products_kernel(
     slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], plain)
     full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
-    held_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    held_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     slot_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     slot_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(C.STAGES):
@@ -309,8 +307,15 @@ def _linear_cross_entropy_total_specialized_products_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(slot_full.index(slot), count=1)
         mbarrier.init(slot_empty.index(slot), count=1)
-    mbarrier.init(held_full, count=1)
-    mbarrier.init(held_empty, count=1)
+    # Only what is used may be initialised: Triton gives the memory of an idle barrier to others (to
+    # the number of the tile just taken, here), and its initialisation may still arrive there.
+    held_full = full
+    held_empty = full
+    if C.ADD:
+        held_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        held_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(held_full, count=1)
+        mbarrier.init(held_empty, count=1)
     fence_async_shared()
     bars = (full, empty, held_full, held_empty, slot_full, slot_empty)
     buffers = (left, right, held, slots)

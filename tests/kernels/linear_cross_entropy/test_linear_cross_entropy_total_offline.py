@@ -121,6 +121,17 @@ def test_products_compile_within_the_limits(is_busy: bool) -> None:
     assert "cp.reduce" not in ptx
 
 
+def _shared_addresses(ptx: str) -> tuple[set[int], set[int]]:
+    """Return where barriers are made in shared memory, and where it is plainly read or written."""
+    sums = re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)
+    where = {register: int(offset) for register, offset in sums}
+    made = re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)
+    used = re.findall(r"(?:st|ld)\.shared\S*\s+\[\s*(%r\d+)(?: \+ 0)?\s*\]", ptx)
+    fixed = {int(offset) for offset in re.findall(r"global_smem\+(\d+)\]", ptx)}
+    barriers = {where[register] for register in made if register in where}
+    return barriers, fixed | {where[register] for register in used if register in where}
+
+
 @pytest.mark.parametrize("splits", [*twice(1), 3])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["all rows, first", "kept rows, adds"])
 def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int) -> None:
@@ -178,6 +189,11 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
     assert "cp.async.bulk.tensor" in ptx
     # A warp of its own loads, and gives its registers to those that multiply.
     assert "setmaxnreg" in ptx
+    barriers, read_or_written = _shared_addresses(ptx)
+    assert len(barriers) == 2 * shapes.stages + 4 + 2 * is_busy
+    # Where a barrier that nobody uses lay, the number of a tile lay too, and was lost now and then
+    # by programs that started behind those of another process.
+    assert not barriers & read_or_written
 
 
 @pytest.mark.parametrize(
