@@ -364,7 +364,7 @@ while time.monotonic() < stop:
     first = found if first is None else first
     calls, differ = calls + 1, differ + (not all(map(torch.equal, found, first)))
 assert memeff_compile.last_report().rewrites("fuse_linear_cross_entropy") == 1
-print(differ, "of", calls, "differ")
+print(differ, calls)
 """
 
 
@@ -375,4 +375,5 @@ def test_gradients_keep_their_bits_beside_other_processes() -> None:
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
     said = [each.communicate()[0] for each in running]
-    assert all(text.startswith("0 of ") for text in said), said
+    counts = [tuple(map(int, text.split())) for text in said]
+    assert all(differ == 0 and calls > 20 for differ, calls in counts), counts
