@@ -285,6 +285,4 @@ def test_a_loss_outside_the_model(mode: str, in_place: bool, two_processes: TwoP
 def test_masks_made_in_an_earlier_piece(
     checkpoint: bool, others: bool, two_processes: TwoProcesses
 ) -> None:
-    two_processes.run(
-        partial(masks_made_in_an_earlier_piece, checkpoint=checkpoint, others=others)
-    )
+    two_processes.run(partial(masks_made_in_an_earlier_piece, checkpoint=checkpoint, others=others))

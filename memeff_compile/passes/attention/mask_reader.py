@@ -139,7 +139,7 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Read what a body is given by the graph around it, and a piece of a model by one before."""
+        """Read what a body is given by the graph around it, a piece of a model by one before."""
         if self.parent is None:
             return handed_over(node)
         given = self.info.argument_of(node)
