@@ -529,6 +529,11 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)
 
 
+def is_tensor_parallel(weight: torch.Tensor) -> bool:
+    """Return whether each rank computes with a part of ``weight``: it is spread, not by FSDP2 only."""
+    return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
+
+
 def make_without_memory(
     cls: type[torch.Tensor],
     size: Sequence[int],
