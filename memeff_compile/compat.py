@@ -530,7 +530,7 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
-    """Return whether each rank computes with a part of ``weight``: it is spread, not by FSDP2 only."""
+    """Return whether ranks compute with parts of ``weight``: not FSDP2 alone has spread it."""
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
 
 
