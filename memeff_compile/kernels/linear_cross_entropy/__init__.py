@@ -33,3 +33,6 @@ from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .total import linear_cross_entropy_total as linear_cross_entropy_total
 from .total import makes_gradients_in_forward as makes_gradients_in_forward
 from .total import total_bytes as total_bytes
+from .sharded import Shard as Shard
+from .sharded import linear_cross_entropy_merge as linear_cross_entropy_merge
+from .sharded import linear_cross_entropy_shard as linear_cross_entropy_shard
