@@ -529,6 +529,14 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)
 
 
+def gathering_ops() -> tuple[Any, Any]:
+    """Return the op that gathers a tensor from all ranks of a named group, and that waits for it:
+    those that DTensor calls, known to AOTAutograd and Inductor.
+    """
+    ops = torch.ops._c10d_functional
+    return ops.all_gather_into_tensor.default, ops.wait_tensor.default
+
+
 def make_without_memory(
     cls: type[torch.Tensor],
     size: Sequence[int],

@@ -685,6 +685,20 @@ def test_parameters_of_fsdp2_are_found() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
+@probes("gathering_ops")
+def test_ranks_gather_what_each_has() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        gather, wait = compat.gathering_ops()
+        name = dist.group.WORLD.group_name
+        assert torch.equal(wait(gather(torch.ones(2, 3), 1, name)), torch.ones(2, 3))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_every_function_of_compat_is_probed() -> None:
     functions = {
         name

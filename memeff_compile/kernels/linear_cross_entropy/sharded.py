@@ -132,17 +132,20 @@ def _statistics(given: _Call) -> Tensor:
         *(hidden, weight, bias, column, column_weight), **settings
     )
     wanted = [part for part, asked in zip(others, given.asked, strict=True) if asked]
-    return torch.stack([lse, nll.where(here, 0), *wanted])
+    stacked: Tensor = torch.stack([lse, nll.where(here, 0), *wanted])
+    return stacked
 
 
 def _fake_statistics(given: _Call) -> Tensor:
-    hidden, shape = given.tensors[0], given.target.shape
+    hidden: Tensor = given.tensors[0]
+    shape = given.target.shape
     return hidden.new_empty((2 + sum(given.asked), *shape), dtype=wide(hidden.dtype))
 
 
 def _merge(given: _Merge) -> tuple[Tensor, ...]:
     call, target = given.call, given.call.target
-    parts = iter(given.every.view(call.shard.ranks, -1, *target.shape).unbind(1))
+    kinds = 2 + sum(call.asked)
+    parts = iter(given.every.view(call.shard.ranks, kinds, *target.shape).unbind(1))
     every_lse, every_nll = next(parts), next(parts)
     lse = every_lse.logsumexp(0)
     share = every_lse - lse  # the logarithm of what a rank's classes have of the softmax
