@@ -20,14 +20,17 @@ from .tails import METRICS, STATISTICS, Site, has_sum, is_silent
 def check_operands(info: GraphInfo, site: Site) -> Decline | None:
     head, where = site.head, site.tails[0].node
     hidden, weight = info.value(head.hidden), info.value(head.weight)
-    operands = [("hidden states", head.hidden), ("head weight", head.weight), ("bias", head.bias)]
-    operands += [("targets", tail.target) for tail in site.tails]
+    operands = [("hidden states come", head.hidden), ("head weight comes", head.weight)]
+    operands += [("bias comes", head.bias)]
+    operands += [("targets come", tail.target) for tail in site.tails]
     for label, node in operands:
         kind = kind_among((node,))
         if kind:
             code = "tensor_parallel_head" if kind == "DTensor" else f"subclass_weight({kind})"
-            said = f"the {label} come as a {kind}, which this op does not take"
+            said = f"the {label} as a {kind}, which this op does not take"
             hint = "gather the head to a plain tensor, or leave the loss to the model's own code"
+            if kind.startswith("CodedWeight"):
+                hint = "leave the head dense: name it in skip of compress_"
             return Decline(code, said, hint, where)
     vocabulary = compat.known_size(weight.shape[1 if head.transposed else 0])
     if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:
