@@ -20,8 +20,8 @@ from .tails import METRICS, STATISTICS, Site, has_sum, is_silent
 def check_operands(info: GraphInfo, site: Site) -> Decline | None:
     head, where = site.head, site.tails[0].node
     hidden, weight = info.value(head.hidden), info.value(head.weight)
-    operands = [("hidden states come", head.hidden), ("head weight comes", head.weight)]
-    operands += [("bias comes", head.bias)]
+    operands: list[tuple[str, Node | None]] = [("hidden states come", head.hidden)]
+    operands += [("head weight comes", head.weight), ("bias comes", head.bias)]
     operands += [("targets come", tail.target) for tail in site.tails]
     for label, node in operands:
         kind = kind_among((node,))
