@@ -368,7 +368,7 @@ def test_subclass_weight_is_refused_by_name() -> None:
     refusal = Refusal(
         "subclass_weight(TwoTensor)",
         function,
-        "the head weight come as a TwoTensor",
+        "the head weight comes as a TwoTensor",
         "plain tensor",
     )
     compiled = torch.compile(function, backend="memeff", options={"memeff.inner": "aot_eager"})

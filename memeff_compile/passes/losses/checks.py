@@ -24,19 +24,19 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
     if isinstance(split, Decline):
         return replace(split, node=where)
     hidden, weight = map(compat.local_part, (info.value(head.hidden), info.value(head.weight)))
-    operands = [("targets", tail.target) for tail in site.tails]
+    operands: list[tuple[str, Node | None]] = [("targets come", tail.target) for tail in site.tails]
     if split is None:
-        operands += [("hidden states", head.hidden), ("head weight", head.weight)]
-        operands += [("bias", head.bias)]
-    else:
-        refusal = _check_split(info, site)
-        if refusal is not None:
-            return refusal
+        operands += [("hidden states come", head.hidden), ("head weight comes", head.weight)]
+        operands += [("bias comes", head.bias)]
+    elif (refusal := _check_split(info, site)) is not None:
+        return refusal
     for label, node in operands:
         kind = kind_among((node,))
         if kind:
-            said = f"the {label} come as a {kind}, which this op does not take"
+            said = f"the {label} as a {kind}, which this op does not take"
             hint = "gather the head to a plain tensor, or leave the loss to the model's own code"
+            if kind.startswith("CodedWeight"):
+                hint = "leave the head dense: name it in skip of compress_"
             return Decline(f"subclass_weight({kind})", said, hint, where)
     vocabulary = compat.known_size(info.value(head.weight).shape[1 if head.transposed else 0])
     if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:
