@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -189,6 +189,20 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
         for position, node in enumerate(placeholders)
         if isinstance(example_value(node), torch.Tensor) and node.meta.get("grapharg") is None
     ]
+
+
+def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
+    """Return where pieces of one model that DDP cuts leave notes for later ones, under the example
+    values of what crosses: weakly held, for this compilation alone. None where nothing is cut.
+    """
+    context: Any = TracingContext.try_get()
+    cut = getattr(context, "ddp_optimizer_ctx", None)
+    if cut is None:
+        return None
+    notes: MutableMapping[torch.Tensor, Any] = vars(cut).setdefault(
+        "memeff_notes", WeakTensorKeyDictionary()
+    )
+    return notes
 
 
 def has_checkpoint_policy(gm: GraphModule) -> bool:
@@ -532,6 +546,14 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
     """Return whether ranks compute with parts of ``weight``: not FSDP2 alone has spread it."""
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
+
+
+def gathering_ops() -> tuple[Any, Any]:
+    """Return the op that gathers a tensor from all ranks of a named group, and that waits for it:
+    those that DTensor calls, known to AOTAutograd and Inductor.
+    """
+    ops = torch.ops._c10d_functional
+    return ops.all_gather_into_tensor.default, ops.wait_tensor.default
 
 
 def make_without_memory(

@@ -166,6 +166,25 @@ def test_inputs_of_the_user_are_not_those_of_another_graph() -> None:
     look(question)
 
 
+@probes("notes_between_pieces")
+def test_pieces_of_one_model_share_notes_and_others_have_none() -> None:
+    from torch._dynamo.backends.distributed import SubmodCompiler
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        assert compat.notes_between_pieces() is None
+        value = compat.example_value(placeholders(gm)[0])
+        SubmodCompiler(gm, lambda *_: gm.forward, value.fake_mode)
+        notes = compat.notes_between_pieces()
+        assert notes is not None
+        notes[value] = "causal"
+        again = compat.notes_between_pieces()
+        assert again is not None
+        assert again[value] == "causal"
+
+    look(question)
+    assert compat.notes_between_pieces() is None
+
+
 @probes("feeds_resumed_code")
 def test_a_graph_knows_whether_the_function_goes_on_behind_it() -> None:
     assert not look(lambda gm, _: compat.feeds_resumed_code(gm))
@@ -692,6 +711,20 @@ def test_parameters_of_fsdp2_are_found() -> None:
         inner.reshard()
         assert compat.is_fsdp_shard(inner.weight)
         assert not compat.is_tensor_parallel(inner.weight)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
+@probes("gathering_ops")
+def test_ranks_gather_what_each_has() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        gather, wait = compat.gathering_ops()
+        name = dist.group.WORLD.group_name
+        assert torch.equal(wait(gather(torch.ones(2, 3), 1, name)), torch.ones(2, 3))
     finally:
         dist.destroy_process_group()
 

@@ -1,12 +1,13 @@
-"""Models cut for tensor parallelism, by transformers and by torch: decoding, and compressed shards."""
+"""Heads split over two processes by classes: the loss and every gradient of one process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -15,21 +16,24 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
 
 import memeff_compile
-from memeff_compile import compat
-from memeff_compile.errors import CodedWeightError, OptionError, UnsupportedInputError
-from memeff_compile.kernels.coded_weight import CodedWeight
-from memeff_compile.model.cache.kv_cache import KVCache
-from memeff_compile.passes import rewrite_kv_update
-from tests.distributed.models import fresh_start, gradients
+from memeff_compile.kernels.linear_cross_entropy import reference
+from memeff_compile.passes.losses import emit
+from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients, whole
 from tests.distributed.processes import RANKS, TwoProcesses
-
-HEADS, KV_HEADS = 8, 4
-GIVEN = {"do_sample": False}
 
 
 @cache
@@ -37,227 +41,270 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (RANKS,))
 
 
-def whole(**settings: Any) -> Any:
-    """A Llama of one layer, the same in both processes; two ranks have half of its heads each."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 161, **settings}
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=32,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        **sizes,
+@dataclass(frozen=True)
+class Case:
+    """A head, its loss, how both are laid out, and the targets."""
+
+    layout: str = "gathered"  # or "parallel loss", and "sequence" in front of either
+    vocabulary: int = 161
+    dtype: torch.dtype = torch.float32
+    reduction: str = "mean"
+    smoothing: float = 0.0
+    weighted: bool = False
+    bias: bool = False
+    softcap: float = 0.0
+    z_loss: float = 0.0
+    entropy: bool = False
+    hidden_classes: int = 0  # the last classes, at minus infinity
+    targets: str = "all"  # or "half", "none", "low" classes alone
+
+
+class Model(nn.Module):
+    """Embedding, norm, head and the loss of a case."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.case = case
+        self.embed, self.norm = nn.Embedding(case.vocabulary, 16), nn.RMSNorm(16)
+        self.head = nn.Linear(16, case.vocabulary, bias=case.bias)
+        self.register_buffer("weight", torch.rand(case.vocabulary) + 0.5)
+        offset = torch.zeros(case.vocabulary)
+        offset[case.vocabulary - case.hidden_classes :] = -torch.inf
+        self.register_buffer("offset", offset)
+        self.to(case.dtype)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        case, logits = self.case, self.head(self.norm(self.embed(ids)))
+        if case.dtype == torch.float32:
+            logits = logits.float()
+        if case.softcap:
+            logits = torch.tanh(logits * 0.5 / case.softcap) * case.softcap
+        if case.hidden_classes:
+            logits = logits + self.offset
+        logits, target = logits.flatten(0, 1), target.flatten()
+        how: dict[str, Any] = {"reduction": case.reduction, "label_smoothing": case.smoothing}
+        loss = F.cross_entropy(logits, target, self.weight if case.weighted else None, **how)
+        if case.reduction == "none":
+            loss = loss.square().sum()
+        if case.z_loss:
+            loss = loss + case.z_loss * torch.logsumexp(logits, -1).square().mean()
+        if case.entropy:
+            logs = logits.log_softmax(-1)
+            loss = loss - 0.1 * -(logs.exp() * logs).sum(-1).mean()
+        return loss
+
+
+def data(case: Case, length: int = 12) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(length)
+    ids = torch.randint(case.vocabulary, (2, length), generator=draw)
+    highest = 7 if case.targets == "low" else case.vocabulary - case.hidden_classes
+    target = torch.randint(highest, (2, length), generator=draw)
+    if case.targets != "low":
+        target[{"half": 1, "none": slice(None), "all": slice(0)}[case.targets]] = -100
+    return ids, target
+
+
+def split(model: Model) -> Model:
+    layout = model.case.layout
+    plan: dict[str, Any] = {}
+    entry: Any = Replicate()
+    if "sequence" in layout:
+        plan["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        plan["norm"], entry = SequenceParallel(), Shard(1)
+    if "parallel loss" in layout:
+        out: dict[str, Any] = {"output_layouts": Shard(-1), "use_local_output": False}
+    else:
+        out = {"output_layouts": Replicate()}
+    plan["head"] = ColwiseParallel(input_layouts=entry, **out)
+    found: Any = parallelize_module(model, mesh(), plan)
+    return found
+
+
+def context(case: Case) -> Any:
+    return loss_parallel() if "parallel loss" in case.layout else contextlib.nullcontext()
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    fresh_start()
+    return torch.compile(model, backend="memeff", options={**OPTIONS, **options})
+
+
+def codes() -> list[str]:
+    return [record.code for record in memeff_compile.last_report().records]
+
+
+def assert_like_one_process(case: Case, **options: Any) -> None:
+    one, many = Model(case), split(Model(case))
+    run = compiled(many, **options)
+    expected = one(*data(case))
+    expected.backward()
+    with context(case):
+        loss = run(*data(case))
+        loss.backward()
+    assert codes() == ["rewrote"], memeff_compile.last_report()
+    assert isinstance(loss, DTensor) == ("parallel loss" in case.layout)
+    exact = case.dtype == torch.float64
+    torch.testing.assert_close(
+        whole(loss), expected, rtol=1e-12 if exact else 1e-6, atol=0, equal_nan=True
     )
-    return transformers.LlamaForCausalLM(config).eval()
+    if case.targets == "none":
+        return
+    assert_same_gradients(gradients(many), gradients(one), 1e-12 if exact else 1e-5)
 
 
-@contextmanager
-def as_torchrun_starts_it() -> Iterator[None]:
-    rank = str(dist.get_rank())
-    with mock.patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(RANKS)):
-        yield
+def layouts() -> None:
+    for layout in ("gathered", "parallel loss", "sequence", "sequence, parallel loss"):
+        assert_like_one_process(Case(layout))
+    assert_like_one_process(Case("sequence", 160))
+    for layout in ("gathered", "parallel loss"):
+        assert_like_one_process(Case(layout, 160, torch.float64, "sum"))
 
 
-def by_transformers(model: Any) -> Any:
-    """Load a model as `tp_plan="auto"` cuts it."""
-    from transformers.distributed import DistributedConfig
+def losses() -> None:
+    plain = Case(bias=True)
+    for case in (
+        replace(plain, reduction="none", targets="half"),
+        replace(plain, smoothing=0.1, weighted=True, targets="half", dtype=torch.float64),
+        replace(plain, softcap=3.0, z_loss=1e-2, entropy=True, dtype=torch.float64),
+        replace(plain, z_loss=1e-2, targets="half", dtype=torch.float64),
+        replace(plain, hidden_classes=81, dtype=torch.float64),
+        replace(plain, targets="low"),
+        replace(plain, targets="none"),
+    ):
+        assert_like_one_process(case)
 
-    folder: list[Any] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder[0])
-    dist.barrier()
-    with as_torchrun_starts_it():
-        return type(model).from_pretrained(
-            folder[0],
-            distributed_config=DistributedConfig(tp_size=RANKS),
-            device_map=None,
-            dtype=model.dtype,
+
+def through_inductor() -> None:
+    assert_like_one_process(Case("sequence"), **{"memeff.inner": "inductor"})
+    case = Case(bias=True)
+    assert_like_one_process(case, **{"memeff.inner": "inductor"})
+    loss = compiled(split(Model(case)), **{"memeff.inner": "inductor"})(*data(case))
+    with mock.patch.object(reference, "forward", side_effect=AssertionError("computed again")):
+        loss.backward()
+
+
+def lengths_that_change() -> None:
+    """Steps of other lengths, one of them without tokens that count and one without any."""
+    case = Case()
+    one, many = Model(case), split(Model(case))
+    fresh_start()
+    run = torch.compile(many, backend="memeff", options=OPTIONS, dynamic=True)
+    for length, targets in ((12, "all"), (9, "half"), (7, "none"), (5, "all")):
+        given = data(replace(case, targets=targets), length)
+        for each in (one, many):
+            each.zero_grad()
+        expected, loss = one(*given), run(*given)
+        expected.backward()
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, equal_nan=True)
+        if targets != "none":
+            assert_same_gradients(gradients(many), gradients(one))
+    assert set(codes()) == {"rewrote"}
+
+
+@contextlib.contextmanager
+def seen_by_the_inner_compiler() -> Iterator[list[torch.fx.Graph]]:
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(gm.graph)
+        return gm.forward
+
+    inner = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    with mock.patch("memeff_compile.compat.compile_with_aot_eager", inner):
+        yield graphs
+
+
+def collectives(graph: torch.fx.Graph) -> list[str]:
+    names = [str(node.target) for node in graph.nodes]
+    return [name.split(".")[1] for name in names if name.startswith("_c10d") and "wait" not in name]
+
+
+def what_crosses_and_what_is_kept() -> None:
+    """One gather of N x 2 forward, one sum of dX backward, and the logits of no rank."""
+    for layout, sums in (("gathered", "all_reduce"), ("sequence", "reduce_scatter_tensor")):
+        case = Case(layout)
+        with seen_by_the_inner_compiler() as graphs:
+            compiled(split(Model(case)))(*data(case)).backward()
+        forward, backward = graphs
+        gathers = [n for n in forward.nodes if str(n.target).startswith("_c10d_functional.all_ga")]
+        assert [n.meta["val"].shape for n in gathers][-1] == (RANKS * 2, 2, 12)
+        before = [] if layout == "gathered" else ["reduce_scatter_tensor", "all_gather_into_tensor"]
+        assert collectives(forward) == [*before, "all_gather_into_tensor"]
+        after = [] if layout == "gathered" else ["all_gather_into_tensor"]  # the embedding's
+        assert collectives(backward) == [sums, *after], collectives(backward)
+        used = [str(n.target) for n in backward.nodes if n.users]  # the others are torch's to drop
+        assert not [name for name in used if name.endswith(("_merge.default", "_shard.default"))]
+        rows = 24
+        for node in (*forward.nodes, *backward.nodes):
+            value = node.meta.get("val")
+            shape = value.shape if isinstance(value, Tensor) else ()
+            is_of_rows = len(shape) > 1 and shape[:-1].numel() == rows
+            assert not is_of_rows or shape[-1] < 80, node
+
+
+def a_model_of_transformers() -> None:
+    """Its own plan splits the head; a tied table is one parameter, looked up and multiplied."""
+    for tied in (False, True):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=160,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
         )
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        one = transformers.LlamaForCausalLM(config)
+        if folder[0]:
+            one.save_pretrained(folder[0])
+        dist.broadcast_object_list(folder)
+        places = {name: str(dist.get_rank()) for name in ("RANK", "LOCAL_RANK")}
+        with mock.patch.dict(os.environ, {**places, "WORLD_SIZE": str(RANKS)}):
+            many = transformers.LlamaForCausalLM.from_pretrained(
+                folder[0], tp_plan="auto", device_mesh=mesh()
+            )
+        assert isinstance(many.lm_head.weight, DTensor)
+        one.train(), many.train()
+        ids = torch.randint(3, 160, (2, 12), generator=torch.Generator().manual_seed(1))
+        run = compiled(many, **{"memeff.logits": "none"})
+        expected, found = one(input_ids=ids, labels=ids), run(input_ids=ids, labels=ids)
+        for each in (expected, found):
+            each.loss.backward()
+        records = memeff_compile.last_report().records
+        mine = [r for r in records if r.pass_name == "fuse_linear_cross_entropy"]
+        assert [r.code for r in mine] == ["rewrote"], memeff_compile.last_report()
+        assert "on 2 ranks" in mine[0].sentence
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+        assert_same_gradients(gradients(many), gradients(one))
 
 
-def by_torch(model: Any) -> Any:
-    """Cut a model in place by `parallelize_module`."""
-    layer, plan = "model.layers.*.", {}
-    for name in ("q_proj", "k_proj", "v_proj"):
-        plan[f"{layer}self_attn.{name}"] = ColwiseParallel()
-    for name in ("gate_proj", "up_proj"):
-        plan[f"{layer}mlp.{name}"] = ColwiseParallel()
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[layer + name] = RowwiseParallel()
-    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-    return parallelize_module(model, mesh(), plan)
+def an_error_on_one_rank() -> None:
+    """It ends the compilation there; the other rank, which would wait, is not asked to run."""
+    run = compiled(split(Model(Case())))
+    if dist.get_rank() == 1:
+        with (
+            mock.patch.object(emit.GroupEmitter, "result", side_effect=RuntimeError("halfway")),
+            pytest.raises(BackendCompilerFailed, match="failed on this process"),
+        ):
+            run(*data(Case()))
 
 
-Cut = Callable[[Any], Any]
-
-
-def prompts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Two sequences, one of them padded on the left; then two shorter ones."""
-    ids = torch.randint(3, 150, (2, 9), generator=torch.Generator().manual_seed(0))
-    seen = torch.ones_like(ids)
-    ids[0, :3], seen[0, :3] = 0, 0
-    return (
-        {"input_ids": ids, "attention_mask": seen},
-        {"input_ids": ids[:, 4:], "attention_mask": seen[:, 4:]},
-    )
-
-
-def generated(model: Any, **given: Any) -> list[Tensor]:
-    lengths = zip(prompts(), (6, 4), strict=True)
-    return [model.generate(**p, max_new_tokens=n, **GIVEN, **given) for p, n in lengths]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-        of_rank_0 = one.clone()
-        dist.broadcast(of_rank_0, 0)
-        assert torch.equal(one, of_rank_0)
-
-
-def records() -> set[tuple[str, str]]:
-    found = memeff_compile.last_report().records
-    assert not [r for r in found if r.action == "internal_error"], str(found)
-    return {(r.pass_name, r.code) for r in found}
-
-
-def decoding_with_a_static_cache(cut: Cut) -> None:
-    """Compiled in place; torch stops at a second length under DTensors, unless sizes are fixed."""
-    model = cut(whole())
-    model.compile(backend="memeff", options={"memeff.inner": "eager"}, dynamic=False)
-    with mock.patch.object(rewrite_kv_update, "MIN_COPIED_BYTES", 0):
-        found = generated(model, cache_implementation="static")
-    assert_equal(found, generated(whole()))
-    assert ("rewrite_kv_update", "rewrote") in records()
-
-
-def decoding_by_the_verb(cut: Cut, kv_cache: int | str) -> None:
-    model, alone = cut(whole()), whole()
-    memeff_compile.compile(model, kv_cache=kv_cache, inner="eager")
-    memeff_compile.use_kv_cache_(alone, 16 if kv_cache == "static" else kv_cache)
-    with mock.patch.object(rewrite_kv_update, "MIN_COPIED_BYTES", 0):
-        found = generated(model)
-    assert_equal(found, generated(alone))
-    name = "rewrite_kv_update" if kv_cache == "static" else "compress_kv_cache"
-    assert (name, "rewrote") in records()
-    (kept,) = vars(model)["_prepare_cache_for_generation"].pool._kept
-    (layer,) = kept.cache.layers
-    for name in layer.buffers:
-        assert getattr(layer, name).shape[1] == KV_HEADS // RANKS
-
-
-def a_cache_of_ones_own(cut: Cut) -> None:
-    """It is allocated by the first keys, and takes as many heads as a rank has."""
-    model, alone = cut(whole()), whole()
-    model.compile(backend="memeff", options={"memeff.inner": "eager"}, dynamic=False)
-    ids = prompts()[1]["input_ids"]
-    found = []
-    for each in (model, alone):
-        own = KVCache(alone.config, 64, bits=4)
-        found.append(each.generate(ids, past_key_values=own, max_new_tokens=4, **GIVEN))
-    assert_equal(found[:1], found[1:])
-    assert ("compress_kv_cache", "rewrote") in records()
-
-
-def wide(**settings: Any) -> Any:
-    """Sizes of which half is enough for a code."""
-    return whole(hidden_size=256, intermediate_size=512, **settings).bfloat16()
-
-
-def compressed_shards(cut: Cut, codec: str) -> None:
-    ids = prompts()[1]["input_ids"]
-    dense, coded = cut(wide()), cut(wide())
-    report = memeff_compile.compress_(coded, codec, min_size=0, progress=False)
-    shapes = {each.name.split(".")[-2]: each.shape for each in report.compressed}
-    assert shapes["up_proj"] == (256, 256)  # of 512 rows
-    assert shapes["o_proj"] == (256, 128)  # of 256 columns
-    assert len(shapes) == 7
-    local = compat.local_part(coded.model.layers[0].mlp.up_proj.weight)
-    assert isinstance(local, CodedWeight)
-
-    outs = []
-    for model in (dense, coded):
-        out = model(input_ids=ids, labels=ids)
-        out.loss.backward()
-        outs.append(out.logits.detach())
-    assert torch.equal(*outs)
-    for name, gradient in gradients(dense).items():
-        assert torch.equal(gradients(coded)[name], gradient), name
-
-    with torch.no_grad():
-        for model in (dense, coded):
-            fresh_start()
-            model.compile(backend="memeff", options={"memeff.inner": "aot_eager"}, dynamic=False)
-            outs.append(model(input_ids=ids).logits)
-    assert torch.equal(outs[2], outs[3])
-    code = "distributed_linear" if cut is by_torch else "rewrote"
-    served = [r for r in memeff_compile.last_report().records if r.code == code]
-    assert {r.pass_name for r in served} == {"encode_weights"}
-    assert sum(r.sites for r in served) == 7
-
-    state = coded.state_dict()
-    for name, value in dense.state_dict().items():
-        assert type(compat.local_part(state[name])) is Tensor
-        assert torch.equal(compat.local_part(state[name]), compat.local_part(value))
-    assert memeff_compile.decompress_(coded) == 7
-    assert torch.equal(coded(input_ids=ids).logits, outs[0])
-
-
-def what_is_refused() -> None:
-    """In sentences that say in which order it works, and before anything has changed."""
-    model = by_torch(wide())
-    memeff_compile.compress_(model, min_size=0, progress=False)
-    ids = prompts()[1]["input_ids"]
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=ids, labels=ids).loss.backward()
-    before = model.model.embed_tokens.weight.full_tensor()
-    with pytest.raises(CodedWeightError, match=r"AdamW\.step would write"):
-        optimizer.step()
-    assert torch.equal(model.model.embed_tokens.weight.full_tensor(), before)
-
-    narrow = memeff_compile.compress_(by_torch(wide()), progress=False)
-    assert "its shard has 32768 elements" in narrow.left_dense[1].reason
-
-    def two() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    ternary = parallelize_module(memeff_compile.ternarize_(two()), mesh(), plan)
-    with pytest.raises(UnsupportedInputError, match="was cut over processes"):
-        ternary(torch.ones(2, 32))
-    with pytest.raises(OptionError, match="has hooks"):
-        memeff_compile.ternarize_(parallelize_module(two(), mesh(), plan))
-
-
-SLOW = pytest.mark.slow
-CASES: list[Any] = [
-    pytest.param(partial(decoding_with_a_static_cache, by_transformers), marks=SLOW),
-    pytest.param(partial(decoding_with_a_static_cache, by_torch), marks=SLOW),
-    pytest.param(partial(decoding_by_the_verb, by_transformers, "static"), marks=SLOW),
-    partial(decoding_by_the_verb, by_transformers, 4),
-    partial(decoding_by_the_verb, by_torch, "static"),
-    pytest.param(partial(decoding_by_the_verb, by_torch, 4), marks=SLOW),
-    pytest.param(partial(a_cache_of_ones_own, by_torch), marks=SLOW),
-    partial(compressed_shards, by_transformers, "win4"),
-    partial(compressed_shards, by_torch, "win4"),
-    pytest.param(partial(compressed_shards, by_transformers, "tier"), marks=SLOW),
-    pytest.param(partial(compressed_shards, by_torch, "rans"), marks=SLOW),
-    what_is_refused,
+CASES = [
+    layouts,
+    losses,
+    pytest.param(through_inductor, marks=pytest.mark.slow),
+    lengths_that_change,
+    what_crosses_and_what_is_kept,
+    a_model_of_transformers,
+    an_error_on_one_rank,
 ]
 
 
-def _name(case: Any) -> str:
-    given = [getattr(a, "__name__", str(a)) for a in getattr(case, "args", ())]
-    return " ".join([getattr(case, "func", case).__name__, *given])
-
-
 @pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("case", CASES, ids=_name)
-def test_tensor_parallel_models(case: Callable[[], None], two_processes: TwoProcesses) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_heads_split_over_ranks(case: Callable[[], None], two_processes: TwoProcesses) -> None:
     two_processes.run(case)

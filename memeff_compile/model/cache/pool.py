@@ -133,5 +133,5 @@ def allocate(cache: Any, model: Any, sequences: int) -> None:  # noqa: ANN401
         return
     cache.early_initialization(sequences, *shapes, model.dtype, model.device)
     for layer in cache.layers:  # the first graphs serve caches of other lengths, too
-        for name in getattr(layer, "long", ()):
-            compat.mark_varying(getattr(layer, name), 2)
+        for tensor in getattr(layer, "lengthy", list)():
+            compat.mark_varying(tensor, 2)
