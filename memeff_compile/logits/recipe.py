@@ -12,6 +12,7 @@ are applied to the hidden states beforehand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -298,4 +299,7 @@ def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
             if capped:
                 return Unfoldable("bias_after_softcap", "a bias is added after the softcap", place)
             biases.append((value, scale))
+    if scale == 0 or not all(map(math.isfinite, (scale, softcap))):
+        said = f"the scales of the logits multiply to {scale}"
+        return Unfoldable("scale_not_constant", said, len(steps) - 1)
     return Modifiers(scale, abs(softcap), tuple(biases))  # c tanh(u/c) is even in c

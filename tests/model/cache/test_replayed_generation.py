@@ -197,6 +197,88 @@ def test_a_step_for_caches_of_any_length_is_recorded_for_each(
     assert totals()[1] >= 4 * (NEW - 4)
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 16},
+    "Qwen2": {
+        "sliding_window": 16,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16},
+    "Gemma3Text": {
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+}
+
+
+def compiled_for(kv_cache: str | int, family: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a compiled model, and what its generate() is given: the verb, or the backend alone."""
+    model = make(family, **settings)
+    if kv_cache == "bare":
+        model.compile(backend="memeff", options={"memeff.inner": "eager"})
+        return model, {"cache_implementation": "static"}
+    return memeff_compile.compile(model, kv_cache=kv_cache, inner="eager"), {}
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_cache"),
+    [
+        ("Mistral", "static"),
+        pytest.param("Mistral", "bare", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, kv_cache, marks=pytest.mark.slow)
+            for family in ("Qwen2", "Gemma2", "Gemma3Text")
+            for kv_cache in ("static", 4, "bare")
+        ),
+    ],
+)
+def test_steps_of_a_model_with_windows_are_replayed(
+    engine: Imitation, family: str, kv_cache: str | int
+) -> None:
+    """Windows that fill, that are full, that the prompt is longer than; again, with padding."""
+    settings = WINDOWS[family] | (ONE_LAYER if family == "Mistral" else {})
+    plain = make(family, **settings)
+    model, given = compiled_for(kv_cache, family, **settings)
+    steps = 0
+    for tokens, new, padding in ((10, 20, 0), (30, 12, 0), (11, 16, 4), (12, 14, 0)):
+        ids = prompt(2, tokens)
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        asked = {"max_new_tokens": new, "do_sample": False, "attention_mask": mask}
+        expected = plain.generate(ids, **asked)
+        assert torch.equal(model.generate(ids, **asked, **given), expected)
+        steps += new - 1
+    # Windows that fill and that are full are a step each, and each runs twice before it is recorded.
+    assert totals()[1] >= steps - (4 if kv_cache != "bare" else 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_beams_over_windows_are_replayed(engine: Imitation, sequences: int) -> None:
+    plain = make("Mistral", **WINDOWS["Mistral"], **ONE_LAYER)
+    model, _ = compiled_for("static", "Mistral", **WINDOWS["Mistral"], **ONE_LAYER)
+    for tokens in (10, 30):
+        asked = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3}
+        asked["num_return_sequences"] = sequences
+        ids = prompt(2, tokens)
+        assert torch.equal(model.generate(ids, **asked), plain.generate(ids, **asked))
+    assert totals()[1] >= 2 * 19 - 4
+
+
+def test_a_window_longer_than_the_cache_is_an_exact_cache(engine: Imitation) -> None:
+    """The step serves caches of any length, as one without windows does."""
+    plain = make("Mistral", sliding_window=1024, **ONE_LAYER)
+    model, _ = compiled_for("static", "Mistral", sliding_window=1024, **ONE_LAYER)
+    for tokens in (20, 300, 31):
+        ids = prompt(2, tokens)
+        expected = plain.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
+    assert len(memeff_compile.graphs()) == 2
+    assert totals()[1] >= 3 * (NEW - 1) - 4
+
+
 def test_a_growing_cache_is_told_the_way_out(engine: Imitation) -> None:
     model = compiled(**ONE_LAYER)
     model.generate(prompt(), max_new_tokens=3, do_sample=False)
