@@ -543,6 +543,19 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)
 
 
+def is_tensor_parallel(weight: torch.Tensor) -> bool:
+    """Return whether ranks compute with parts of ``weight``: not FSDP2 alone has spread it."""
+    return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
+
+
+def gathering_ops() -> tuple[Any, Any]:
+    """Return the op that gathers a tensor from all ranks of a named group, and that waits for it:
+    those that DTensor calls, known to AOTAutograd and Inductor.
+    """
+    ops = torch.ops._c10d_functional
+    return ops.all_gather_into_tensor.default, ops.wait_tensor.default
+
+
 def make_without_memory(
     cls: type[torch.Tensor],
     size: Sequence[int],

@@ -165,6 +165,8 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
         return "torch.export needs plain tensors as outputs"
     for output in outputs:
         head = output.chain.head
+        if compat.is_dtensor(info.value(head.node)):
+            return "each rank has a part of them, and a read on one rank would wait for the others"
         vectors = (s.value for s in output.chain.steps if s.kind == "bias")
         for weight in filter(None, (head.weight, head.bias, *vectors)):
             if weight.op != "placeholder":
