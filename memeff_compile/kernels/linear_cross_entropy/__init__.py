@@ -29,6 +29,9 @@ from .op import supports as supports
 from .selected import filter_level as filter_level
 from .selected import leaves_out as leaves_out
 from .shapes import is_minimal as is_minimal
+from .sharded import Shard as Shard
+from .sharded import linear_cross_entropy_merge as linear_cross_entropy_merge
+from .sharded import linear_cross_entropy_shard as linear_cross_entropy_shard
 from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .total import linear_cross_entropy_total as linear_cross_entropy_total
 from .total import makes_gradients_in_forward as makes_gradients_in_forward

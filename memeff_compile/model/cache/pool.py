@@ -100,8 +100,18 @@ def forget_caches() -> None:
         pool.clear()
 
 
+def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
+    """Return whether processes hold parts of a model that transformers did not cut."""
+    is_theirs = (getattr(model, "_tp_size", None) or 1) > 1
+    return not is_theirs and any(map(compat.is_tensor_parallel, model.parameters()))
+
+
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
-    """Return key-value heads and head dimension of a model's cache, or None where they vary."""
+    """Return key-value heads and head dimension of this process's cache; None where that is not
+    known, and the first keys tell.
+    """
+    if is_cut_elsewhere(model):
+        return None
     config = model.config.get_text_config(decoder=True)
     ask = getattr(model, "_get_static_cache_init_shape", None)
     if ask is not None:  # since transformers 5.2x
