@@ -18,8 +18,9 @@ import transformers
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -30,9 +31,17 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import memeff_compile
+from memeff_compile.errors import ShardedLogitsError, StaleLogitsError, UnsupportedInputError
 from memeff_compile.kernels.linear_cross_entropy import reference
 from memeff_compile.passes.losses import emit
-from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients, whole
+from tests.distributed.models import (
+    OPTIONS,
+    assert_same_gradients,
+    fresh_start,
+    gradients,
+    outside_loss,
+    whole,
+)
 from tests.distributed.processes import RANKS, TwoProcesses
 
 
@@ -93,6 +102,17 @@ class Model(nn.Module):
             logs = logits.log_softmax(-1)
             loss = loss - 0.1 * -(logs.exp() * logs).sum(-1).mean()
         return loss
+
+
+class Returning(Model):
+    """Returns the logits beside the loss, as models of transformers do."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Any:
+        logits = self.head(self.norm(self.embed(ids)))
+        logits = logits.float() * 2
+        if "parallel loss" not in self.case.layout:
+            logits = logits + self.offset
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits
 
 
 def data(case: Case, length: int = 12) -> tuple[Tensor, Tensor]:
@@ -211,7 +231,9 @@ def seen_by_the_inner_compiler() -> Iterator[list[torch.fx.Graph]]:
         graphs.append(gm.graph)
         return gm.forward
 
-    inner = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    # As Inductor parts them; torch's default leaves dead copies of the forward in the backward.
+    how = {"partition_fn": min_cut_rematerialization_partition}
+    inner = aot_autograd(fw_compiler=keep, bw_compiler=keep, **how)
     with mock.patch("memeff_compile.compat.compile_with_aot_eager", inner):
         yield graphs
 
@@ -222,20 +244,22 @@ def collectives(graph: torch.fx.Graph) -> list[str]:
 
 
 def what_crosses_and_what_is_kept() -> None:
-    """One gather of N x 2 forward, one sum of dX backward, and the logits of no rank."""
+    """One gather of N x 2 forward behind that of N, one sum of dX backward, and the logits of no rank."""
     for layout, sums in (("gathered", "all_reduce"), ("sequence", "reduce_scatter_tensor")):
         case = Case(layout)
+        kind = Model if layout == "gathered" else Returning
         with seen_by_the_inner_compiler() as graphs:
-            compiled(split(Model(case)))(*data(case)).backward()
+            found = compiled(split(kind(case)))(*data(case))
+            (found if kind is Model else found[0]).backward()
         forward, backward = graphs
         gathers = [n for n in forward.nodes if str(n.target).startswith("_c10d_functional.all_ga")]
-        assert [n.meta["val"].shape for n in gathers][-1] == (RANKS * 2, 2, 12)
+        assert [n.meta["val"].shape for n in gathers][-2:] == [(RANKS,), (RANKS * 2, 2, 12)]
         before = [] if layout == "gathered" else ["reduce_scatter_tensor", "all_gather_into_tensor"]
-        assert collectives(forward) == [*before, "all_gather_into_tensor"]
+        assert collectives(forward) == [*before, *2 * ["all_gather_into_tensor"]]
         after = [] if layout == "gathered" else ["all_gather_into_tensor"]  # the embedding's
         assert collectives(backward) == [sums, *after], collectives(backward)
-        used = [str(n.target) for n in backward.nodes if n.users]  # the others are torch's to drop
-        assert not [name for name in used if name.endswith(("_merge.default", "_shard.default"))]
+        names = [str(n.target) for n in backward.nodes]
+        assert not [name for name in names if name.endswith(("_merge.default", "_shard.default"))]
         rows = 24
         for node in (*forward.nodes, *backward.nodes):
             value = node.meta.get("val")
@@ -270,7 +294,7 @@ def a_model_of_transformers() -> None:
         assert isinstance(many.lm_head.weight, DTensor)
         one.train(), many.train()
         ids = torch.randint(3, 160, (2, 12), generator=torch.Generator().manual_seed(1))
-        run = compiled(many, **{"memeff.logits": "none"})
+        run = compiled(many, **({"memeff.logits": "none"} if tied else {}))
         expected, found = one(input_ids=ids, labels=ids), run(input_ids=ids, labels=ids)
         for each in (expected, found):
             each.loss.backward()
@@ -280,6 +304,115 @@ def a_model_of_transformers() -> None:
         assert "on 2 ranks" in mine[0].sentence
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
         assert_same_gradients(gradients(many), gradients(one))
+        if not tied:
+            torch.testing.assert_close(found.logits.full_tensor(), expected.logits)
+
+
+def logits_beside_the_loss() -> None:
+    case = Case("sequence", bias=True)
+    one, many = Returning(case), split(Returning(case))
+    run = compiled(many)
+    step = torch.optim.AdamW(many.parameters(), lr=1e-2).step
+    expected, kept = one(*data(case))
+    expected.backward()
+    loss, logits = run(*data(case))
+    assert set(codes()) == {"rewrote", "logits_deferred"}
+    assert logits.shape == kept.shape
+    assert logits.requires_grad
+    if dist.get_rank() == 0:  # at once, and the other rank is not waited for
+        for read in (lambda x: x.argmax(-1), lambda x: x[0, 0].tolist(), lambda x: x.numpy()):
+            with pytest.raises(
+                ShardedLogitsError, match=r"out.logits.full_tensor\(\) on every rank"
+            ):
+                read(logits.detach())
+        assert "values not computed yet" in repr(logits)
+        with pytest.raises(ShardedLogitsError):
+            outside_loss(logits)
+    torch.testing.assert_close(logits[:, -1].full_tensor(), kept[:, -1])
+    whole_logits = logits.full_tensor()
+    torch.testing.assert_close(whole_logits, kept)
+    assert torch.equal(logits.argmax(-1), whole_logits.argmax(-1))  # there by now
+    with pytest.raises(ShardedLogitsError, match="A gradient came back"):
+        whole_logits.square().mean().backward(retain_graph=True)
+    loss.backward()
+    assert_same_gradients(gradients(many), gradients(one))
+
+    loss, logits = run(*data(case))
+    loss.backward()
+    step()
+    with pytest.raises(StaleLogitsError):
+        logits.full_tensor()
+    _, logits = run(*data(case))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            many.head.weight.to_local().data.add_(1)
+    with pytest.raises(StaleLogitsError, match="changed since then"):
+        logits.full_tensor()
+    with torch.no_grad():
+        _, logits = run(*data(case))
+    assert type(logits) is Tensor
+    assert codes()[-1] == "logits_not_deferrable"
+
+
+def logits_in_parts_beside_the_loss() -> None:
+    case = Case("parallel loss")
+    many = split(Returning(case))
+    with context(case):
+        loss, logits = compiled(many)(*data(case))
+    assert codes() == ["logits_not_deferrable"]
+    assert isinstance(logits, DTensor)
+    with context(case):
+        loss, logits = compiled(many, **{"memeff.logits": "none"})(*data(case))
+        loss.backward()
+    assert logits is None
+    assert set(codes()) == {"rewrote", "logits_none"}
+
+
+def the_function() -> None:
+    """On a head that ranks have split, with hidden states as they come: its loss, and a block's."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 6, 8, generator=draw), torch.randn(41, 8, generator=draw)
+    bias = torch.randn(41, generator=draw)
+    class_weight = torch.rand(41, generator=draw)
+    target = torch.randint(41, (2, 6), generator=draw)
+    target[0, :3] = -100
+    function = memeff_compile.linear_cross_entropy
+    compiled_one = torch.compile(function, backend="memeff", options=OPTIONS)
+    for how in (
+        {},
+        {"reduction": "sum", "softcap": 3.0, "z_loss": 1e-2},
+        {"label_smoothing": 0.1, "class_weight": class_weight},
+    ):
+        whole_parts = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+        how = {k: v.double() if isinstance(v, Tensor) else v for k, v in how.items()}
+        function(*whole_parts[:2], target, whole_parts[2], **how).backward()
+        expected = dict(zip("hwb", (x.grad for x in whole_parts), strict=True))
+        for places in (None, [Replicate()], [Shard(1)]):
+            given = whole_parts[0].detach()
+            x = given if places is None else distribute_tensor(given, mesh(), places)
+            w, b = (distribute_tensor(x.detach(), mesh(), [Shard(0)]) for x in whole_parts[1:])
+            parts = [x.requires_grad_() for x in (x, w, b)]
+            run = compiled_one if places == [Shard(1)] else function
+            run(x, w, target, b, **how).backward()
+            found = dict(zip("hwb", (whole(x.grad) for x in parts), strict=True))
+            assert_same_gradients(found, expected, 1e-12)
+    for wrong, said in (
+        ({"weight": distribute_tensor(weight, mesh(), [Shard(1)])}, "not split by its classes"),
+        ({"bias": bias}, "bias is not laid out like it"),
+        ({"return_stats": True}, "the likeliest class"),
+    ):
+        given = {"weight": distribute_tensor(weight, mesh(), [Shard(0)]), **wrong}
+        with pytest.raises(UnsupportedInputError, match=said):
+            function(hidden, target=target, **given)
+
+
+def rows_that_differ() -> None:
+    """Both ranks say so: what they would gather has two sizes, and would be garbage or never end."""
+    run = compiled(split(Model(Case())))
+    with pytest.raises(UnsupportedInputError, match=r"different numbers of rows \(24, 18\)"):
+        run(*data(Case(), 12 - 3 * dist.get_rank()))
+    case = Case(dtype=torch.float64)
+    assert_like_one_process(case)
 
 
 def an_error_on_one_rank() -> None:
@@ -300,6 +433,10 @@ CASES = [
     lengths_that_change,
     what_crosses_and_what_is_kept,
     a_model_of_transformers,
+    logits_beside_the_loss,
+    logits_in_parts_beside_the_loss,
+    the_function,
+    rows_that_differ,
     an_error_on_one_rank,
 ]
 
