@@ -85,18 +85,25 @@ def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> 
     ]
 
 
-def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.Outcome | bool:
+def encode_soon(
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    codec: str,
+    refuge: Tensor | None = None,  # of the host, for a weight that does not fit
+    counts: Tensor | None = None,  # what `codecs.step` returned, if that made the weight
+) -> codecs.Outcome | bool:
     """Encode a weight of the same shape into existing parts, where there is room; say whether.
 
     Where there was none, the parts hold no weight any more and have to be made anew. On a GPU, with
     win4 and tier, nothing waits: the answer comes when the GPU has got so far, and until then
-    nobody may read the parts or give up the weight. A lossy codec refuses what is not finite.
+    nobody may read the parts or, without a refuge, give up the weight. A lossy codec refuses what
+    is not finite.
     """
     form = parse(codec)
     if not form.is_lossless:
         _require(weight, codec)
     elif _uses_kernels(weight):
-        return codecs.encode_soon(parts, weight, form)
+        return codecs.encode_soon(parts, weight, form, refuge, counts)
     return reference.move(reference.encode(weight, form), parts)
 
 
@@ -350,11 +357,13 @@ coded_weight_decode = library.op(
     "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size, Tensor? at=None) -> Tensor",
     _decode,
     _fake_decode,
+    direct=_decode,
 )
 coded_weight_product = library.op(
     "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "
     "bool trains=False) -> Tensor",
     *library.taking(Product, _product, _fake_product),
+    direct=library.taking(Product, _product)[0],
 )
 coded_weight_products = library.op(
     "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "
@@ -371,6 +380,7 @@ coded_weight_product_backward = library.op(
     "-> Tensor",
     _product_backward,
     _fake_product_backward,
+    direct=_product_backward,
 )
 coded_weight_linear = library.op(
     "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None, bool trains=False) -> Tensor",

@@ -34,6 +34,7 @@ from memeff_compile.kernels.coded_weight import (
     make_refuge,
     parse,
     refuse_step,
+    sheltered,
     side_by_side,
 )
 from memeff_compile.model.changes import require_module
@@ -68,8 +69,8 @@ class _Queue:
         self._ring: Tensor | None = None
         if weights:
             sizes = [weight.numel() for weight in weights]
-            size = min(sum(sizes), REFUGES * max(sizes))
-            self._ring = make_refuge(size + 64, weights[0].device)
+            size = min(sum(map(sheltered, sizes)), REFUGES * sheltered(max(sizes)))
+            self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
         """Return a place in the ring for so many weights; wait until there is one."""
@@ -164,7 +165,7 @@ class _Update:
         try:
             if isinstance(coded, CodedWeight):
                 if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):
-                    self._store(coded, lambda: coded.step(held.pop(), by))
+                    self._store(coded, held, by)
                     compat.run_hooks_after_every_step(self.optimizer)
                     return
                 self.held.data = coded.decode()
@@ -173,16 +174,20 @@ class _Update:
                 self.optimizer.step()
             self.held.grad = None
             if isinstance(coded, CodedWeight):
-                self._store(coded, lambda: self.held.data)
+                self._store(coded, [self.held.data])
         finally:
             self.parameter.grad = None
             self._empty()
 
-    def _store(self, coded: CodedWeight, make: Callable[[], Tensor]) -> None:
-        """Make a new value and encode it; what fails while room is made leaves the old one."""
+    def _store(self, coded: CodedWeight, held: list[Tensor], by: Step | None = None) -> None:
+        """Encode the new value in a list, or what a step along the gradient in it makes; what fails
+        while room is made leaves the old one.
+        """
         with self.queue.lock:
-            place = self.queue.place_for(coded.numel())
-            self.queue.add(coded.store_soon(make(), place), coded.numel())
+            count = sheltered(coded.numel())
+            place = self.queue.place_for(count)
+            counts = None if by is None else coded.step(held[0], by)
+            self.queue.add(coded.store_soon(held.pop(), place, counts), count)
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
