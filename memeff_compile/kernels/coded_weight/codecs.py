@@ -60,6 +60,13 @@ def _kernel(module: str, name: str) -> Any:
     return getattr(import_module(f".{module}", __package__), name)
 
 
+@cache
+def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Return warps and constants, (name, value), as `launch_plain` takes them, and their name."""
+    warps, *constants = given
+    return {**dict(constants), "num_warps": warps}, given
+
+
 def _run(
     module: str,  # of the kernel; it is loaded when it is needed
     kernel: str,  # its name there
@@ -84,14 +91,12 @@ def _run_often(
     **constants: Any,
 ) -> None:
     """Do what `_run` does in a fraction of the host's time: a training step has a thousand."""
-    name = (warps, *constants.values())
+    settings, name = _settings(warps, *constants.items())
     with on_device(tensors[0]):
-        constants["num_warps"] = warps
-        launch_plain(_kernel(module, kernel), (grid,), tensors, numbers, constants, name)
+        launch_plain(_kernel(module, kernel), (grid,), tensors, numbers, settings, name)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step of `torch.optim.SGD` without momentum."""
 
     rate: float  # learning rate
@@ -215,7 +220,7 @@ def encode_soon(
     Say whether it fitted, or return what will know, where the codec need not wait for the GPU.
     Where it did not, the parts hold no weight any more; it is in the refuge, if there is one.
     """
-    patterns = as_patterns(weight)
+    patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
         return move(_encode_rans(patterns, histogram(patterns).tolist(), EXACT_FIT), parts)
     if form.codec == "win4":
@@ -425,7 +430,9 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     size, warps, more = _decoding(form.codec)
     fields |= more
     kernels, kernel = _DECODERS[form.codec]
-    _run_often(kernels, kernel, -(-out.numel() // size), (*given, out), numbers, warps=warps, **fields)
+    _run_often(
+        kernels, kernel, -(-out.numel() // size), (*given, out), numbers, warps=warps, **fields
+    )
 
 
 _DECODERS = {codec: (f"{codec}_kernels", f"{codec}_decode_kernel") for codec in CODECS}

@@ -225,10 +225,9 @@ class CodedWeight(Tensor):
         dense = value.decode() if isinstance(value, CodedWeight) else value.detach()
         self.store_soon(dense.to(device=self.device, dtype=self.dtype)).settle()
 
-    @torch.no_grad()
     def store_soon(
         self,
-        value: Tensor,  # bf16, same shape and device
+        value: Tensor,  # bf16, same shape and device, nothing to autograd
         # memory of the host, as `make_refuge` gives, that nothing else is put into until the value
         # is settled; without it, nobody may write to the value until then
         refuge: Tensor | None = None,
@@ -258,9 +257,9 @@ class CodedWeight(Tensor):
 
     def steps(self, gradient: Tensor) -> bool:
         """Say whether `step` can work on this gradient."""
-        return gradient.shape == self.shape and op.steps(gradient, self.codec)
+        with compat.without_torch_function():
+            return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
-    @torch.no_grad()
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
         """Turn a gradient that `steps` allows into the weight after a step, as `codecs.step`.
 
@@ -357,8 +356,10 @@ class CodedWeight(Tensor):
         A compiler sees the linear, and our pass does it.
         """
         with compat.without_torch_function():
-            out = None if kwargs is None else kwargs.get("out")
-            if any(isinstance(each, _KINDS) for each in compat.pytree.tree_iter(out)):
+            out = kwargs.get("out") if kwargs else None
+            if out is not None and any(
+                isinstance(each, _KINDS) for each in compat.pytree.tree_iter(out)
+            ):
                 raise _write_error(f"{func.__name__} with out=")
             served = _ABOVE if args and isinstance(args[0], CodedWeight) else _OF_VIEWS
             if func in served and isinstance(args[0], _KINDS):
@@ -743,7 +744,7 @@ def _product(
 
 
 def _product_backward(grad: Tensor, weight: CodedWeight) -> object:
-    return op.coded_weight_product_backward(grad, weight.parts, weight.codec, weight.shape)
+    return op.trained_product_backward(grad, weight.parts, weight.codec, weight.shape)
 
 
 def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> object:

@@ -162,9 +162,7 @@ def win4_encode_kernel(
     if C.STEP:
         begin = tl.load(starts_ptr + chunk)
         end = tl.load(starts_ptr + chunk + 1)
-        old_0, old_1, old_2, old_3 = _pairs(
-            tl.load(codes_ptr + first + word), signs, base << 7
-        )
+        old_0, old_1, old_2, old_3 = _pairs(tl.load(codes_ptr + first + word), signs, base << 7)
         pair_0 = stepped_pair(old_0, pair_0, rate, decay, C.HAS_DECAY)
         pair_1 = stepped_pair(old_1, pair_1, rate, decay, C.HAS_DECAY)
         pair_2 = stepped_pair(old_2, pair_2, rate, decay, C.HAS_DECAY)
@@ -225,7 +223,9 @@ def win4_lists_kernel(
     for chunk in range(first, tl.minimum(first + each, chunks)):
         marks = tl.load(counts_ptr + chunks + chunk)
         weight = weight_ptr + tl.cast(chunk, tl.int64) * CHUNK
-        if marks != 0:  # only groups that have patches are read again; all at once took twice as long
+        if (
+            marks != 0
+        ):  # only groups that have patches are read again; all at once took twice as long
             for group in range(32):
                 if (marks >> group) & 1 == 1:
                     place = group * 256 + tl.arange(0, 256)
@@ -237,12 +237,11 @@ def win4_lists_kernel(
                     tl.store(values_ptr + rank, pattern, mask=is_patch)
                     at += tl.sum(count, 0)
         tl.store(starts_ptr + chunk + 1, at)
-        if REFUGE:
-            if total > room:
-                for start in range(0, CHUNK, 256):
-                    place = start + tl.arange(0, 256)
-                    copy = refuge_ptr + HEADING + tl.cast(chunk, tl.int64) * CHUNK + place
-                    tl.store(copy, tl.load(weight + place))
+        if total > (room if REFUGE else 0x7FFFFFFF):
+            for start in range(0, CHUNK, 256):
+                place = start + tl.arange(0, 256)
+                copy = refuge_ptr + HEADING + tl.cast(chunk, tl.int64) * CHUNK + place
+                tl.store(copy, tl.load(weight + place))
 
 
 @triton.jit

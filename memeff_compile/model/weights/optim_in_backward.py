@@ -124,8 +124,9 @@ class _Update:
         # What the optimizer holds: the weight itself, or a dense stand-in that is filled for the
         # time of a step.
         self.held = parameter
+        self.room = 0  # that a new value takes in the ring
         if isinstance(parameter, CodedWeight):
-            self.held = nn.Parameter(parameter.decode())
+            self.held, self.room = nn.Parameter(parameter.decode()), sheltered(parameter.numel())
         try:
             self.optimizer = factory(self.held)
         except TypeError as error:
@@ -153,21 +154,24 @@ class _Update:
     def run(self, max_norm: float | None) -> None:
         """Update the weight with the gradient it has, and give the gradient up."""
         self.seen = 0
-        if self.parameter.grad is None:
+        with compat.without_torch_function():
+            held = [self.parameter.grad]  # the list alone holds it, so that others can be counted
+            self.parameter.grad = None
+        if held[0] is None:
             return
-        held = [self.parameter.grad]  # the list alone holds it, so that others can be counted
-        self.parameter.grad = None
         if max_norm is not None:
             _clip(held, max_norm)
-        coded, by = self.parameter, plain_step(self.optimizer)
-        if self.is_coded and not isinstance(coded, CodedWeight):
+        coded = self.parameter
+        if isinstance(coded, CodedWeight):
+            by = plain_step(self.optimizer)
+            if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):
+                self._store(coded, held, by)
+                compat.run_hooks_after_every_step(self.optimizer)
+                return
+        elif self.is_coded:
             self._hold_itself()
         try:
             if isinstance(coded, CodedWeight):
-                if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):
-                    self._store(coded, held, by)
-                    compat.run_hooks_after_every_step(self.optimizer)
-                    return
                 self.held.data = coded.decode()
             self.held.grad = held.pop()
             with torch.enable_grad():
@@ -184,10 +188,9 @@ class _Update:
         while room is made leaves the old one.
         """
         with self.queue.lock:
-            count = sheltered(coded.numel())
-            place = self.queue.place_for(count)
+            place = self.queue.place_for(self.room)
             counts = None if by is None else coded.step(held[0], by)
-            self.queue.add(coded.store_soon(held.pop(), place, counts), count)
+            self.queue.add(coded.store_soon(held.pop(), place, counts), self.room)
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
@@ -200,18 +203,22 @@ def _clip(held: list[Tensor], max_norm: float) -> None:
         held[0] = held[0] * factor
 
 
+_BEYOND = ("momentum", "nesterov", "maximize", "differentiable", "fused")
+"""Settings of SGD with which a step is more than a product and a sum."""
+
+
 def plain_step(optimizer: Optimizer) -> Step | None:
     """Return the step of an optimizer that is SGD and nothing else; None for any other."""
     if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
         return None
     (group,) = optimizer.param_groups
     rate, decay = group["lr"], group["weight_decay"]
-    others = ("momentum", "nesterov", "maximize", "differentiable", "fused")
-    is_plain = not any(group.get(name) for name in others)
     # The value of a tensor would have to be read.
-    is_known = all(isinstance(number, (int, float)) for number in (rate, decay))
+    is_known = isinstance(rate, (int, float)) and isinstance(decay, (int, float))
+    if not is_known or any(map(group.get, _BEYOND)):
+        return None
     is_watched = compat.optimizer_hooks(optimizer, but=refuse_step)
-    return Step(float(rate), float(decay)) if is_plain and is_known and not is_watched else None
+    return None if is_watched else Step(float(rate), float(decay))
 
 
 def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
