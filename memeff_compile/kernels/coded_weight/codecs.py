@@ -85,13 +85,12 @@ def _run_often(
     kernel: str,
     grid: int,
     tensors: Sequence[Tensor],  # on one GPU; the dtype of each follows from the constants
-    numbers: Sequence[int | float] = (),  # behind them; no two make a difference to the compiler
-    *,
+    numbers: Sequence[int | float],  # behind them; no two make a difference to the compiler
     warps: int,
-    **constants: Any,
+    *constants: tuple[str, Any],
 ) -> None:
     """Do what `_run` does in a fraction of the host's time: a training step has a thousand."""
-    settings, name = _settings(warps, *constants.items())
+    settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
         launch_plain(_kernel(module, kernel), (grid,), tensors, numbers, settings, name)
 
@@ -133,8 +132,8 @@ class Outcome:
         rooms = (*self._rooms, 0, 0)[:3]
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
         numbers, grid = (*rooms, value.numel()), processors(value.device)
-        sizes = {"COUNT": len(self._rooms), "BLOCK": 1024, "warps": 4}
-        _run_often("pair_kernels", "pair_shelter_kernel", grid, tensors, numbers, **sizes)
+        sizes = (4, ("COUNT", len(self._rooms)), ("BLOCK", 1024))
+        _run_often("pair_kernels", "pair_shelter_kernel", grid, tensors, numbers, *sizes)
         self._refuge = refuge
 
     def fetch(self) -> None:
@@ -184,9 +183,12 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs in every so manieth run, int32."""
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
-    grid, sizes = -(-patterns.numel() // (RUN * every)), {"BLOCKS": RUN // 1024, "BLOCK": 1024}
+    grid, sizes = (
+        -(-patterns.numel() // (RUN * every)),
+        (4, ("BLOCKS", RUN // 1024), ("BLOCK", 1024)),
+    )
     tensors = (patterns, counts)
-    _run_often("pair_kernels", "pair_histogram_kernel", grid, tensors, [every], **sizes, warps=4)
+    _run_often("pair_kernels", "pair_histogram_kernel", grid, tensors, [every], *sizes)
     return counts
 
 
@@ -199,7 +201,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     if form.codec == "win4":
         counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
         # The window is chosen without waiting for the GPU.
-        _run_often("win4_kernels", "win4_window_kernel", 1, (counts, header), warps=4)
+        _run_often("win4_kernels", "win4_window_kernel", 1, (counts, header), (), 4)
         return _encode_win4(patterns, header, room)
     found = histogram(patterns).tolist()
     if form.codec == "rans":
@@ -244,11 +246,10 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
-    moves, fields = _moves(by)
+    moves, steps = _moves(by)
     warps = shapes.WIN4_ENCODE_WARPS if by is None else shapes.WIN4_STEP_WARPS
-    fields |= {"PATCHES": shapes.PATCHES, "warps": warps}
-    tensors = (patterns, *parts, counts)
-    _run_often("win4_kernels", "win4_encode_kernel", chunks, tensors, moves, **fields)
+    tensors, constants = (patterns, *parts, counts), (*steps, ("PATCHES", shapes.PATCHES))
+    _run_often("win4_kernels", "win4_encode_kernel", chunks, tensors, moves, warps, *constants)
     return counts
 
 
@@ -259,9 +260,9 @@ def _list_win4(
     starts, room, chunks = lists[0], lists[1].numel(), patterns.numel() // CHUNK
     each = -(-chunks // shapes.LISTS_PROGRAMS)
     tensors = (patterns, header, counts, *lists, counts if refuge is None else refuge)
-    sizes = {"BLOCK": shapes.STARTS_BLOCK, "REFUGE": refuge is not None, "warps": 1}
+    sizes = (1, ("BLOCK", shapes.STARTS_BLOCK), ("REFUGE", refuge is not None))
     numbers, grid = (room, chunks, each), -(-chunks // each)
-    _run_often("win4_kernels", "win4_lists_kernel", grid, tensors, numbers, **sizes)
+    _run_often("win4_kernels", "win4_lists_kernel", grid, tensors, numbers, *sizes)
     return Outcome(starts if refuge is not None else starts[-1:], [room], refuge)
 
 
@@ -281,7 +282,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     tensors = (patterns, header, counts)
-    _run_often("tier_kernels", "tier_count_kernel", chunks, tensors, BLOCK=1024, warps=4)
+    _run_often("tier_kernels", "tier_count_kernel", chunks, tensors, (), 4, ("BLOCK", 1024))
     # PyTorch adds up along the last dimension in parallel, along the first one number by number.
     return F.pad(counts.t().contiguous().cumsum(1, dtype=torch.int32), (1, 0)).t()
 
@@ -290,8 +291,8 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
     """Fill a list of patches, (starts, places, values), whose starts are there already."""
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
-        tensors, sizes = (patterns, header, *lists), {"BLOCK": 1024, "warps": 4}
-        _run_often("pair_kernels", "pair_patches_kernel", grid, tensors, [room], **sizes)
+        tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
+        _run_often("pair_kernels", "pair_patches_kernel", grid, tensors, [room], *sizes)
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
@@ -300,7 +301,7 @@ def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
     grid, warps = patterns.numel() // CHUNK, shapes.TIER_ENCODE_WARPS
-    _run_often("tier_kernels", "tier_encode_kernel", grid, tensors, rooms, warps=warps)
+    _run_often("tier_kernels", "tier_encode_kernel", grid, tensors, rooms, warps)
 
 
 def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
@@ -344,8 +345,8 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
 
     def launch(words: Tensor, starts: Tensor, *, count: bool) -> None:
         tensors = (patterns, table, words, starts, states, counts)
-        grid, how = -(-chunks // warps), {"COUNT": count, "WARPS": warps, "warps": warps}
-        _run_often("rans_kernels", "rans_encode_kernel", grid, tensors, [chunks], **how)
+        grid, how = -(-chunks // warps), (warps, ("COUNT", count), ("WARPS", warps))
+        _run_often("rans_kernels", "rans_encode_kernel", grid, tensors, [chunks], *how)
 
     launch(patterns, counts, count=True)
     starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -353,7 +354,7 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
     launch(words, starts, count=False)
     signs, operand = _empty(patterns, size // 4), patterns.view(torch.int32)
     tensors, grid = (operand, signs), size // CHUNK
-    _run_often("pair_kernels", "pair_signs_kernel", grid, tensors, BLOCK=512, warps=4)
+    _run_often("pair_kernels", "pair_signs_kernel", grid, tensors, (), 4, ("BLOCK", 512))
     header = torch.tensor(rans_table(histogram), dtype=torch.int32, device=patterns.device)
     return [header, words, starts, states, signs]
 
@@ -395,21 +396,25 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     return None
 
 
-def _moves(by: Step | None) -> tuple[tuple[float, ...], dict[str, Any]]:
+_Constants: TypeAlias = tuple[tuple[str, Any], ...]
+
+
+def _moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
     """Return the numbers of a step, and its constants, as kernels take them."""
     if by is None:
-        return (0.0, 0.0), {"STEP": False, "HAS_DECAY": False}
-    return (-by.rate, by.decay), {"STEP": True, "HAS_DECAY": by.decay != 0}
+        return (0.0, 0.0), (("STEP", False), ("HAS_DECAY", False))
+    return (-float(by.rate), float(by.decay)), (("STEP", True), ("HAS_DECAY", by.decay != 0))
 
 
-def _decoding(codec: str) -> tuple[int, int, dict[str, int]]:
+def _decoding(codec: str) -> tuple[int, int, _Constants]:
     """Return the weights of a program that decodes, its warps, and its constants."""
+    patches = ("PATCHES", shapes.PATCHES)
     if codec == "win4":
-        constants = {"WORDS": shapes.WIN4_DECODE_WORDS, "PATCHES": shapes.PATCHES}
-        return 8 * shapes.WIN4_DECODE_WORDS, shapes.WIN4_DECODE_WARPS, constants
+        words = shapes.WIN4_DECODE_WORDS
+        return 8 * words, shapes.WIN4_DECODE_WARPS, (("WORDS", words), patches)
     if codec == "tier":
-        return CHUNK, shapes.TIER_DECODE_WARPS, {"PATCHES": shapes.PATCHES}
-    return RANS_CHUNK * shapes.RANS_WARPS, shapes.RANS_WARPS, {"WARPS": shapes.RANS_WARPS}
+        return CHUNK, shapes.TIER_DECODE_WARPS, (patches,)
+    return RANS_CHUNK * shapes.RANS_WARPS, shapes.RANS_WARPS, (("WARPS", shapes.RANS_WARPS),)
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
@@ -418,21 +423,17 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     With a step, which win4 takes where it encodes, the buffer holds a gradient, and gets the weight
     moved along it. Its numbers are of 16 bits.
     """
-    given = (*parts, parts[-1]) if form.is_lossless else parts  # norms, which are not read then
-    fields: dict[str, Any] = {"FIELD": form.mantissa + 1, "BLOCK": form.block}
-    numbers, stepping = _moves(by)
-    if form.codec == "win4":
-        numbers = ()
-    else:
-        fields |= stepping
+    size, warps, fields = _decoding(form.codec)
+    fields = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), *fields)
+    numbers: tuple[float, ...] = ()
+    if form.codec != "win4":
+        numbers, steps = _moves(by)
+        fields += steps
     if form.codec == "rans":
         numbers += (out.numel() // RANS_CHUNK,)
-    size, warps, more = _decoding(form.codec)
-    fields |= more
-    kernels, kernel = _DECODERS[form.codec]
-    _run_often(
-        kernels, kernel, -(-out.numel() // size), (*given, out), numbers, warps=warps, **fields
-    )
+    norms = parts[-1:] if form.is_lossless else ()  # which are not read then
+    tensors, grid = (*parts, *norms, out), -(-out.numel() // size)
+    _run_often(*_DECODERS[form.codec], grid, tensors, numbers, warps, *fields)
 
 
 _DECODERS = {codec: (f"{codec}_kernels", f"{codec}_decode_kernel") for codec in CODECS}

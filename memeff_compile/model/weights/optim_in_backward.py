@@ -155,10 +155,10 @@ class _Update:
         """Update the weight with the gradient it has, and give the gradient up."""
         self.seen = 0
         with compat.without_torch_function():
+            if self.parameter.grad is None:
+                return
             held = [self.parameter.grad]  # the list alone holds it, so that others can be counted
             self.parameter.grad = None
-        if held[0] is None:
-            return
         if max_norm is not None:
             _clip(held, max_norm)
         coded = self.parameter

@@ -570,7 +570,7 @@ def test_a_setting_that_a_sweep_puts_in_place_reaches_the_launch(
     codec: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(codecs, "_run_often", lambda *_, warps, **__: taken.append(warps))
+    monkeypatch.setattr(codecs, "_run_often", lambda *given: taken.append(given[5]))
     monkeypatch.setattr(shapes, name, 16)
     weight = torch.ones(64, 256, dtype=torch.bfloat16)
     codecs.decode(encode(weight, codec), parse(codec), weight.shape)
