@@ -151,8 +151,8 @@ def _encode(capability: int, name: str) -> Any:
         constants = {"STEP": step, "HAS_DECAY": step, "PATCHES": shapes.PATCHES}
         warps = shapes.WIN4_STEP_WARPS if step else shapes.WIN4_ENCODE_WARPS
         return _compile("win4", "encode", capability, constants, warps, weight_ptr="*bf16")
-    if name == "lists":
-        constants = {"BLOCK": shapes.STARTS_BLOCK, "REFUGE": True}
+    if name in ("lists", "lists alone"):
+        constants = {"BLOCK": shapes.STARTS_BLOCK, "REFUGE": name == "lists"}
         types = {"weight_ptr": "*bf16", "refuge_ptr": "*i16"}
         return _compile("win4", "lists", capability, constants, 1, **types)
     if name == "window":
@@ -221,7 +221,7 @@ def test_a_step_compiles_within_the_limits(capability: int, codec: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("win4", "lists", "window"),
+        *("win4", "lists", "lists alone", "window"),
         *("tier", "count", "rans", "patches", "histogram", "signs", "shelter"),
     ],
 )
