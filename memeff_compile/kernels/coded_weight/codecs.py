@@ -332,7 +332,7 @@ def _encode_tier_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
     _write_tier(patterns, parts)
     _write_tier_patches(patterns, header, lists)
     rooms = [second.numel() - STREAM_TAIL, third.numel() - STREAM_TAIL, lists[1].numel()]
-    return Outcome(starts[-1], rooms)
+    return Outcome(starts[-1].contiguous(), rooms)
 
 
 def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list[Tensor]:

@@ -52,7 +52,10 @@ def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
     outcome = codecs.encode_soon(parts, value, form, refuge)
     assert isinstance(outcome, codecs.Outcome)
     assert outcome.fits()
-    assert refuge[: codecs.HEADING].any()
+    plain = dict(zip(form.parts, codecs.encode(value, form), strict=True))
+    streams = [plain[name].numel() - reference.STREAM_TAIL for name in ("second", "third") if name in plain]
+    needed = [*streams, plain["patch_places"].numel()]
+    assert refuge[: codecs.HEADING].view(torch.int32)[: len(needed)].tolist() == needed
     assert not refuge[codecs.HEADING :].any()
     assert torch.equal(bits(codecs.decode(parts, form, value.shape)), bits(value))
     tight = codecs.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form)
