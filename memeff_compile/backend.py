@@ -23,7 +23,7 @@ from .errors import OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
 from .kernels.library import direct_in_inductor
-from .model.cache.pool import forget_caches
+from .model.cache.pool import forget_caches, is_cut_elsewhere
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES, in_order
@@ -213,6 +213,10 @@ def _compile_for_generation(
 
     bits = 16 if kv_cache == "static" else kv_cache
     use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))
+    if is_cut_elsewhere(model):
+        # PyTorch stops where a DTensor's strides vary, such as those of the last token of a prompt.
+        model.compile(**{**given, "dynamic": False}, **compat.room_for_graphs())
+        return
     model.compile(**given, **compat.room_for_graphs())
     compat.wrap_compiled(model, for_any_length)
 

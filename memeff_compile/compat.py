@@ -14,7 +14,8 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -189,6 +190,20 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
         for position, node in enumerate(placeholders)
         if isinstance(example_value(node), torch.Tensor) and node.meta.get("grapharg") is None
     ]
+
+
+def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
+    """Return where pieces of one model that DDP cuts leave notes for later ones, under the example
+    values of what crosses: weakly held, for this compilation alone. None where nothing is cut.
+    """
+    context: Any = TracingContext.try_get()
+    cut = getattr(context, "ddp_optimizer_ctx", None)
+    if cut is None:
+        return None
+    notes: MutableMapping[torch.Tensor, Any] = vars(cut).setdefault(
+        "memeff_notes", WeakTensorKeyDictionary()
+    )
+    return notes
 
 
 def has_checkpoint_policy(gm: GraphModule) -> bool:
@@ -529,6 +544,19 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)
 
 
+def is_tensor_parallel(weight: torch.Tensor) -> bool:
+    """Return whether ranks compute with parts of ``weight``: not FSDP2 alone has spread it."""
+    return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
+
+
+def gathering_ops() -> tuple[Any, Any]:
+    """Return the op that gathers a tensor from all ranks of a named group, and that waits for it:
+    those that DTensor calls, known to AOTAutograd and Inductor.
+    """
+    ops = torch.ops._c10d_functional
+    return ops.all_gather_into_tensor.default, ops.wait_tensor.default
+
+
 def make_without_memory(
     cls: type[torch.Tensor],
     size: Sequence[int],
@@ -798,6 +826,27 @@ def is_fsdp_shard(weight: torch.Tensor) -> bool:
     """Return whether ``weight`` is a parameter that FSDP2 holds in shards on their device."""
     param = _find_fsdp2_shard(weight)
     return param is not None and not param.offload_to_cpu
+
+
+@dataclass(frozen=True)
+class FsdpShard:
+    """What FSDP2 does with a parameter that it holds in shards."""
+
+    _param: Any
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is the one whose hooks it runs: others may take its place."""
+        return self._param.sharded_param is parameter
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the shard is kept in memory of the host."""
+        return bool(self._param.offload_to_cpu)
+
+
+def fsdp_shards() -> dict[int, FsdpShard]:
+    """Return what FSDP2 does with every parameter that it holds in shards, by `id`."""
+    return {id(param.sharded_param): FsdpShard(param) for param, _ in _fsdp2_parameters()}
 
 
 def _find_fsdp2_shard(weight: torch.Tensor) -> Any:

@@ -8,6 +8,7 @@ and is told which inputs stay where they are and which graphs make what outlives
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from torch.fx import Node
 from . import compat
 from .options import Options
 from .passes.graph.graph_info import GraphInfo, node_name
-from .recordings import Roles
+from .recordings import Counts, Roles
 from .report import Record, format_bytes
 
 MAX_QUERIES = 8  # tokens of each sequence in one step; more is a prompt
@@ -28,10 +29,19 @@ MAX_COPIED = 64 << 20  # bytes of one input; a larger one counts by its address
 DEVICES = ("cuda",)
 INNERS = ("inductor",)
 
+_COUNTING = (operator.add, operator.sub, operator.mul)
+"""What a step may do with a number that it counts by, as a cache does in Python."""
+
 _STATIC = (
     "Generate with a cache that stays where it is: cache_implementation='static', or "
     "memeff_compile.KVCache."
 )
+
+_WAYS_OUT = {
+    "grouped_mm_fallback": "Load the model in bfloat16: in other dtypes transformers multiplies "
+    "experts one by one, and reads on the host how many tokens each has.",
+}
+"""What to do about ops that cannot be recorded, by their names."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +122,9 @@ class _Step:
         return next((each for each in devices if each.type in DEVICES), None)
 
     def _queries(self, node: Node) -> Any:  # noqa: ANN401 - a number or a symbol
-        """Return the queries of each sequence, where a node is attention."""
-        if node.op != "call_function" or "attention" not in node_name(node):
+        """Return the queries of each sequence, where a node is attention or its softmax."""
+        name = node_name(node)
+        if node.op == "placeholder" or not ("attention" in name or name == "softmax"):
             return None
         first = node.args[0] if node.args else node.kwargs.get("query")
         query = self.info.tensor(first)
@@ -169,7 +180,7 @@ class _Step:
             if is_elsewhere or compat.is_unsafe_to_record(node):
                 name = node_name(node)
                 why = "waits for the GPU, asks the host, or is an op that may do either"
-                yield f"unsafe_op({name})", f"`{name}` {why}"
+                yield f"unsafe_op({name})", f"`{name}` {why}", _WAYS_OUT.get(name, "")
         count = sum(_bytes(v) for node, v in self._returned() if node.op != "placeholder")
         if count > MAX_CLONED:
             why = f"it returns {format_bytes(count)}, which would be cloned in each step; up to "
@@ -195,13 +206,41 @@ class _Step:
         """Return what the arguments are."""
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]
+        counts, is_counted = self._counts()
+        numbers = (n for n in enumerate(self.info.placeholders) if n[0] not in self.tensors)
         return Roles(
             tuple(held),
             tuple(place for place in self.tensors if place not in held),
-            tuple(p for p in range(len(self.info.placeholders)) if p not in self.tensors),
+            tuple(place for place, node in numbers if node not in is_counted),
             tuple(place for place, value in self.tensors.items() if _varies(value)),
             written,
+            counts,
         )
+
+    def _counts(self) -> tuple[Counts | None, set[Node]]:
+        """Return how to count what a step returns, and the numbers which it reads for that alone:
+        another one is no other recording, as no tensor is made of it.
+        """
+        nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
+        given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}
+        graph, made = torch.fx.Graph(), {}  # what is made of numbers alone
+        for node in nodes:
+            read = node.all_input_nodes
+            if node in given:
+                made[node] = graph.placeholder(node.name)
+            elif node.target in _COUNTING and read and made.keys() >= set(read):
+                made[node] = graph.node_copy(node, made.__getitem__)
+        counted: set[Node] = set()
+        for node in reversed(made):
+            if all(user.op == "output" or user in counted for user in node.users):
+                counted.add(node)
+        results = [each for each in compat.pytree.tree_leaves(returned) if each is not None]
+        places = [place for place, each in enumerate(results) if each in counted]
+        if not places:
+            return None, set()
+        graph.output(tuple(made[results[place]] for place in places))
+        count = torch.fx.GraphModule(torch.nn.Module(), graph).forward
+        return Counts(tuple(given.values()), tuple(places), count), counted
 
     def _stays(self, place: int) -> bool:
         """Return whether an input is expected where it was, as an attribute that an object holds:

@@ -35,6 +35,8 @@ from .report import Replays
 log = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[..., Any]
+Key: TypeAlias = tuple[int, Hashable, Hashable]
+"""A stream, addresses of what is held, sizes and numbers."""
 
 MAX_RECORDINGS = 8  # recordings of one step that are kept, the latest used
 MAX_WAITING = 32  # sets of addresses that are remembered after one call
@@ -42,6 +44,15 @@ MAX_WAITING = 32  # sets of addresses that are remembered after one call
 MIN_REPLAYS = 4
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers that a step returns, and makes of numbers that it is given: a replay makes none."""
+
+    given: tuple[int, ...]  # places of the arguments
+    returned: tuple[int, ...]  # places of the results
+    count: Callable[..., Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class Roles:
     numbers: tuple[int, ...] = ()  # sizes and other numbers
     varying: tuple[int, ...] = ()  # tensors whose sizes are not the same in every call
     written: tuple[int, ...] = ()  # tensors that the step writes to
+    counts: Counts | None = None  # `numbers` are without what is read for these alone
 
 
 class _Unfit(Exception):
@@ -64,8 +76,8 @@ class Recorder:
 
     def __init__(self, step: Step, roles: Roles, use: Replays, engine: CudaEngine) -> None:
         self._step, self._roles, self._use, self._engine = step, roles, use, engine
-        self._waiting: OrderedDict[Hashable, _Buffers | None] = OrderedDict()
-        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._waiting: OrderedDict[Key, _Buffers | None] = OrderedDict()
+        self._recordings: OrderedDict[Key, _Recording] = OrderedDict()
         self._rehearsed: set[Hashable] = set()
         self._is_stopped = False
 
@@ -82,7 +94,7 @@ class Recorder:
         self._use.ran += 1
         return self._step(*args)
 
-    def _key(self, args: Sequence[Any]) -> Hashable:
+    def _key(self, args: Sequence[Any]) -> Key:
         held = [args[place] for place in self._roles.held]  # some hundred, in each call
         return (
             self._engine.stream(),
@@ -94,7 +106,7 @@ class Recorder:
         sizes = ((args[place].shape, args[place].stride()) for place in self._roles.varying)
         return (*(args[place] for place in self._roles.numbers), *sizes)
 
-    def _prepare(self, key: Hashable, args: Sequence[Any]) -> Callable[..., Any] | None:
+    def _prepare(self, key: Key, args: Sequence[Any]) -> Callable[..., Any] | None:
         """Return what runs a call that has no recording yet; None: the step itself."""
         if self._is_stopped:
             return None
@@ -124,7 +136,7 @@ class Recorder:
         """Return whether recordings were replayed often enough to make another at first sight."""
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
-    def _rehearse(self, key: Hashable, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
+    def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs the step on buffers of ours, and keep these to record with."""
         buffers = _Buffers(self._roles, args)
 
@@ -147,7 +159,7 @@ class Recorder:
 
         return run
 
-    def _record(self, key: Hashable, buffers: _Buffers, args: Sequence[Any]) -> _Recording | None:
+    def _record(self, key: Key, buffers: _Buffers, args: Sequence[Any]) -> _Recording | None:
         inputs = buffers.fill(args)
         try:
             replay, found = self._engine.record(self._step, inputs)
@@ -163,7 +175,9 @@ class Recorder:
         if len(self._recordings) > MAX_RECORDINGS:
             self._recordings.popitem(last=False)
         if self._use.recordings > 2 * MAX_RECORDINGS and not self._pays():
-            self._stop("the addresses of its caches or weights change in each call")
+            moved = len({where for _, where, _ in self._recordings}) > 1
+            what = "the addresses of its caches or weights change" if moved else "a number changes"
+            self._stop(f"{what} in each call")
         return recording
 
     def _stop(self, why: str) -> None:
@@ -308,7 +322,18 @@ class _Recording:
         self.replay()
         self.use.replays += 1
         torch.autograd.graph.increment_version([args[place] for place in self.roles.written])
-        return self.outputs.cloned(self.found, args)
+        return self.outputs.cloned(self._counted(args), args)
+
+    def _counted(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Return the results with the numbers of this call."""
+        counts = self.roles.counts
+        if counts is None:
+            return self.found
+        found = list(self.found)
+        numbers = counts.count(*(args[place] for place in counts.given))
+        for place, number in zip(counts.returned, numbers, strict=True):
+            found[place] = number
+        return found
 
 
 class CudaEngine:

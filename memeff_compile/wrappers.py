@@ -7,6 +7,7 @@ there is nothing for it to do.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from .errors import MemeffError
 from .kernels.coded_weight import CodedWeight
 from .logits.attach import accept, attach
 from .options import Options
+from .passes.attention.mask_reader import hand_over
 from .passes.graph import cuts
 from .passes.graph.base import GraphPass
 from .passes.graph.graph_info import GraphInfo, ambient_region
@@ -26,6 +28,8 @@ from .passes.graph.pipeline import Outcome, enforce_strict, run
 from .recordings import Recorder, engine_for
 from .verify.first_call import verified
 from .verify.op_by_op import KeptGraph, keep
+
+log = logging.getLogger(__name__)
 
 Compiled: TypeAlias = Callable[..., Any]
 
@@ -60,6 +64,7 @@ class Trip:
         self._choose(info)
         self._guard(info)
         self._cut(info)
+        self._hand_over(info)
         report.record_graph(self.outcome.report)
         enforce_strict(options, self.outcome.report)
         if self.outcome.changed:
@@ -94,6 +99,13 @@ class Trip:
         if found is not None:
             records = (*self.outcome.report.records, found)
             self.outcome.report = replace(self.outcome.report, records=records)
+
+    def _hand_over(self, info: GraphInfo) -> None:
+        """Tell later pieces of the model what masks say that this one makes."""
+        try:
+            hand_over(info)
+        except Exception:  # later pieces find notes of none
+            log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
 
     def _guard(self, info: GraphInfo) -> None:
         """Guard each compressed weight by one number, where no gradient can be asked for."""

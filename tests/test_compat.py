@@ -166,6 +166,25 @@ def test_inputs_of_the_user_are_not_those_of_another_graph() -> None:
     look(question)
 
 
+@probes("notes_between_pieces")
+def test_pieces_of_one_model_share_notes_and_others_have_none() -> None:
+    from torch._dynamo.backends.distributed import SubmodCompiler
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        assert compat.notes_between_pieces() is None
+        value = compat.example_value(placeholders(gm)[0])
+        SubmodCompiler(gm, lambda *_: gm.forward, value.fake_mode)
+        notes = compat.notes_between_pieces()
+        assert notes is not None
+        notes[value] = "causal"
+        again = compat.notes_between_pieces()
+        assert again is not None
+        assert again[value] == "causal"
+
+    look(question)
+    assert compat.notes_between_pieces() is None
+
+
 @probes("feeds_resumed_code")
 def test_a_graph_knows_whether_the_function_goes_on_behind_it() -> None:
     assert not look(lambda gm, _: compat.feeds_resumed_code(gm))
@@ -646,14 +665,17 @@ def test_plain_tensors_belong_to_no_group() -> None:
     assert not compat.fsdp_frees_after_forward(weight)
     assert not compat.fsdp_frees_after_forward(None)
     assert not compat.is_sharded_by_fsdp(weight)
+    assert not compat.is_tensor_parallel(weight)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
-@probes("is_fsdp_shard", "put_fsdp_shard", "with_local_part")
+@probes("is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
+@probes("is_tensor_parallel")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
@@ -666,6 +688,10 @@ def test_parameters_of_fsdp2_are_found() -> None:
         assert compat.is_dtensor(outer.weight)
         assert not compat.is_dtensor(compat.local_part(outer.weight))
         assert compat.is_fsdp_shard(outer.weight)
+        held = compat.fsdp_shards()[id(outer.weight)]
+        assert held.holds(outer.weight)
+        assert not held.holds(inner.weight)
+        assert not held.is_on_host
         doubled = compat.local_part(outer.weight).detach() * 2
         assert torch.equal(compat.with_local_part(outer.weight, doubled).to_local(), doubled)
         assert compat.put_fsdp_shard(outer, "weight", doubled)
@@ -681,6 +707,29 @@ def test_parameters_of_fsdp2_are_found() -> None:
         assert not compat.is_fsdp_shard(outer.weight)
         assert not compat.put_fsdp_shard(outer, "weight", doubled)
         model(torch.ones(1, 4)).sum().backward()
+
+        both = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+        cut = parallelize_module(nn.Linear(4, 4), both["tensor"], ColwiseParallel())
+        assert compat.is_tensor_parallel(cut.weight)
+        fully_shard(cut, mesh=both["data"])
+        assert compat.is_tensor_parallel(cut.weight)
+        inner.reshard()
+        assert compat.is_fsdp_shard(inner.weight)
+        assert not compat.is_tensor_parallel(inner.weight)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
+@probes("gathering_ops")
+def test_ranks_gather_what_each_has() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        gather, wait = compat.gathering_ops()
+        name = dist.group.WORLD.group_name
+        assert torch.equal(wait(gather(torch.ones(2, 3), 1, name)), torch.ones(2, 3))
     finally:
         dist.destroy_process_group()
 

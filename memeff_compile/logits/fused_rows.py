@@ -11,6 +11,7 @@ of memeff.linear_cross_entropy are for the graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -72,14 +73,16 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """The number that casts, multiplications and divisions amount to; None for other steps."""
+    """The number that casts, multiplications and divisions amount to, which can be divided by; None
+    for other steps.
+    """
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):
             return None
         if name != "to":
             factor = factor * value if name == "mul" else factor / value
-    return factor
+    return factor if factor != 0 and math.isfinite(factor) else None
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class EncodeWeights(GraphPass):
         for node in info.visit(info.gm.graph.nodes):
             weights = [n for n in node.all_input_nodes if _coded(n) is not None]
             # A graph inside this one is only handed the weight; a gated linear decodes it twice.
-            is_call = node.op in ("call_function", "call_method")
+            is_call = node.op in ("call_function", "call_method") and _whole(node) is node
             is_left = isinstance(node.target, HigherOrderOperator) or node.target is gated_linear
             if not weights or not is_call or is_left:
                 continue
@@ -88,7 +88,7 @@ class EncodeWeights(GraphPass):
         """Say why a linear is no part of a group with its input, or return an empty string."""
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
-        needed = [n for n in (site.x, site.weight, site.bias) if n is not None]
+        needed = [_whole(n) for n in (site.x, site.weight, site.bias) if n is not None]
         outs = [info.tensor(each.node) for each in (first, site)]
         if self._check_site(info, site) is not None or self.skipped(info, site.node):
             return "it is declined or skipped"
@@ -121,6 +121,14 @@ class EncodeWeights(GraphPass):
                 "the weight is decoded there, and kept decoded if the backward needs it",
                 "leave this weight out of compress_ with its skip argument",
             )
+        if compat.is_dtensor(compat.example_value(site.weight)):
+            return Decline(
+                "distributed_linear",
+                "DTensors are multiplied, and PyTorch decodes what this process holds of the "
+                "weight in each call, and keeps it decoded if the backward needs it",
+                "cut the model by transformers' DistributedConfig(tp_size=), whose linears are of "
+                "plain tensors where nothing is trained",
+            )
         kind = kind_among((site.x, site.bias))
         if kind:
             said = f"an operand of the linear is a {kind}, which this op does not take"
@@ -152,7 +160,10 @@ class EncodeWeights(GraphPass):
                 operands = (x, first.weight, biases[0], trains)
                 news = [editor.call(op_folder.coded_weight_linear, *operands)]
             else:
-                weights = [site.weight for site in match.sites]
+                weights = [
+                    w if info.positions[w] < info.positions[first.node] else editor.copy(w, {})
+                    for w in (site.weight for site in match.sites)
+                ]
                 op = editor.call(op_folder.coded_weight_linears, x, weights, biases)
                 news = [editor.item(op, place) for place in range(len(weights))]
         for site, new in zip(match.sites, news, strict=True):
@@ -161,8 +172,16 @@ class EncodeWeights(GraphPass):
 
 
 def _coded(node: Node) -> op_folder.CodedWeight | None:
-    value = compat.example_value(node)
+    value = compat.local_part(compat.example_value(node))
     return value if isinstance(value, op_folder.CodedWeight) else None
+
+
+def _whole(node: Node) -> Node:
+    """Return the input of the graph of which a node is what this process holds, or the node."""
+    if node.target != "to_local" or node.kwargs or len(node.args) != 1:
+        return node
+    (whole,) = node.args
+    return whole if isinstance(whole, Node) and whole.op == "placeholder" else node
 
 
 def _read(node: Node) -> Coded | None:

@@ -38,9 +38,9 @@ from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import is_several
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
-from .losses import outputs
+from .losses import outputs, shards
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
-from .losses.emit import emit_group, groups_of, is_total
+from .losses.emit import emit_group, gathered, groups_of, is_total
 from .losses.head import Chain, HeadReader
 from .losses.tails import (
     ENTROPIES,
@@ -147,7 +147,12 @@ class FuseLinearCrossEntropy(GraphPass):
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
             "gradient_filter": info.options.linear_cross_entropy,
         }
-        seen = (max(sizes["N"], 1), sizes["D"], sizes["V"])
+        split, columns = shards.split_of(info, head), sizes["V"]
+        if isinstance(split, op_folder.Split):
+            columns = split.shard.columns
+            if all(compat.is_dtensor(info.value(tail.node)) for tail in match.tails):
+                sizes["V"] = columns  # logits that no rank gathers
+        seen = (max(sizes["N"], 1), sizes["D"], columns)
         b, w = sympy.symbols("B W", integer=True, positive=True)
         if all(is_total(info, group) for group in groups_of(info, match.tails)):
             # Gradients are made in the forward.
@@ -164,6 +169,8 @@ class FuseLinearCrossEntropy(GraphPass):
         held = op_folder.piece_sizes(*seen, **call)
         sizes |= {"B": int(held.bytes), "W": int(held.columns)}
         after = op_folder.bytes_after(n, d, v, **call, pieces=op_folder.Pieces(b, w))
+        if isinstance(split, op_folder.Split):
+            after += 8 * split.shard.ranks * n  # what is gathered from every rank
         return Gain(before, after, sizes)
 
     def anchor(self, match: Site) -> Node:
@@ -193,14 +200,22 @@ class FuseLinearCrossEntropy(GraphPass):
             if not engine.startswith("engine hybrid"):
                 engine += ", in three products instead of four,"
             engine += " and held to the backward"
+        split = shards.split_of(info, match.head)
+        apart = ""
+        if isinstance(split, op_folder.Split):
+            apart = shards.sentence(split, [len(gathered(group)) for group in groups])
         sentence = (
             f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
-            f"memeff::linear_cross_entropy{times}; {engine}"
+            f"memeff::linear_cross_entropy{times}{apart}; {engine}"
         )
         return Done(match.tails[0].node, sentence, notes, deferred)
 
     def dead(self, match: Site) -> Sequence[Node]:
         return match.covered
+
+    def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
+        """Return whether the rewrite gathers from ranks, all of which have to make it."""
+        return compat.is_dtensor(info.value(match.head.node))
 
 
 def _engine_name(info: GraphInfo, match: Site) -> str:

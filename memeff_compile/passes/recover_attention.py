@@ -229,7 +229,9 @@ def _shown(info: GraphInfo, site: Site) -> str:
         return ""
     mask = info.value(site.mask)
     sizes = " x ".join(str(compat.size_hint(size)) for size in mask.shape)
-    return f"mask ({sizes}, {short(mask.dtype)})"
+    made = told_to_op.handed_in(info, site.mask)
+    earlier = ", made in an earlier piece of the model," if made else ""
+    return f"mask ({sizes}, {short(mask.dtype)}){earlier}"
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import memeff_compile
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError
+from tests.support.closeness import needs_compiler
 from tests.support.surfaces import SURFACES, SurfaceModel, V, batch
 
 INNER = ("eager", "aot_eager")
@@ -79,20 +81,59 @@ def test_second_derivative_works_with_the_way_out() -> None:
     assert model.weight.grad is not None
 
 
-def test_fp16_logits_that_overflow_give_the_fp32_loss() -> None:
-    """Eager rounds logits to fp16 and gets infinities; the op keeps them in fp32."""
-    h = torch.full((4, 16), 200.0, dtype=torch.float16)
+@pytest.mark.parametrize(
+    ("state", "scale"),
+    [
+        (200.0, lambda z: z.float()),
+        (200.0, lambda z: (z / 1e3).float()),
+        (1.0, lambda z: (z * 300).float()),
+        (1.0, lambda z: (z * 3e3 / 3e3).float()),
+        (1.0, lambda z: (z.float() * 300).to(z.dtype).float()),
+    ],
+    ids=["product", "product, lowered", "raised", "raised and lowered", "cast back"],
+)
+def test_fp16_logits_that_overflow_give_the_fp32_loss(
+    state: float, scale: Callable[[Tensor], Tensor]
+) -> None:
+    """Eager rounds logits and scaled logits to fp16 and gets infinities; the op takes fp32."""
+    h = torch.full((4, 16), state, dtype=torch.float16)
     w = torch.linspace(-40, 40, V * 16).view(V, 16).to(torch.float16).requires_grad_()
     y = torch.tensor([V - 1, V - 1, V - 2, V - 1])
 
     def loss(h: Tensor, w: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(h, w).float(), y)
+        return F.cross_entropy(scale(F.linear(h, w)), y)
 
     assert not torch.isfinite(loss(h, w))
     found = compiled(loss, "aot_eager")(h, w)
     found.backward()
     torch.testing.assert_close(found, loss(h.float(), w.float()), rtol=1e-3, atol=1e-3)
     assert torch.isfinite(w.grad).all()
+
+
+@needs_compiler
+def test_labels_and_class_weights_of_other_dtypes_are_what_inductor_makes_of_them() -> None:
+    """Eager refuses them, and so do losses outside the graph; decompositions take them."""
+    torch.manual_seed(0)
+    h, w = torch.randn(12, 16, requires_grad=True), torch.randn(V, 16, requires_grad=True)
+    y, weights = torch.randint(V, (12,)), torch.rand(V)
+    cases = [(y.int(), None), (y, weights.double()), (y, weights.bfloat16()), (y.int(), weights)]
+
+    def losses(h: Tensor, w: Tensor) -> list[Tensor]:
+        return [F.cross_entropy(F.linear(h, w), y, weight=weight) for y, weight in cases]
+
+    with pytest.raises(RuntimeError, match="expected"):
+        losses(h, w)
+    theirs = torch.compile(losses, backend="inductor")(h, w)
+    ours = torch.compile(losses, backend="memeff")(h, w)
+    assert memeff_compile.last_report().rewrites() == len(cases)
+    for found, wanted, (_, weight) in zip(ours, theirs, cases, strict=True):
+        assert found.dtype == wanted.dtype
+        rtol = 2e-3 if weight is not None and weight.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol)
+    logits = torch.compile(F.linear, backend="memeff", options={"memeff.inner": "eager"})(h, w)
+    for y, weight in cases:
+        with pytest.raises(RuntimeError, match="expected"):
+            F.cross_entropy(logits, y, weight=weight)
 
 
 def test_gradient_that_arrives_twice_is_summed() -> None:

@@ -358,6 +358,51 @@ class Wide(Layer):
         return super().forward(self.wide(x.bfloat16())[..., : HEADS * DEPTH], at)
 
 
+class Window:
+    """What a cache counts in Python, as transformers' windows do."""
+
+    def __init__(self) -> None:
+        self.seen, self.left = 5, 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reads_it", [False, True])
+def test_a_number_that_is_only_counted_on_is_counted_beside_the_replay(
+    engine: Imitation, reads_it: bool
+) -> None:
+    def step(layer: Layer, window: Window, x: Tensor, at: Tensor) -> Tensor:
+        found = layer(x * window.seen if reads_it else x, at)
+        window.left = 100 - 2 * window.seen
+        window.seen += at.shape[0]
+        return found
+
+    run = compiled(step)
+    ours, theirs = (Layer(), Window()), (Layer(), Window())
+    for at in range(LENGTH):
+        torch.testing.assert_close(run(*ours, *step_inputs(at)), step(*theirs, *step_inputs(at)))
+        assert vars(ours[1]) == vars(theirs[1])
+    assert replays().replays == (0 if reads_it else LENGTH - 3)  # the first compiles 5 as it is
+
+
+@torch.no_grad()
+def test_attention_that_is_spelled_out_is_a_step_too(
+    engine: Imitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(x: Tensor, at: Tensor) -> Tensor:
+        q, k, v = layer.heads(x)
+        layer.k.index_copy_(2, at, k)
+        layer.v.index_copy_(2, at, v)
+        scores = torch.tanh(q @ layer.k.mT / 50) * 50
+        return torch.softmax(scores, -1) @ layer.v
+
+    layer = Layer()
+    compiled(step)(*step_inputs(0))
+    assert code() == "cuda_graph"
+    monkeypatch.setattr(cuda_graphs, "MAX_QUERIES", 4)
+    compiled(step)(*step_inputs(0, 5))
+    assert code() == "prefill"
+
+
 @torch.no_grad()
 def test_compressed_weights_count_by_their_parts(engine: Imitation) -> None:
     layer, plain = Wide(), Wide()
@@ -503,6 +548,15 @@ def test_numbers_and_sizes_tell_recordings_apart() -> None:
             x = torch.rand(size)
             assert torch.equal(recorded(x, number)[0], x * number)
     assert engine.recorded == use.recordings == 3
+
+
+def test_numbers_that_never_come_again_end_it() -> None:
+    recorded, use = recorder(lambda c, n: (c + n,), Imitation(), held=(0,), numbers=(1,))
+    cache = torch.zeros(2)
+    for number in range(4 * MAX_RECORDINGS):
+        for _ in range(3):
+            assert recorded(cache, number)[0].tolist() == [number, number]
+    assert use.stopped == "a number changes in each call"
 
 
 def test_a_recording_that_fails_ends_it_and_the_step_runs(caplog: pytest.LogCaptureFixture) -> None:

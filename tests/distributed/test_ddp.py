@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import memeff_compile
@@ -55,19 +56,22 @@ def pieces() -> int:
     return len(memeff_compile.last_report().graphs)
 
 
-def transformers_model_in_pieces() -> None:
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            tie_word_embeddings=True,
-        )
-        return transformers.LlamaForCausalLM(config)
+def llama(layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config)
 
+
+def transformers_model_in_pieces() -> None:
+    model = partial(llama, 1)
     eager = DistributedDataParallel(model(), bucket_cap_mb=BUCKET_MIB)
     expected = eager(input_ids=ids(), labels=ids())
     expected.loss.backward()
@@ -163,6 +167,71 @@ def dropped_logits_that_a_later_piece_reads() -> None:
         run(ids())
 
 
+def layers_that(code: str) -> int:
+    """Return how many layers' attention a code was said of."""
+    records = memeff_compile.last_report().records
+    return sum(r.sites for r in records if (r.pass_name, r.code) == ("recover_attention", code))
+
+
+def masks_made_in_an_earlier_piece(*, checkpoint: bool, others: bool) -> None:
+    """The first piece makes the mask, those behind it attend, each by what the first has proved."""
+    eager, ours = (
+        DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB) for model in (llama(3), llama(3))
+    )
+    for each in (eager, ours) if checkpoint else ():
+        each.module.gradient_checkpointing_enable({"use_reentrant": False})
+    run = torch.compile(ours, backend="memeff", options=OPTIONS)
+
+    def same_step(tokens: Tensor, **inputs: Tensor) -> None:
+        for each, step in ((eager, eager), (ours, run)):
+            each.zero_grad()
+            step(input_ids=tokens, labels=tokens, use_cache=False, **inputs).loss.backward()
+        assert_same_gradients(gradients(ours), gradients(eager))
+
+    same_step(ids())
+    assert pieces() > 3
+    assert layers_that("rewrote") == 3
+    said = memeff_compile.last_report().details()
+    assert "made in an earlier piece of the model, is causal: dropped" in " ".join(said.split())
+    if others:
+        same_step(ids(), attention_mask=(torch.arange(12) > 2).long().expand(2, -1))
+        assert layers_that("rewrote") == layers_that("unread_mask") == 3
+        same_step(ids()[:, :9].contiguous())
+        assert layers_that("rewrote") == 6
+
+
+class Attending(nn.Module):
+    """Makes a causal mask in its first piece, may write to it in the second, attends in the last."""
+
+    def __init__(self, write: Callable[[Tensor], object] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])
+        mask = positions <= positions[:, None]
+        for place, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if place == 1 and self.write is not None:
+                self.write(mask.view(-1))
+        heads = x.unflatten(-1, (8, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, mask)
+
+
+def masks_written_in_between() -> None:
+    """What is noted of a mask holds for the model, and until a piece may write to it."""
+    x = torch.randn(2, 12, WIDTH)
+    for write in (None, lambda flat: flat.fill_(True), lambda flat: flat.data[5:].fill_(True)):
+        before = layers_that("rewrote")
+        eager, ours = Attending(write), DistributedDataParallel(Attending(write), bucket_cap_mb=1)
+        out = torch.compile(ours, backend="memeff", options=OPTIONS)(x)
+        torch.testing.assert_close(out, eager(x))
+        assert layers_that("rewrote") == before + (write is None)
+        assert pieces() > 3
+
+
 CASES = [
     transformers_model_in_pieces,
     a_model_compiled_in_place,
@@ -170,6 +239,7 @@ CASES = [
     verified_pieces,
     logits_that_a_later_piece_reads,
     dropped_logits_that_a_later_piece_reads,
+    masks_written_in_between,
 ]
 WAYS = [
     pytest.param(mode, in_place, marks=pytest.mark.slow if is_slow else ())
@@ -201,3 +271,18 @@ def test_ddp(case: Callable[[], None], two_processes: TwoProcesses) -> None:
 @pytest.mark.parametrize(("mode", "in_place"), WAYS)
 def test_a_loss_outside_the_model(mode: str, in_place: bool, two_processes: TwoProcesses) -> None:
     two_processes.run(partial(a_loss_outside_the_model, mode, in_place))
+
+
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize(
+    ("checkpoint", "others"),
+    [
+        pytest.param(False, False, id="plain"),
+        pytest.param(True, False, id="checkpointed", marks=pytest.mark.slow),
+        pytest.param(False, True, id="padding and another length", marks=pytest.mark.slow),
+    ],
+)
+def test_masks_made_in_an_earlier_piece(
+    checkpoint: bool, others: bool, two_processes: TwoProcesses
+) -> None:
+    two_processes.run(partial(masks_made_in_an_earlier_piece, checkpoint=checkpoint, others=others))

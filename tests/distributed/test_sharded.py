@@ -1,4 +1,4 @@
-"""FSDP2, FSDP1 and tensor parallelism: what fires, what is declined, and that nothing is garbage."""
+"""FSDP2 and FSDP1: what fires, what is declined, and that nothing is garbage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memeff_compile
 from memeff_compile.errors import StaleLogitsError
@@ -356,19 +354,6 @@ def the_older_fsdp() -> None:
     assert_same_gradients(gradients(model), gradients(eager))
 
 
-def a_tensor_parallel_head() -> None:
-    def make() -> nn.Module:
-        layout = ColwiseParallel(output_layouts=Replicate())
-        return parallelize_module(Small(), mesh(), {"head": layout})
-
-    eager, model = make(), compiled(make())
-    for each in (eager, model):
-        loss, _ = each(torch.arange(24).view(2, 12))
-        loss.backward()
-    assert codes() == {"tensor_parallel_head"}
-    assert_same_gradients(gradients(model), gradients(eager))
-
-
 def ternary_linears() -> None:
     """Gathered weights are whole in the graph, and so is the scale of each."""
 
@@ -415,7 +400,6 @@ CASES = [
     a_loss_outside_the_model,
     a_head_with_a_group_of_its_own,
     the_older_fsdp,
-    a_tensor_parallel_head,
     ternary_linears,
     verify_leaves_sharded_models_alone,
     compressed_shards,

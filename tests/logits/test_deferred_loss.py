@@ -311,6 +311,24 @@ def test_nothing_as_large_as_the_logits_is_allocated(form: Form) -> None:
     assert theirs.elements >= ours.elements
 
 
+@pytest.mark.parametrize("factor", [1e-200, 1e200])
+@pytest.mark.parametrize("is_log", [False, True])
+def test_scales_that_multiply_to_zero_or_infinity_are_left_to_eager(
+    is_log: bool, factor: float
+) -> None:
+    def form(z: Tensor) -> Tensor:
+        scaled = (z.log_softmax(-1) if is_log else z) * factor * factor
+        return F.nll_loss(flat(scaled if is_log else scaled.log_softmax(-1)), IDS.view(-1))
+
+    found = []
+    for deferred in (True, False):
+        at = world("fp64", deferred=deferred)
+        loss = form(at.logits)
+        loss.backward()
+        found.append([loss.detach(), *(leaf.grad for leaf in at.leaves.values())])
+    torch.testing.assert_close(*found, equal_nan=True)
+
+
 def test_the_counter_sees_what_eager_allocates() -> None:
     with Largest() as theirs:
         CE["flat"](world(deferred=False).logits).backward()

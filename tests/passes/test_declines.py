@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -368,7 +368,7 @@ def test_subclass_weight_is_refused_by_name() -> None:
     refusal = Refusal(
         "subclass_weight(TwoTensor)",
         function,
-        "the head weight come as a TwoTensor",
+        "the head weight comes as a TwoTensor",
         "plain tensor",
     )
     compiled = torch.compile(function, backend="memeff", options={"memeff.inner": "aot_eager"})
@@ -377,35 +377,6 @@ def test_subclass_weight_is_refused_by_name() -> None:
     (record,) = memeff_compile.last_report().records
     assert record.code == refusal.code
     assert_explains(record, refusal)
-
-
-@pytest.fixture
-def one_rank_mesh() -> Iterator[Any]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_tensor_parallel_head_is_refused(one_rank_mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    h, w, _, y = inputs()
-    weight = torch.nn.Parameter(distribute_tensor(w.detach(), one_rank_mesh, [Shard(0)]))
-    hidden = distribute_tensor(h.detach(), one_rank_mesh, [Replicate()])
-
-    def function(hidden: Tensor, y: Tensor) -> Tensor:
-        logits = F.linear(hidden, weight)
-        return F.cross_entropy(
-            logits.redistribute(placements=[Replicate()]).to_local().view(-1, V), y.view(-1)
-        )
-
-    compiled = torch.compile(function, backend="memeff", options={"memeff.inner": "aot_eager"})
-    torch.testing.assert_close(compiled(hidden, y), function(hidden, y))
-    records = memeff_compile.last_report().records
-    assert [r.code for r in records] == ["tensor_parallel_head"]
 
 
 def test_what_the_op_itself_refuses_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

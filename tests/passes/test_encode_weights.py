@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.support.closeness import needs_compiler
 from tests.support.hostile_weights import normal
 
 NAME = "encode_weights"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def coded(rows: int, columns: int, codec: str = "win4", *, seed: int = 0) -> nn.Parameter:
@@ -288,6 +291,36 @@ def test_another_reader_of_the_weight_is_declined_and_right(kind: type[Block], r
     assert actions() == [("declined", "not_a_linear", 1)]
     assert f"`{reader}`" in records()[0].sentence
     assert "skip" in records()[0].hint
+
+
+def test_a_loss_of_a_part_of_a_coded_head_says_which_weight_to_leave_dense() -> None:
+    head, x = coded(256, 32), normal(8, 32)
+
+    def loss(x: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, head[:200]).float(), torch.arange(8))
+
+    options = {"memeff.inner": "aot_eager"}
+    memeff_compile.reset()
+    assert torch.equal(torch.compile(loss, backend="memeff", options=options)(x), loss(x))
+    of_loss, of_weight = memeff_compile.last_report().records
+    assert of_loss.code == "subclass_weight(CodedWeightView)"
+    assert "head weight comes as a CodedWeightView" in of_loss.sentence
+    assert of_weight.code == "not_a_linear"
+    assert all("skip" in r.hint and "compress_" in r.hint for r in (of_loss, of_weight))
+
+
+def test_flops_are_counted_with_the_formula_of_the_docs() -> None:
+    page = (ROOT / "docs/passes/encode-weights.md").read_text()
+    (code,) = re.findall(r"```python\n(from torch.utils.flop_counter.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {"torch": torch, "model": bool, "ids": 0}
+    exec(code, found)
+    x = normal(2, 6, 256).requires_grad_()
+    counts = []
+    for make in (lambda weight: weight, dense):
+        with found["FlopCounterMode"](display=False, custom_mapping=found["FORMULAS"]) as counter:
+            Block(make)(x).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts == [counts[0]] * 2
 
 
 def test_autocast_to_another_dtype_is_declined_and_right() -> None:

@@ -259,6 +259,10 @@ def zero_scale(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return loss_of(logits_of(h, w) * 0.0, y)
 
 
+def vanishing_scale(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) * 1e-200 * 1e-200, y)
+
+
 def negative_scale(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return loss_of(logits_of(h, w) * -0.5, y)
 
@@ -648,6 +652,7 @@ CASES: dict[str, Case] = {
         Case(tensor_temperature, 0, "scale_not_constant"),
         Case(temperature_per_row, 0, "scale_not_constant"),
         Case(zero_scale, 0, "scale_not_constant"),
+        Case(vanishing_scale, 0, "scale_not_constant"),
         Case(negative_scale, 1),
         Case(scale_vector, 0, "scale_not_constant"),
         Case(scaled_added_bias, 0, "logits_combined"),

@@ -28,7 +28,7 @@ def make(family: str = "Llama", **settings: Any) -> Any:
         }
     )
     torch.manual_seed(0)
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
 
 
 def prompt(batch: int = 2, tokens: int = 60) -> Tensor:

@@ -16,6 +16,12 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def parts_of(BITS, SHARES):
+    """Return in how many parts codes are stored: a byte has one of each, and whole ones a scale."""
+    return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
+
+
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
     """Return x / step, rounded to nearest; with IS_FAST without branches, by fused products."""
@@ -154,9 +160,7 @@ def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Return the columns of each part of some tokens, as many parts as a byte has codes."""
     base, start, row, step = rows
     slot = (start + token) % C.WINDOW
-    COUNT: tl.constexpr = (
-        C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
-    )
+    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     found = ()
     for part in tl.static_range(COUNT):
@@ -178,9 +182,7 @@ def _pack(
     IS_PER_HEAD: tl.constexpr,
 ):
     """Code some tokens and columns of a group with steps that are known, and store the bytes."""
-    COUNT: tl.constexpr = (
-        C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
-    )
+    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     none = tl.zeros(parts[0].shape, dtype=tl.int32)
     made = (none, none)
@@ -208,9 +210,7 @@ def _code_keys(
     C: tl.constexpr,
 ):
     """Code a group of keys, or a piece of each part's columns, with scales of its channels."""
-    COUNT: tl.constexpr = (
-        C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
-    )
+    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SOME: tl.constexpr = SHARE // C.PIECES
     most = tl.full((SOME,), (1 << C.BITS) - 1.0, tl.float32)
@@ -231,9 +231,7 @@ def _code_keys(
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Code a group, or a piece of its tokens, with scales of its tokens."""
-    COUNT: tl.constexpr = (
-        C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
-    )
+    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS
     SOME: tl.constexpr = C.GROUP // C.PIECES

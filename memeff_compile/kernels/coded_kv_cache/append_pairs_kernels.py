@@ -15,7 +15,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .append_codes_kernels import _between, _codes, _load_rows, _put, _scaled, _store_bytes
+from .append_codes_kernels import (
+    _between,
+    _codes,
+    _load_rows,
+    _put,
+    _scaled,
+    _store_bytes,
+    parts_of,
+)
 
 
 @triton.jit
@@ -116,9 +124,7 @@ def _code_directions(
     lower_norms, upper_norms = norms
     cosine, m, n = found
     is_left_out, is_kept = left
-    COUNT: tl.constexpr = (
-        4 if C.BITS == 3 else (C.DEPTH // C.CHANNELS if C.BITS >= 8 else 8 // C.BITS)
-    )
+    COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     TURNED: tl.constexpr = IS_VALUE and C.BITS != 16
     AXIS: tl.constexpr = 0 if TURNED else 1

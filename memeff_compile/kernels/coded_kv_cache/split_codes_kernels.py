@@ -33,43 +33,30 @@ from .._triton.split_softmax_kernels import of_shares, step
 # are n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. In
 # half precision they are n * 2 ** -24. A code that lies n bits up from the last counts 2 ** n
 # times.
-_KEEP = "0x{0:04x}{0:04x}"
 
 
-def _moved(name: str, source: int, right: int) -> str:
+@triton.constexpr_function
+def _moved(name, source, right):
     """Return the instruction that puts an operand, so many bits to the right, into a register."""
     return f"{'shr' if right >= 0 else 'shl'}.b32 {name}, ${source}, {abs(right)}; "
 
 
-def _take_two(mask: int, right: int) -> tl.constexpr:
-    """Return code that makes numbers of the codes at a place in two times 16 bits."""
-    keep = _KEEP.format(mask)
-    return tl.constexpr("{ .reg .b32 t; " + _moved("t", 1, right) + f"and.b32 $0, t, {keep}; }}")
+@triton.constexpr_function
+def _take_two(BITS, PART, BYTE):
+    """Return code that makes numbers of the codes of a part in either byte of two times 16 bits; of
+    3 bits the third one comes from a second operand, and those of the last part lie apart.
+    """
+    place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
+    width = 2 if BITS == 3 else BITS
+    keep, high = ((1 << width) - 1) << (width * place), 4 << (2 * place)
+    low = _moved("t", 1, 8 * BYTE + 2 * is_last)
+    if BITS != 3:
+        return "{ .reg .b32 t; " + low + f"and.b32 $0, t, 0x{keep:04x}{keep:04x}; }}"
+    taken = f"and.b32 t, t, 0x{keep:04x}{keep:04x}; "
+    both = f"lop3.b32 $0, u, 0x{high:04x}{high:04x}, t, 0xEA; }}"
+    return "{ .reg .b32 t, u; " + low + _moved("u", 2, 8 * BYTE - 6 * is_last) + taken + both
 
 
-def _take_two_high(mask: int, right: int, high_mask: int, high_right: int) -> tl.constexpr:
-    """Return code as `_take_two`, with a bit from a second operand."""
-    keep, more = _KEEP.format(mask), _KEEP.format(high_mask)
-    return tl.constexpr(
-        "{ .reg .b32 t, u; "
-        + _moved("t", 1, right)
-        + _moved("u", 2, high_right)
-        + f"and.b32 t, t, {keep}; lop3.b32 $0, u, {more}, t, 0xEA; }}"
-    )
-
-
-# Names end in bits, part and byte.
-_TAKE_8_0_0, _TAKE_8_0_1 = _take_two(0xFF, 0), _take_two(0xFF, 8)
-_TAKE_4_0_0, _TAKE_4_0_1 = _take_two(0x0F, 0), _take_two(0x0F, 8)
-_TAKE_4_1_0, _TAKE_4_1_1 = _take_two(0xF0, 0), _take_two(0xF0, 8)
-_TAKE_2_0_0, _TAKE_2_0_1 = _take_two(0x03, 0), _take_two(0x03, 8)
-_TAKE_2_1_0, _TAKE_2_1_1 = _take_two(0x0C, 0), _take_two(0x0C, 8)
-_TAKE_2_2_0, _TAKE_2_2_1 = _take_two(0x30, 0), _take_two(0x30, 8)
-_TAKE_2_3_0, _TAKE_2_3_1 = _take_two(0xC0, 0), _take_two(0xC0, 8)
-_TAKE_3_0_0, _TAKE_3_0_1 = _take_two_high(0x03, 0, 0x04, 0), _take_two_high(0x03, 8, 0x04, 8)
-_TAKE_3_1_0, _TAKE_3_1_1 = _take_two_high(0x0C, 0, 0x10, 0), _take_two_high(0x0C, 8, 0x10, 8)
-_TAKE_3_2_0, _TAKE_3_2_1 = _take_two_high(0x30, 0, 0x40, 0), _take_two_high(0x30, 8, 0x40, 8)
-_TAKE_3_3_0, _TAKE_3_3_1 = _take_two_high(0x30, 2, 0x40, -6), _take_two_high(0x30, 10, 0x40, 2)
 # The high bits of the second of two tokens, put where those of the first are.
 _SECOND = tl.constexpr("shr.b32 $0, $1, 1;")
 
@@ -113,25 +100,12 @@ def _numbers(
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if C.BITS == 3 else C.BITS), C.BITS, kind)
         odd = _code_of(raw, high, PART * (2 if C.BITS == 3 else C.BITS) + 8, C.BITS, kind)
-    elif C.BITS == 8:
-        even = _two(raw, _TAKE_8_0_0, kind)
-        odd = _two(raw, _TAKE_8_0_1, kind)
-    elif C.BITS == 4:
-        even = _two(raw, _TAKE_4_0_0 if PART == 0 else _TAKE_4_1_0, kind)
-        odd = _two(raw, _TAKE_4_0_1 if PART == 0 else _TAKE_4_1_1, kind)
-    elif C.BITS == 2:
-        if PART < 2:
-            even = _two(raw, _TAKE_2_0_0 if PART == 0 else _TAKE_2_1_0, kind)
-            odd = _two(raw, _TAKE_2_0_1 if PART == 0 else _TAKE_2_1_1, kind)
-        else:
-            even = _two(raw, _TAKE_2_2_0 if PART == 2 else _TAKE_2_3_0, kind)
-            odd = _two(raw, _TAKE_2_2_1 if PART == 2 else _TAKE_2_3_1, kind)
-    elif PART < 2:
-        even = _two_high(raw, high, _TAKE_3_0_0 if PART == 0 else _TAKE_3_1_0, kind)
-        odd = _two_high(raw, high, _TAKE_3_0_1 if PART == 0 else _TAKE_3_1_1, kind)
+    elif C.BITS == 3:
+        even = _two_high(raw, high, _take_two(C.BITS, PART, 0), kind)
+        odd = _two_high(raw, high, _take_two(C.BITS, PART, 1), kind)
     else:
-        even = _two_high(raw, high, _TAKE_3_2_0 if PART == 2 else _TAKE_3_3_0, kind)
-        odd = _two_high(raw, high, _TAKE_3_2_1 if PART == 2 else _TAKE_3_3_1, kind)
+        even = _two(raw, _take_two(C.BITS, PART, 0), kind)
+        odd = _two(raw, _take_two(C.BITS, PART, 1), kind)
     return tl.permute(tl.join(even, odd), (0, 2, 1)).reshape((ROWS, COLUMNS))
 
 

@@ -801,7 +801,7 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
     for group in optimizer.param_groups:
         for each in group["params"]:
-            if isinstance(each, _KINDS) and (
+            if isinstance(compat.local_part(each), _KINDS) and (
                 each.grad is not None or (computes_gradients and each.requires_grad)
             ):
                 raise _write_error(f"{type(optimizer).__name__}.step")

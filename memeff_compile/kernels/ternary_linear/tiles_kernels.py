@@ -439,13 +439,12 @@ def _ternary_vectors_kernel(
                 weight = following
 
 
-def _keep_field(shift: int) -> tl.constexpr:
-    """Return code that leaves two bits of each of four bytes, from so many bits up."""
-    return tl.constexpr(f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, 0x03030303; }}")
-
-
-_FIELD_0 = tl.constexpr("and.b32 $0, $1, 0x03030303;")
-_FIELD_1, _FIELD_2, _FIELD_3 = _keep_field(2), _keep_field(4), _keep_field(6)
+@triton.constexpr_function
+def _keep_field(FIELD):
+    """Return code that leaves two bits of each of four bytes."""
+    if FIELD == 0:
+        return "and.b32 $0, $1, 0x03030303;"
+    return f"{{ .reg .b32 t; shr.b32 t, $1, {2 * FIELD}; and.b32 $0, t, 0x03030303; }}"
 
 
 @triton.jit
@@ -458,9 +457,7 @@ def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
     """Return the codes of one field, 0 to 2, as int8; four bytes at once."""
     if BYTEWISE:
         return ((packed >> (2 * FIELD)) & 3).to(tl.int8)
-    if FIELD < 2:
-        return _kept(packed, _FIELD_0 if FIELD == 0 else _FIELD_1)
-    return _kept(packed, _FIELD_2 if FIELD == 2 else _FIELD_3)
+    return _kept(packed, _keep_field(FIELD))
 
 
 @triton.jit

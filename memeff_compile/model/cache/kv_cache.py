@@ -21,13 +21,14 @@ from memeff_compile import compat
 from memeff_compile.kernels.coded_kv_cache import BITS, CODED, SCHEMES
 from memeff_compile.model.cache.layers import (
     Cache,
+    CacheLayerMixin,
     CodedLayer,
     CompileConfig,
     ExactLayer,
     InPlace,
     Place,
     Starts,
-    StaticSlidingWindowLayer,
+    WindowLayer,
     layers_of,
     refuse,
     remaining,
@@ -102,6 +103,8 @@ class KVCache(Cache):
             return CodedLayer(max_cache_len, settings, self._starts)
 
         layers = list(layers_of(config, max_cache_len, full))
+        if not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+            refuse("no layer of this model keeps keys and values; use transformers' own cache.")
         if self.merge is not None:
             _pair(layers, self.merge, config, max_cache_len, settings, self._starts)
         super().__init__(layers=layers)
@@ -181,7 +184,7 @@ class KVCache(Cache):
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for number, layer in enumerate(self.layers):
-            is_known = isinstance(layer, InPlace) or type(layer) is StaticSlidingWindowLayer
+            is_known = isinstance(layer, (InPlace, WindowLayer))
             if not is_known and type(layer).__name__ != "DummyLayer":
                 refuse(
                     f"layer {number} is a {type(layer).__name__} of transformers, whose sequences "
@@ -233,7 +236,7 @@ def _keeps(layer: Untyped, remove: int) -> str | None:
     if getattr(layer, "is_croppable", False) and hasattr(layer, "crop"):
         return None
     return (
-        f"crop was asked to remove {remove} tokens, and {type(layer).__name__} of transformers "
+        f"crop was asked to remove {remove} tokens, and a {type(layer).__name__} "
         "cannot give back those that its window or state has left behind. reset() the cache and "
         "give it the tokens that stay."
     )
@@ -264,7 +267,9 @@ def _pair(
     # A layer without rotary embeddings never goes with one that has them.
     rotary = getattr(text, "no_rope_layers", None) or [1] * len(layers)
     kinds = [
-        None if not isinstance(layer, (CodedLayer, ExactLayer)) else rotary[place]
+        rotary[place]
+        if isinstance(layer, (CodedLayer, ExactLayer)) and not layer.is_sliding
+        else None
         for place, layer in enumerate(layers)
     ]
     start = len(layers) // 2 if merge.start_layer is None else merge.start_layer

@@ -21,12 +21,12 @@ try:
     from transformers import CompileConfig as CompileConfig
     from transformers.cache_utils import (
         STATIC_LAYER_TYPE_MAPPING,
-        CacheLayerMixin,
         StaticLayer,
+        StaticSlidingWindowLayer,
         get_layer_types_and_kwargs,
     )
     from transformers.cache_utils import Cache as Cache
-    from transformers.cache_utils import StaticSlidingWindowLayer as StaticSlidingWindowLayer
+    from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
 except ImportError as missing:
     raise ImportError(
         "memeff_compile.KVCache is a cache of transformers, 5.17 or later, which cannot be "
@@ -77,7 +77,7 @@ class InPlace(CacheLayerMixin):
     held: Sequence[str]
     """Names of its tensors that have an entry per sequence."""
     long: Sequence[str] = ()
-    """Names of its tensors whose third size grows with the cache; the first has one per token."""
+    """Names of its tensors whose third size grows with the cache; the first's is its length."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -103,6 +103,10 @@ class InPlace(CacheLayerMixin):
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
         return self.max_cache_len
+
+    def lengthy(self) -> list[Tensor]:
+        """Return the tensors whose third size is not the same in a cache of another length."""
+        return [getattr(self, name) for name in self.long]
 
     @abstractmethod
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -229,6 +233,24 @@ class ExactLayer(InPlace, StaticLayer):
         """Empty the layer; its tensors stay."""
         super().reset()
         self.is_empty = True
+
+
+class OpenWindowLayer(ExactLayer):
+    """A layer whose window is as long as the cache or longer: no token ever leaves it."""
+
+    is_sliding = True
+
+
+class WindowLayer(StaticSlidingWindowLayer):
+    """transformers' layer of a shorter window, whose tensors beams leave where they are."""
+
+    keys: Any
+    values: Any
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the sequences into another order."""
+        for tensor in (self.keys, self.values) if self.is_initialized else ():
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 class CodedLayer(InPlace):
@@ -414,6 +436,10 @@ def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Itera
     for kind, given in zip(types, settings, strict=True):
         if kind == "full_attention":
             yield full()
+        elif STATIC_LAYER_TYPE_MAPPING.get(kind) is StaticSlidingWindowLayer:
+            window = given["sliding_window"]
+            is_open = window >= max_cache_len
+            yield OpenWindowLayer(max_cache_len) if is_open else WindowLayer(max_cache_len, window)
         elif kind in STATIC_LAYER_TYPE_MAPPING:
             yield STATIC_LAYER_TYPE_MAPPING[kind](**{"max_cache_len": max_cache_len, **given})
         else:

@@ -25,6 +25,7 @@ class Pair:
         # numbers of the layers; first tokens of a sequence that stay as they come
         self.numbers, self.merge, self.keep_first = numbers, merge, keep_first
         self.shape: tuple[int, ...] | None = None
+        self.span: Tensor  # nothing for each token that there is room for
         # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
@@ -58,7 +59,7 @@ class MergedLayer(CodedLayer):
     """One of two neighbouring layers whose older tokens have one direction and two lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
-    long = ()  # how many rows are kept follows from the length, so another one is compiled anew
+    long = "span", "norms", "k_kept", "v_kept"
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class MergedLayer(CodedLayer):
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
             self._make(self.pair, shared)
+            self.pair.span = torch.empty(0, 0, self.max_cache_len, device=self.device)
             self.pair.shape = shape
             self.pair.clear(self._first_tokens(batch, heads))
         elif self.pair.shape != shape:
@@ -103,6 +105,12 @@ class MergedLayer(CodedLayer):
                 "behind them."
             )
         self._make(self, own)
+        self.span = self.pair.span
+
+    def lengthy(self) -> list[Tensor]:
+        """Return the tensors whose third size follows from the length, kept rows among them."""
+        shared = (tensor for _, tensor in self.pair.tensors() if tensor.dim() > 2)
+        return [*super().lengthy(), *shared]
 
     def _first_tokens(self, batch: int, heads: int) -> Tensor:
         first = self.starts.first_tokens(batch, self.device)
@@ -124,7 +132,7 @@ class MergedLayer(CodedLayer):
                 self.pair.parked = key_states, value_states
                 return
             held = self.k_window, self.v_window, self.counts
-            new = key_states, value_states, self.max_cache_len
+            new = key_states, value_states, self.room
             op_folder.coded_kv_cache_append_lower(*held, *new)
             return
         lower, merge = cast("MergedLayer", self.lower), self.pair.merge
@@ -132,7 +140,7 @@ class MergedLayer(CodedLayer):
         new = (*waiting, key_states, value_states)
         shared = (tensor for _, tensor in self.pair.tensors())
         bits, recent = self.settings["bits"], self.settings["recent"]
-        how = (bits, recent, self.max_cache_len, self.pair.keep_first)
+        how = (bits, recent, self.room, self.pair.keep_first)
         rule = (merge.rule, merge.t, merge.gamma, merge.reading, merge.scale, self.is_empty)
         op_folder.coded_kv_cache_append_pair(*shared, *lower.own(), *self.own(), *new, *how, *rule)
 
@@ -142,8 +150,8 @@ class MergedLayer(CodedLayer):
             return self._view()
         length, new = self.counts[op_folder.LENGTH], key_states.shape[2]
         device = key_states.device
-        places = (length + torch.arange(new, device=device)).clamp(max=self.max_cache_len - 1)
-        is_too_many = length + new > self.max_cache_len
+        places = (length + torch.arange(new, device=device)).clamp(max=self.room - 1)
+        is_too_many = length + new > self.room
         keys, values = (
             dense.index_copy(2, places, part.masked_fill(is_too_many, torch.nan))
             for dense, part in zip(self._view(), (key_states, value_states), strict=True)

@@ -100,13 +100,26 @@ def forget_caches() -> None:
         pool.clear()
 
 
+def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
+    """Return whether processes hold parts of a model that transformers did not cut."""
+    is_theirs = (getattr(model, "_tp_size", None) or 1) > 1
+    return not is_theirs and any(map(compat.is_tensor_parallel, model.parameters()))
+
+
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
-    """Return key-value heads and head dimension of a model's cache, or None where they vary."""
+    """Return key-value heads and head dimension of this process's cache; None where that is not
+    known, and the first keys tell.
+    """
+    if is_cut_elsewhere(model):
+        return None
+    config = model.config.get_text_config(decoder=True)
     ask = getattr(model, "_get_static_cache_init_shape", None)
     if ask is not None:  # since transformers 5.2x
         found: tuple[Any, Any] | None = ask()
+        is_one = getattr(config, "multi_query", False)  # Falcon's, which it does not read
+        if found and is_one and not getattr(config, "new_decoder_architecture", False):
+            return 1, found[1]
         return found
-    config = model.config.get_text_config(decoder=True)
     heads, depth = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
     keys = [m for name, m in model.named_modules() if name.endswith(".k_proj")]
     is_whole = getattr(model, "_tp_size", None) in (None, 1) and not hasattr(model, "hf_device_map")
@@ -123,5 +136,5 @@ def allocate(cache: Any, model: Any, sequences: int) -> None:  # noqa: ANN401
         return
     cache.early_initialization(sequences, *shapes, model.dtype, model.device)
     for layer in cache.layers:  # the first graphs serve caches of other lengths, too
-        for name in getattr(layer, "long", ()):
-            compat.mark_varying(getattr(layer, name), 2)
+        for tensor in getattr(layer, "lengthy", list)():
+            compat.mark_varying(tensor, 2)

@@ -71,6 +71,12 @@ class TernaryLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out_features)."""
         weight, bias = self.weight, self.bias
+        if hasattr(weight, "placements"):  # a DTensor; FSDP2 gathers weights before
+            raise UnsupportedInputError(
+                "A ternary linear was cut over processes, and its scale, as those of its tokens, "
+                "is of all it is made of. Leave it out of parallelize_module's plan; fully_shard "
+                "(FSDP2), which gathers weights whole, is served."
+            )
         quantizer = Quantizer(self.kind).arguments()
         dtype = result_dtype(input)
         scale = codes_per_unit(weight.detach())

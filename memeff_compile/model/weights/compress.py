@@ -218,12 +218,8 @@ def decompress_(model: nn.Module) -> Changes:
     for place, shard in _coded_places(model):
         coded = place.parameter
         codec, size, dense = shard.codec, shard.coded_bytes, shard.decode().clone()
-        if shard is not coded and not _put_shard(place, dense):
+        if not _put_local(place, dense, coded.requires_grad):
             continue
-        if shard is coded:
-            again = nn.Parameter(dense, requires_grad=coded.requires_grad)
-            again.grad = coded.grad
-            _put(place, again)
         before, after = before + size, after + dense.nbytes
         found[place.name] = f"was {codec}"
     sizes = (
@@ -299,8 +295,13 @@ def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
     local = compat.local_part(weight)
     if isinstance(local, CodedWeight):
         return f"it is compressed already, with {local.codec}"
+    if _is_cut_once(weight):
+        return _unfit_shard(weight, codec, min_size)
     if not compat.is_fsdp_shard(weight):
-        return "it is a DTensor that FSDP2 (fully_shard) does not hold in shards on their device"
+        return (
+            "it is a DTensor that is neither cut for tensor parallelism alone nor held by FSDP2 "
+            "(fully_shard) in shards on their device"
+        )
     if weight.requires_grad:
         return (
             "it is sharded and trained, and a compressed shard cannot be updated; freeze it with "
@@ -309,9 +310,20 @@ def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
     ranks = weight.device_mesh.size()  # type: ignore[attr-defined]
     if local.shape[1:] != weight.shape[1:] or local.shape[0] * ranks != weight.shape[0]:
         return "it is not cut into equal shards of whole rows, which a coded shard has to be"
+    return _unfit_shard(weight, codec, min_size)
+
+
+def _unfit_shard(weight: Tensor, codec: str, min_size: int) -> str:
+    local = compat.local_part(weight)
     if local.numel() < min_size:
         return f"its shard has {local.numel()} elements, fewer than min_size, which is {min_size}"
     return supports_weight(local, codec) or _unmovable(weight)
+
+
+def _is_cut_once(weight: Tensor) -> bool:
+    """Return whether a weight is cut for tensor parallelism, and by nothing else."""
+    mesh: Any = getattr(weight, "device_mesh", None)
+    return mesh is not None and mesh.ndim == 1 and compat.is_tensor_parallel(weight)
 
 
 def _is_linear(module: nn.Module, attribute: str) -> bool:
@@ -347,13 +359,11 @@ def _compress_one(place: _Place, codec: str) -> CompressedWeight:
         bits = bits_per_weight(after, weight.numel())
         return _dense(place, f"its code would take {bits:.1f} bits a weight")
     coded = CodedWeight(parts, codec, weight.shape)
-    after, trains = coded.coded_bytes, weight.requires_grad and parse(codec).is_lossless
-    found = CompressedWeight(place.name, tuple(weight.shape), codec, weight.nbytes, after)
-    if weight is place.parameter:
-        _put(place, nn.Parameter(coded, requires_grad=trains))
-    elif not _put_shard(place, coded):
+    trains = place.parameter.requires_grad and parse(codec).is_lossless
+    nbytes, after = weight.nbytes, coded.coded_bytes
+    if not _put_local(place, coded, trains):
         return _dense(place, "FSDP has gathered it; call reshard() on the model first")
-    return found
+    return CompressedWeight(place.name, tuple(coded.shape), codec, nbytes, after)
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
@@ -374,6 +384,18 @@ def _put(place: _Place, value: nn.Parameter) -> None:
     for _, module, attribute in place.owners:
         module._parameters[attribute] = value
         watch_state_dict(module)
+
+
+def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
+    """Make a tensor what this process holds of a weight; say whether it was possible."""
+    old = place.parameter
+    if compat.is_dtensor(old) and not compat.is_tensor_parallel(old):
+        return _put_shard(place, local)
+    whole = compat.with_local_part(old, local) if compat.is_dtensor(old) else local
+    new = nn.Parameter(whole, requires_grad=trains)
+    new.grad = old.grad
+    _put(place, new)
+    return True
 
 
 def _put_shard(place: _Place, local: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ... import compat
 from ..graph.canonical import PREVIOUS, Call, aten, call_of, named, read
-from ..graph.graph_info import GraphInfo, same_shape
+from ..graph.graph_info import GraphInfo, kind_among, same_shape, storage_of
 from . import mask_algebra as algebra
 from .mask_algebra import Cases, Flag, Formula, Linear, Magnitude, Scalar, Size, Unknown
 from .mask_forms import by_index
@@ -139,9 +139,11 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Read what a checkpoint's body is given by the graph around it."""
-        given = self.info.argument_of(node) if self.parent is not None else None
-        if given is None or self.parent is None or self.parent.info.tensor(given) is None:
+        """Read what a body is given by the graph around it, a piece of a model by one before."""
+        if self.parent is None:
+            return handed_over(node)
+        given = self.info.argument_of(node)
+        if given is None or self.parent.info.tensor(given) is None:
             return None
         return self.parent.read(given)
 
@@ -725,3 +727,32 @@ def reader_of(info: GraphInfo) -> MaskReader:
         parent = None if info.parent is None else reader_of(info.parent)
         reader = info.notes["mask_reader"] = MaskReader(info, parent)
     return reader
+
+
+def handed_over(node: Node) -> Value | None:
+    """Return what is known of an input that an earlier piece of the model has made."""
+    notes = compat.notes_between_pieces()
+    value: Value | None = None if notes is None else notes.get(compat.example_value(node))
+    return value
+
+
+def hand_over(info: GraphInfo) -> None:
+    """Note for later pieces of the model what its sizes alone say of a tensor this one returns, and
+    forget what is noted of memory that this piece may write to; all of it where this fails.
+    """
+    notes = compat.notes_between_pieces()
+    if notes is None:
+        return
+    known = list(notes.items())
+    notes.clear()
+    targets = [info.tensor(target) for write in info.writes for target in write.targets]
+    written = {None if target is None else storage_of(target) for target in targets}
+    if None not in written:
+        notes.update((each, said) for each, said in known if storage_of(each) not in written)
+    for node in info.output.all_input_nodes:
+        value = info.tensor(node)
+        if value is None or value.requires_grad or kind_among([node]):
+            continue
+        said = reader_of(info).read(node)
+        if not algebra.reads_in(said.scalar):
+            notes[value] = said

@@ -33,7 +33,7 @@ from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo
 from .mask_algebra import TRUE, Formula, Linear, Size, axis, both, reads_in, substituted
 from .mask_forms import Form, key_table
-from .mask_reader import Mask
+from .mask_reader import Mask, handed_over
 from .mask_tables import Table, behind, place_for
 from .sites import Site, have_one_size
 
@@ -204,15 +204,20 @@ def why_not_added(info: GraphInfo, site: Site) -> str:
     """Return why the op would not add a site's mask when it runs, or "": what the graph computes
     itself and adds (ALiBi, T5) hides nothing as a rule, so that no tile is skipped.
     """
-    assert site.mask is not None
-    node: Any = site.mask
+    if _input_behind(info, site.mask) is None:
+        return "the graph computes what is added, and PyTorch's kernels add it as fast"
+    return ""
+
+
+def _input_behind(info: GraphInfo, node: Any) -> Node | None:
+    """Return the input that a node is a view of, or None where the graph computes it."""
     while isinstance(node, Node) and (node := _levels_of(info, node)[-1][1]).op != "placeholder":
-        level = next(level for level in info.outward() if node.graph is level.gm.graph)
+        info = next(level for level in info.outward() if node.graph is level.gm.graph)
         call = read_one(node)
         if call is None or call.op.overloadpacket not in _VIEWS:
-            return "the graph computes what is added, and PyTorch's kernels add it as fast"
-        info, node = level, call.args["self"]
-    return ""
+            return None
+        node = call.args["self"]
+    return node if isinstance(node, Node) else None
 
 
 _VIEWS = named(
@@ -231,6 +236,12 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
         info, node = info.parent, outer
         found.append((info, node))
     return found
+
+
+def handed_in(info: GraphInfo, mask: Node | None) -> bool:
+    """Return whether an earlier piece of the model has made a mask that this one reads."""
+    source = _input_behind(info, mask)
+    return source is not None and handed_over(source) is not None
 
 
 def _fits(site: Site, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -328,7 +339,7 @@ def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tens
         formula, what = op_folder.bytes_before(b, h, m, n, dtype=dtype), "scores"
     else:
         mask = info.tensor(site.mask)
-        if mask is None:
+        if mask is None or handed_in(info, site.mask):
             return ""
         formula, what = op_folder.mask_bytes(b, m, n, dtype=mask.dtype), "mask"
     verb = "are" if site.between else "is"

@@ -120,6 +120,12 @@ class GraphPass(ABC):
         """Return the nodes the rewrite leaves without users."""
         return self.places(match)
 
+    def joins_ranks(self, info: GraphInfo, match: Any) -> bool:
+        """Return whether what the rewrite of ``match`` inserts waits for other processes, so that
+        an error in it has to end the run: a process that went on without it would be waited for.
+        """
+        return False
+
     def parts(self, match: Any) -> Sequence[Any]:
         """Return matches of one place each that ``match`` is made of, if it is of several."""
         return ()

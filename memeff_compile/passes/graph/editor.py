@@ -53,7 +53,7 @@ class Editor:
         finally:
             self._at = before
 
-    def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+    def call(self, op: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Insert a call; compute its example value in the region where it stands."""
         with self._inserting():
             node = self._adopted(self.graph.call_function(op, args, kwargs))
@@ -251,8 +251,8 @@ def describe_difference(old: Any, new: Any) -> str:
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
     if old.dtype == new.dtype and not same_shape(old.shape, new.shape):
         return f"shape from {tuple(old.shape)} to {tuple(new.shape)}"
-    for name in ("dtype", "device", "requires_grad"):
-        before, after = getattr(old, name), getattr(new, name)
+    for name in ("dtype", "device", "requires_grad", "placements"):  # the last of DTensors
+        before, after = getattr(old, name, None), getattr(new, name, None)
         if before != after:
             return f"{name} from {before} to {after}"
     return ""

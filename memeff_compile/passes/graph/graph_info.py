@@ -276,7 +276,7 @@ class GraphInfo:
         left, right = self.tensor(a), self.tensor(b)
         if left is None or right is None:
             return False
-        keys = _storage(left), _storage(right)
+        keys = storage_of(left), storage_of(right)
         if None in keys or keys[0] == keys[1]:
             return True
         return self._is_user_memory(left) and self._is_user_memory(right)
@@ -287,7 +287,7 @@ class GraphInfo:
         if value is None or not self.writes:
             return False
         keys, is_everything, is_user_memory = self._written_memory
-        key = _storage(value)
+        key = storage_of(value)
         if is_everything or key is None or key in keys:
             return True
         return is_user_memory and self._is_user_memory(value)
@@ -297,7 +297,7 @@ class GraphInfo:
         """What is written to: storages, whether anything else, whether memory of the user's."""
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
-        keys = set(map(_storage, values))
+        keys = set(map(storage_of, values))
         is_user_memory = None in keys or any(map(self._is_user_memory, values))
         return {key for key in keys if key is not None}, None in keys, is_user_memory
 
@@ -315,7 +315,7 @@ class GraphInfo:
                 continue
             real, name = compat.example_input(placeholder), compat.source_name(placeholder)
             is_held = any(part in name for part in ("._parameters[", "._buffers[", "_modules["))
-            key = _storage(held)
+            key = storage_of(held)
             if key is not None:
                 found.setdefault(key, not is_held and not isinstance(real, torch.nn.Parameter))
         return found
@@ -471,7 +471,7 @@ def node_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _storage(value: torch.Tensor) -> int | None:
+def storage_of(value: torch.Tensor) -> int | None:
     """Return a key of the memory of a tensor, or None where it has none of its own to ask for."""
     try:
         return compat.storage_key(value)

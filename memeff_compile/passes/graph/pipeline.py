@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch.fx import Graph, GraphModule, Node
 
 from ... import compat
-from ...errors import StrictError
+from ...errors import MemeffError, StrictError
 from ...logits.recipe import DeferredOutput
 from ...options import MAY_FIND_NOTHING, PASS_NAMES, Options
 from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
@@ -59,6 +59,8 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         if options.passes:
             gm.graph.lint()  # an edit of theirs beside the editor is undone by nothing else
         state.note_unused_skips(info)
+    except MemeffError:
+        raise  # other processes would wait for what this one left out
     except Exception as error:  # no match is to blame: an undo failed
         state.give_up(error)
     if state.changed:
@@ -149,6 +151,13 @@ class _Run:
         except Exception as error:
             editor.rollback()
             is_match = not isinstance(found, Decline)
+            if is_match and _said(False, lambda: graph_pass.joins_ranks(info, found)):
+                raise MemeffError(
+                    f"{graph_pass.name} failed on this process while it rewrote a head that is "
+                    f"split over several: {type(error).__name__}: {error}. To go on without it "
+                    "would have the others wait. Please report it; with options="
+                    "{'memeff.linear_cross_entropy': 'off'} every process leaves it as it was."
+                ) from error
             parts: Sequence[Any] = _said((), lambda: graph_pass.parts(found) if is_match else ())
             went_well = [self._try(graph_pass, info, p) for p in (parts if len(parts) > 1 else ())]
             if all(went_well):

@@ -13,23 +13,32 @@ from ...kernels import linear_cross_entropy as op_folder
 from ..graph import base
 from ..graph.base import Decline
 from ..graph.graph_info import GraphInfo, kind_among, node_name
+from . import shards
 from .head import SMALLEST_VOCABULARY, fold
 from .tails import METRICS, STATISTICS, Site, has_sum, is_silent
 
 
 def check_operands(info: GraphInfo, site: Site) -> Decline | None:
     head, where = site.head, site.tails[0].node
-    hidden, weight = info.value(head.hidden), info.value(head.weight)
-    operands = [("hidden states", head.hidden), ("head weight", head.weight), ("bias", head.bias)]
-    operands += [("targets", tail.target) for tail in site.tails]
+    split = shards.split_of(info, head)
+    if isinstance(split, Decline):
+        return replace(split, node=where)
+    hidden, weight = map(compat.local_part, (info.value(head.hidden), info.value(head.weight)))
+    operands: list[tuple[str, Node | None]] = [("targets come", tail.target) for tail in site.tails]
+    if split is None:
+        operands += [("hidden states come", head.hidden), ("head weight comes", head.weight)]
+        operands += [("bias comes", head.bias)]
+    elif (refusal := _check_split(info, site)) is not None:
+        return refusal
     for label, node in operands:
         kind = kind_among((node,))
         if kind:
-            code = "tensor_parallel_head" if kind == "DTensor" else f"subclass_weight({kind})"
-            said = f"the {label} come as a {kind}, which this op does not take"
+            said = f"the {label} as a {kind}, which this op does not take"
             hint = "gather the head to a plain tensor, or leave the loss to the model's own code"
-            return Decline(code, said, hint, where)
-    vocabulary = compat.known_size(weight.shape[1 if head.transposed else 0])
+            if kind.startswith("CodedWeight"):
+                hint = "leave the head dense: name it in skip of compress_"
+            return Decline(f"subclass_weight({kind})", said, hint, where)
+    vocabulary = compat.known_size(info.value(head.weight).shape[1 if head.transposed else 0])
     if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:
         said = "the hidden or vocabulary size is dynamic"
         return Decline("dynamic_vocabulary", said, "mark only batch and length dynamic", where)
@@ -44,10 +53,30 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
     for tail in site.tails:  # the op itself is asked
         dtype = torch.int64 if tail.target is None else info.value(tail.target).dtype
         target = rows.new_empty(rows.shape, dtype=dtype)
-        sentence = op_folder.supports(hidden, columns, info.tensor(head.bias), target, **how)
+        bias = None if head.bias is None else compat.local_part(info.value(head.bias))
+        sentence = op_folder.supports(hidden, columns, bias, target, **how)
         if sentence is not None:
             code = "dtype_unsupported" if "dtype" in sentence else "unsupported"
             return Decline(code, sentence, node=tail.node)
+    return None
+
+
+def _check_split(info: GraphInfo, site: Site) -> Decline | None:
+    """Judge what reads the logits of a head that is split over ranks."""
+    for tail in site.tails:
+        value, said = compat.example_value(tail.node), ""
+        folded = fold(tail.chain.steps)
+        vectors = () if isinstance(folded, Decline) else [each for each, _ in folded.biases]
+        if tail.kind == "top":
+            said = "the likeliest class is asked of logits that are split over ranks"
+        elif kind_among((tail.target, tail.class_weight)):
+            said = "the targets or class weights of a tensor parallel head are spread over ranks"
+        elif compat.is_dtensor(value) and not shards.is_everywhere(value):
+            said = f"`{tail.name}` of a tensor parallel head is not whole on every rank"
+        elif kind_among(vectors) or any(info.value(each).requires_grad for each in vectors):
+            said = "a vector with a gradient is added to logits that are split over ranks"
+        if said:
+            return Decline("tensor_parallel_head", said, shards.HINT, tail.node)
     return None
 
 

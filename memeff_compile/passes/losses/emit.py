@@ -18,9 +18,11 @@ from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
 from ...logits.recipe import Modifiers
 from ...options import Options
+from ..graph.base import Decline
 from ..graph.canonical import aten, call_of, named, read_one
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, Region, same_shape, written_by
+from . import shards
 from .head import fold, replay_rows
 from .softmax import class_position
 from .tails import ENTROPIES, STATISTICS, Tail, is_silent
@@ -190,6 +192,8 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
         return False
     if tail.label_smoothing or info.parent is not None or is_silent(info, tail):
         return False
+    if compat.is_dtensor(hidden):  # a rank knows its gradients when all ranks' classes have met
+        return False
     return op_folder.makes_gradients_in_forward(
         hidden.device,
         tail.chain.head.compute_dtype,
@@ -198,6 +202,13 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
         filter_parts=info.options.linear_cross_entropy_parts,
         workspace=info.options.linear_cross_entropy_workspace,
     )
+
+
+def gathered(group: Sequence[Tail]) -> list[str]:
+    """Name what a call gathers of each row where ranks have parts of the classes."""
+    extra = {"sum": any(t.label_smoothing > 0 for t in group)}
+    extra["entropy"] = any(t.kind in ENTROPIES for t in group)
+    return ["lse", "nll", *(name for name, wanted in extra.items() if wanted)]
 
 
 class GroupEmitter:
@@ -211,6 +222,9 @@ class GroupEmitter:
         self.modifiers = folded
         self.with_target = next((t for t in group if t.target is not None), None)
         self.ignore_index = self.with_target.ignore_index if self.with_target else None
+        split = shards.split_of(info, self.head)
+        assert not isinstance(split, Decline), "the check admits only splits that are served"
+        self.split = split
         self.op = self.target = self.hidden = group[0].node
         self.total: Node | None = None
         self._items: dict[int, Node] = {}
@@ -221,8 +235,9 @@ class GroupEmitter:
         e, head = self.editor, self.head
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
         size = compat.known_size(self.info.value(head.hidden).shape[-1])
-        self.hidden = self._cast(replay_rows(e, head.hidden, key_steps, size))
-        weight = self._cast(head.weight)
+        hidden = self._here(head.hidden, None if self.split is None else self.split.dim)
+        self.hidden = self._cast(replay_rows(e, hidden, key_steps, size))
+        weight = self._cast(self._here(head.weight))
         if head.transposed:
             weight = e.call(aten.t.default, weight)
         bias = self._bias()
@@ -237,10 +252,9 @@ class GroupEmitter:
         # What a call without metrics leaves at its defaults is not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
         with_lse = self._has("lse", "logit", "mean_logit")
-        self.op = e.call(
-            op_folder.linear_cross_entropy,
+        self.op = self._call(
             *operands,
-            column_weight,
+            column_weight and self._columns(column_weight),
             ignore_index=self.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
@@ -255,6 +269,28 @@ class GroupEmitter:
         asked |= {_LSE: smoothing or with_lse, _ENTROPY: metrics["with_entropy"]}
         asked[_TOP] = metrics["with_top"]
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
+
+    def _call(self, *operands: Node | None, **settings: Any) -> Node:
+        """Insert the op, or the one of ranks that have some of the classes each."""
+        e, split = self.editor, self.split
+        if split is None:
+            return e.call(op_folder.linear_cross_entropy, *operands, **settings)
+        settings |= {"group": split.group, **split.shard._asdict()}
+        return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
+
+    def _here(self, node: Node, summed: int | None = None) -> Node:
+        """Return what this rank holds of an operand."""
+        if self.split is None:
+            return node
+        return shards.here(self.editor, self.head, node, summed)
+
+    def _columns(self, vector: Node) -> Node:
+        """Return what belongs to this rank's classes of a vector over all."""
+        if self.split is None:
+            return vector
+        shard = self.split.shard
+        stop = shard.first + shard.columns
+        return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
     def _total_call(self, operands: Sequence[Node | None]) -> None:
         """Insert the op that returns the loss itself, and the gradients beside it."""
@@ -311,9 +347,9 @@ class GroupEmitter:
 
     def _bias(self) -> Node | None:
         e = self.editor
-        total = None if self.head.bias is None else self._cast(self.head.bias)
+        total = None if self.head.bias is None else self._cast(self._here(self.head.bias))
         for vector, divisor in self.modifiers.biases:
-            flat = e.call(aten.reshape.default, self._cast(vector), [-1])
+            flat = self._columns(e.call(aten.reshape.default, self._cast(vector), [-1]))
             if divisor != 1.0:
                 flat = e.call(aten.div.Scalar, flat, divisor)
             total = flat if total is None else e.call(aten.add.Tensor, total, flat)
@@ -357,7 +393,10 @@ class GroupEmitter:
             else:
                 found = e.call(aten.sub.Tensor, self._rows(_LSE), self._rows(_NLL))
             found = self._shaped(found, tail.target or self.target)
-        return e.cast(found, self.info.value(tail.node).dtype)
+        before = self.info.value(tail.node)
+        found = e.cast(found, before.dtype)
+        is_spread = compat.is_dtensor(before)
+        return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
     def _statistic(self, kind: str) -> Node:
         """Return a number per row of the op that ``kind`` names."""

@@ -26,6 +26,7 @@ from ..graph.base import Decline
 from ..graph.canonical import Call, Reading, aten, call_of, is_several, named, read, read_one, trace
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
+from . import shards
 
 SMALLEST_VOCABULARY = 32  # fewer classes than this make logits too small to matter
 _HEAD_WIDTH = 4  # a head is wider than this times its input
@@ -253,6 +254,8 @@ class HeadReader:
         """Return the operand through which ``node`` may carry logits."""
         if node.op not in ("call_function", "call_method"):
             return None
+        if (source := shards.moved(node)) is not None:
+            return source
         reading = self._reading(node)
         if not reading or reading[0].op not in _STEP_OPS:
             return None
@@ -267,6 +270,8 @@ class HeadReader:
         return operand if isinstance(operand, Node) else None
 
     def _step(self, node: Node, head: Head, moved: bool) -> Step | Decline:
+        if shards.moved(node) is not None:
+            return shards.lost(node) or Step(node, "same")
         reading = self._reading(node)
         assert reading is not None
         if len(reading) == 1:

@@ -312,8 +312,7 @@ def test_the_instructions_that_unpack_make_very_small_numbers_of_the_codes(bits:
         for part in range(8 // apart):
             gain = (1, 4, 16, 16)[part] if bits == 3 else 2 ** (part * apart)
             for byte in range(2):
-                code = getattr(kernels, f"_TAKE_{bits}_{part}_{byte}").value
-                found = _run(code, word, high)
+                found = _run(kernels._take_two(bits, part, byte), word, high)
                 for half in range(2):
                     place = 16 * half + 8 * byte
                     wanted = word >> (place + part * apart) & (2**apart - 1)

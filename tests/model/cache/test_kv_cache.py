@@ -531,7 +531,7 @@ def test_layers_that_see_a_window_stay_exact() -> None:
     )
     cache = KVCache(model.config, LENGTH, 8, **SHORT)
     kinds = [type(layer).__name__ for layer in cache.layers]
-    assert kinds == ["StaticSlidingWindowLayer", "CodedLayer"]
+    assert kinds == ["WindowLayer", "CodedLayer"]
     ids = prompt(tokens=75)
     expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 70)
     found = logits(model, model, cache, ids, 70)
@@ -547,13 +547,19 @@ def test_a_crop_of_a_model_with_a_window_is_refused_before_any_layer_changes() -
     )
     cache = fill(model, KVCache(model.config, LENGTH, 4, **SHORT))
     cache.crop(0)
-    words = "StaticSlidingWindowLayer .* reset.* Layer 1 .* no layer was changed"
+    words = "WindowLayer .* reset.* Layer 1 .* no layer was changed"
     with pytest.raises(UnsupportedInputError, match=words):
         cache.crop(-5)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [60, 60]
 
 
 # --- refusals -------------------------------------------------------------------------------------
+
+
+def test_a_model_that_keeps_no_keys_is_refused() -> None:
+    config = transformers.MambaConfig(num_hidden_layers=1)
+    with pytest.raises(UnsupportedInputError, match="no layer of this model keeps keys"):
+        KVCache(config, LENGTH)
 
 
 @pytest.mark.parametrize(

@@ -415,7 +415,7 @@ def test_layers_that_see_a_window_are_never_paired() -> None:
         num_hidden_layers=5,
     )
     cache = KVCache(model.config, LENGTH, 8, merge=MiniCache(start_layer=0), **SHORT)
-    wanted = ["CodedLayer", "StaticSlidingWindowLayer", "MergedLayer", "MergedLayer", "CodedLayer"]
+    wanted = ["CodedLayer", "WindowLayer", "MergedLayer", "MergedLayer", "CodedLayer"]
     assert kinds(cache) == wanted
     ids = prompt(tokens=75)
     expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 70)

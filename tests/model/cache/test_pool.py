@@ -199,6 +199,17 @@ def test_one_line_compiles_generation(kv_cache: Any) -> None:
     assert torch.equal(expected[2], generated(make(num_hidden_layers=1), 1))
 
 
+def test_merged_caches_of_any_length_are_served_by_two_graphs() -> None:
+    settings = {"bits": 4, "merge": memeff_compile.MiniCache(start_layer=0, force=True)}
+    plain, model = make(), memeff_compile.compile(make(), kv_cache=settings, inner="eager")
+    with use_kv_cache_(plain, **settings):  # type: ignore[attr-defined]
+        for length, new in ((20, 4), (300, 12), (31, 4), (600, 4)):
+            expected = generated(plain, length, max_new_tokens=new)
+            assert torch.equal(generated(model, length, max_new_tokens=new), expected)
+    found = [[record.action for record in graph.records] for graph in memeff_compile.graphs()]
+    assert [actions.count("rewrote") for actions in found] == [0, 2]
+
+
 def test_a_long_cache_behind_a_short_one_is_asked_anew_what_pays() -> None:
     model = memeff_compile.compile(make(num_hidden_layers=1), kv_cache="static", inner="eager")
     for length, has_op in ((20, False), (900, True)):

@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, StaticCache
 from transformers.generation.logits_process import LogitsProcessor
 
 import memeff_compile
+from tests.support import zoo
 from tests.support.cached_models import make, prompt
 from tests.support.recorded import Imitation, imitate
 
@@ -195,6 +196,128 @@ def test_a_step_for_caches_of_any_length_is_recorded_for_each(
     assert len(memeff_compile.graphs()) == 2
     assert engine.recorded == 2
     assert totals()[1] >= 4 * (NEW - 4)
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 16},
+    "Qwen2": {
+        "sliding_window": 16,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16},
+    "Gemma3Text": {
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+}
+
+
+def compiled_for(kv_cache: str | int, family: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a compiled model, and what its generate() is given: the verb, or the backend alone."""
+    model = make(family, **settings)
+    if kv_cache == "bare":
+        model.compile(backend="memeff", options={"memeff.inner": "eager"})
+        return model, {"cache_implementation": "static"}
+    return memeff_compile.compile(model, kv_cache=kv_cache, inner="eager"), {}
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_cache"),
+    [
+        ("Mistral", "static"),
+        pytest.param("Mistral", "bare", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, kv_cache, marks=pytest.mark.slow)
+            for family in ("Qwen2", "Gemma2", "Gemma3Text")
+            for kv_cache in ("static", 4, "bare")
+        ),
+    ],
+)
+def test_steps_of_a_model_with_windows_are_replayed(
+    engine: Imitation, family: str, kv_cache: str | int
+) -> None:
+    """Windows that fill, that are full, that the prompt is longer than; again, with padding."""
+    settings = WINDOWS[family] | (ONE_LAYER if family == "Mistral" else {})
+    plain = make(family, **settings)
+    model, given = compiled_for(kv_cache, family, **settings)
+    steps = 0
+    for tokens, new, padding in ((10, 20, 0), (30, 12, 0), (11, 16, 4), (12, 14, 0)):
+        ids = prompt(2, tokens)
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        asked = {"max_new_tokens": new, "do_sample": False, "attention_mask": mask}
+        expected = plain.generate(ids, **asked)
+        assert torch.equal(model.generate(ids, **asked, **given), expected)
+        steps += new - 1
+    # Windows that fill and that are full are a step each, and each runs twice before it is recorded.
+    assert totals()[1] >= steps - (4 if kv_cache != "bare" else 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_beams_over_windows_are_replayed(engine: Imitation, sequences: int) -> None:
+    plain = make("Mistral", **WINDOWS["Mistral"], **ONE_LAYER)
+    model, _ = compiled_for("static", "Mistral", **WINDOWS["Mistral"], **ONE_LAYER)
+    for tokens in (10, 30):
+        asked = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3}
+        asked["num_return_sequences"] = sequences
+        ids = prompt(2, tokens)
+        assert torch.equal(model.generate(ids, **asked), plain.generate(ids, **asked))
+    assert totals()[1] >= 2 * 19 - 4
+
+
+def test_a_window_longer_than_the_cache_is_an_exact_cache(engine: Imitation) -> None:
+    """The step serves caches of any length, as one without windows does."""
+    plain = make("Mistral", sliding_window=1024, **ONE_LAYER)
+    model, _ = compiled_for("static", "Mistral", sliding_window=1024, **ONE_LAYER)
+    for tokens in (20, 300, 31):
+        ids = prompt(2, tokens)
+        expected = plain.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
+    assert len(memeff_compile.graphs()) == 2
+    assert totals()[1] >= 3 * (NEW - 1) - 4
+
+
+FAMILIES = {each.name: each for each in (*zoo.FAMILIES, *zoo.FURTHER)}
+EXPERTS = ("mixtral", "qwen3_moe", "granitemoe", "gpt_oss")
+SEEN = (
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox opt bloom olmo2 olmo3 "
+    "granite cohere2 stablelm smollm3 starcoder2 glm4 lfm2"
+).split()
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SEEN, *EXPERTS))]
+)
+def test_steps_of_many_families_are_replayed(engine: Imitation, name: str) -> None:
+    dtype = torch.bfloat16 if name in EXPERTS else torch.float32
+    plain, model = (zoo.build(FAMILIES[name], dtype).eval() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        each.generation_config.eos_token_id = None  # type: ignore[union-attr]
+        each.generation_config.pad_token_id = 0  # type: ignore[union-attr]
+    model = memeff_compile.compile(model, kv_cache="static", inner="eager")
+    if name in EXPERTS:  # in bf16 logits of tiny models tie, and another cache rounds otherwise
+        memeff_compile.use_kv_cache_(plain, bits=16)
+    for length in (10, 20):
+        ids = prompt(2, length)
+        expected = plain.generate(ids, max_new_tokens=NEW, do_sample=False)  # type: ignore[operator]
+        assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)  # type: ignore[operator]
+    assert totals()[1] >= 2 * (NEW - 1) - 4
+
+
+@pytest.mark.slow
+def test_experts_in_other_dtypes_wait_for_the_gpu_and_the_way_out_is_told(
+    engine: Imitation,
+) -> None:
+    model = memeff_compile.compile(
+        zoo.build(FAMILIES["mixtral"]).eval(), kv_cache="static", inner="eager"
+    )
+    model.generate(prompt(2, 10), max_new_tokens=3, do_sample=False)  # type: ignore[operator]
+    (found,) = [r for r in memeff_compile.last_report().records if r.code.startswith("unsafe")]
+    assert "bfloat16" in found.hint
 
 
 def test_a_growing_cache_is_told_the_way_out(engine: Imitation) -> None:

@@ -1,0 +1,129 @@
+"""Heads that DTensor splits over ranks by classes: how they are read, and how their parts meet.
+
+    x = DTensor.from_local(h, mesh, (Replicate,))
+    l = linear(x, W)                          W: Shard(0), this rank's classes
+    z = l.redistribute(placements=(Replicate,)).to_local()
+
+All ranks of a group have to edit alike, else a collective waits for one that never comes. What is
+decided here depends on nothing else than layouts and sizes of whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from ... import compat
+from ...kernels import linear_cross_entropy as op_folder
+from ...kernels.linear_cross_entropy import Split
+from ..graph.base import Decline
+from ..graph.editor import Editor
+from ..graph.graph_info import GraphInfo, node_name
+
+HINT = (
+    "split the head by its classes, as ColwiseParallel does, or leave the loss to the model's own "
+    "code"
+)
+
+
+def sentence(split: Split, numbers: Sequence[int]) -> str:
+    """Say in a report what this rank has, and how many numbers of a row each gather moves."""
+    shard = split.shard
+    last = shard.first + shard.columns - 1
+    gathers = "one all-gather" if len(numbers) == 1 else f"{len(numbers)} all-gathers"
+    each = " and ".join(map(str, sorted(set(numbers))))
+    return (
+        f" on {shard.ranks} ranks, classes {shard.first} to {last} of {shard.classes} here; "
+        f"{gathers} of {each} numbers per row"
+    )
+
+
+def moved(node: Node) -> Node | None:
+    """Return what a call moves between ranks or takes this rank's part of, or None."""
+    if node_name(node) not in ("redistribute", "to_local", *_CLOSURES) or not node.args:
+        return None
+    source: Any = node.args[0]
+    return source if compat.is_dtensor(compat.example_value(source)) else None
+
+
+_CLOSURES = ("prim_redistribute", "prim_to_local")  # before torch 2.13, what they are told inside
+
+
+def lost(node: Node) -> Decline | None:
+    """Say why logits that are moved between ranks are no longer all of them, or return None."""
+    source: Any = node.args[0]
+    before, after = compat.example_value(source), compat.example_value(node)
+    if compat.is_dtensor(after):
+        laid_out, kept = after, _is_by_classes(after)
+    else:
+        cells = getattr(node.target, "__closure__", None) or ()
+        is_plain = not (node.args[1:] or node.kwargs or any(cell.cell_contents for cell in cells))
+        laid_out, kept = before, is_plain and is_everywhere(before)
+    if kept:
+        return None
+    said = f"each rank's logits are laid out as {op_folder.layout(laid_out)} where "
+    said += f"`{node_name(node)}` is called, neither whole nor split by classes alone"
+    return _declined(said, node)
+
+
+def is_everywhere(value: Any) -> bool:
+    """Return whether every rank holds all of a tensor."""
+    return all(place.is_replicate() for place in value.placements)
+
+
+def _is_by_classes(logits: Any) -> bool:
+    """Return whether ranks have whole logits, or some of the classes of every row."""
+    from torch.distributed.tensor import Shard
+
+    places = [p for p in logits.placements if not p.is_replicate()]
+    last = logits.dim() - 1
+    return all(type(p) is Shard and p.dim % logits.dim() == last for p in places)
+
+
+def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
+    """Return how a head is split over ranks, None if it is not, or why it cannot be served."""
+    operands = [compat.example_value(n) for n in (head.hidden, head.weight, head.bias) if n]
+    if not any(map(compat.is_dtensor, operands)):
+        return None
+    if not all(map(compat.is_dtensor, operands)):
+        return _declined("the head is tensor parallel, and not all of its operands are", head.node)
+    hidden, weight, *bias = operands
+    placeholder = info.root_placeholder(head.weight)
+    real = None if placeholder is None else compat.example_input(placeholder)
+    if not compat.is_dtensor(real):
+        return _declined("the tensor parallel head's weight is made inside the graph", head.node)
+    if head.transposed:
+        return _declined("the tensor parallel head's weight is stored as (D, V)", head.node)
+    found = op_folder.split_of(real)
+    if isinstance(found, str):
+        return _declined(f"the weight of the tensor parallel head {found}", head.node)
+    if not is_everywhere(hidden) or any(b.placements != weight.placements for b in bias):
+        said = f"hidden states laid out as {op_folder.layout(hidden)}"
+        said += "".join(f" and a bias as {op_folder.layout(b)}" for b in bias)
+        return _declined(f"{said} meet a head as {op_folder.layout(weight)}", head.node)
+    return found
+
+
+def _declined(said: str, node: Node) -> Decline:
+    return Decline("tensor_parallel_head", said, HINT, node)
+
+
+def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> Node:
+    """Insert, once and before the head, what this rank holds of an operand of it."""
+
+    def build() -> Node:
+        with editor.at(head.node):
+            return editor.call(op_folder.part_of_rank, node, summed)
+
+    return editor.shared((op_folder.part_of_rank, head.node, node), build)
+
+
+def on_every_rank(value: Tensor, like: Any) -> Tensor:
+    """Return what all ranks have computed alike as a DTensor on the mesh of another."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    places = [Replicate()] * like.device_mesh.ndim
+    return DTensor.from_local(value, like.device_mesh, places, run_check=False)

@@ -1,0 +1,207 @@
+"""Shards of one weight, merged, are the whole head: values, and the sum of what each rank gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import TargetRangeError, UnsupportedInputError
+from memeff_compile.kernels import linear_cross_entropy as op_folder
+from memeff_compile.kernels.linear_cross_entropy import Shard
+
+N, D = 14, 8
+DEFAULTS: dict[str, Any] = {
+    "ignore_index": -100,
+    "scale": 1.0,
+    "softcap": 0.0,
+    "with_lse": False,
+    "with_logit_sum": False,
+    "gradient_filter": "exact",
+    "workspace": 0,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale and softcap": {"scale": 0.5, "softcap": 3.0},
+    "lse": {"with_lse": True},
+    "smoothing": {"with_logit_sum": True},
+    "entropy": {"with_entropy": True},
+    "all": {"with_lse": True, "with_logit_sum": True, "with_entropy": True, "softcap": 5.0},
+    "a class is ignored": {"ignore_index": 0},
+    "none is ignored": {"ignore_index": None},
+}
+
+
+class Case:
+    """A head with its targets, and random factors of what the op returns for each row."""
+
+    def __init__(self, vocab: int, dtype: torch.dtype, where: str, **settings: Any) -> None:
+        self.settings = DEFAULTS | settings
+        self.vocab, ignored = vocab, self.settings["ignore_index"]
+        draw = torch.Generator().manual_seed(vocab)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+
+        self.hidden, self.weight, self.bias = random(2, N // 2, D), random(vocab, D), random(vocab)
+        self.column_weight = random(vocab).abs() if self.settings["with_logit_sum"] else None
+        highest = 3 if where == "one rank" else vocab
+        self.target = torch.randint(0, highest, (2, N // 2), generator=draw)
+        if where != "one rank" and ignored is not None:
+            self.target[0 if where == "half ignored" else slice(None)] = ignored
+        self.factors = [random(2, N // 2) for _ in range(4)]
+
+    def operands(self, first: int = 0, stop: int | None = None) -> tuple[list[Any], list[Tensor]]:
+        part = slice(first, stop)
+        trained = [self.hidden.clone(), self.weight[part].clone(), self.bias[part].clone()]
+        for each in trained:
+            each.requires_grad_()
+        column_weight = None if self.column_weight is None else self.column_weight[part]
+        return [*trained, self.target, column_weight], trained
+
+    def whole(self) -> tuple[list[Tensor], list[Tensor]]:
+        operands, trained = self.operands()
+        *found, _ = op_folder.linear_cross_entropy(*operands, **self.settings)
+        return found, self.gradients(found, trained)
+
+    def gradients(self, found: list[Tensor], trained: list[Tensor]) -> list[Tensor]:
+        asked = [(part, by) for part, by in zip(found, self.factors, strict=True) if part.numel()]
+        sum((part * by).sum() for part, by in asked).backward()
+        return [each.grad for each in trained]
+
+    def merged(self, ranks: int) -> tuple[list[Tensor], list[Tensor]]:
+        """What every rank finds, and the gradients that ranks add up or keep."""
+        shards = [Shard(rank, ranks, self.vocab) for rank in range(ranks)]
+        given = [self.operands(s.first, s.first + s.columns) for s in shards]
+        settings = [self.settings | s._asdict() for s in shards]
+        op = op_folder.linear_cross_entropy_shard
+        stats = [op(*each[0], None, **how) for each, how in zip(given, settings, strict=True)]
+        assert not any(each.requires_grad for each in stats)
+        every, found, gradients = torch.cat(stats), [], []
+        for (operands, trained), how in zip(given, settings, strict=True):
+            found.append(list(op_folder.linear_cross_entropy_merge(every, *operands, **how)))
+            gradients.append(self.gradients(found[-1], trained))
+        for other in found[1:]:
+            for mine, theirs in zip(found[0], other, strict=True):
+                assert torch.equal(mine, theirs)
+        of_hidden, of_weight, of_bias = zip(*gradients, strict=True)
+        return found[0], [torch.stack(of_hidden).sum(0), torch.cat(of_weight), torch.cat(of_bias)]
+
+
+def assert_same(case: Case, ranks: int, tolerance: float) -> None:
+    values, gradients = case.merged(ranks)
+    whole_values, whole_gradients = case.whole()
+    both = zip((*values, *gradients), (*whole_values, *whole_gradients), strict=True)
+    for mine, whole in both:
+        bound = tolerance * max(1.0, float(whole.detach().abs().max())) if whole.numel() else 0.0
+        torch.testing.assert_close(mine, whole, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("where", ["half ignored", "one rank", "all ignored"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_shards_of_a_weight_are_the_whole_head(settings: dict[str, Any], where: str) -> None:
+    for ranks in (1, 2, 3, 4):
+        for vocab in (40, 41):
+            assert_same(Case(vocab, torch.float64, where, **settings), ranks, 1e-12)
+    assert_same(Case(41, torch.float32, where, **settings), 3, 2e-6)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_rank_may_hold_nothing_but_padding(entropy: bool) -> None:
+    """Padded classes at -inf give 0, not nan, whatever is asked of the others."""
+    case = Case(40, torch.float64, "one rank", with_entropy=entropy)
+    case.bias[20:] = -torch.inf
+    values, gradients = case.merged(2)
+    assert all(torch.isfinite(each).all() for each in (*values, *gradients))
+    assert_same(case, 2, 1e-12)
+    assert_same(case, 4, 1e-12)
+
+
+def test_a_target_at_minus_infinity_loses_infinity_as_in_one_process() -> None:
+    case = Case(40, torch.float64, "one rank")
+    case.bias[:20] = -torch.inf
+    (mine, *_), _ = case.merged(2)
+    (whole, *_), _ = case.whole()
+    assert torch.equal(mine, whole)
+    assert (mine == torch.inf).all()
+
+
+def test_a_confident_target_keeps_its_digits() -> None:
+    """A loss of 1e-5 beside a log-sum-exp of 50: their difference would have no digit of it."""
+    hidden = torch.zeros(1, D)
+    hidden[0, 0] = 1
+    weight = torch.zeros(40, D)
+    weight[3, 0], weight[39, 0] = 50, 50 - 11.5
+    target = torch.tensor([3])
+    stats = [
+        op_folder.linear_cross_entropy_shard(
+            *(hidden, weight[20 * rank :][:20], None, target, None, None),
+            **DEFAULTS,
+            **Shard(rank, 2, 40)._asdict(),
+        )
+        for rank in range(2)
+    ]
+    settings = DEFAULTS | Shard(0, 2, 40)._asdict()
+    operands = (hidden, weight[:20], None, target, None)
+    nll, *_ = op_folder.linear_cross_entropy_merge(torch.cat(stats), *operands, **settings)
+    exact, *_ = op_folder.linear_cross_entropy(
+        *(hidden.double(), weight.double(), None, target, None), **DEFAULTS
+    )
+    torch.testing.assert_close(nll.double(), exact, rtol=1e-3, atol=0)
+
+
+def test_no_rows_give_no_numbers_and_no_gradients() -> None:
+    operands = (torch.zeros(0, D, requires_grad=True), torch.zeros(20, D, requires_grad=True))
+    operands += (None, torch.zeros(0, dtype=torch.int64), None)
+    settings = DEFAULTS | Shard(1, 2, 40)._asdict()
+    stats = op_folder.linear_cross_entropy_shard(*operands, None, **settings)
+    assert stats.shape == (2, 0)
+    nll, *_ = op_folder.linear_cross_entropy_merge(torch.cat([stats] * 2), *operands, **settings)
+    nll.sum().backward()
+    assert all(each.grad is not None and not each.grad.any() for each in operands[:2])
+
+
+def test_a_target_is_judged_by_the_classes_of_all_ranks() -> None:
+    operands = (torch.zeros(2, D), torch.zeros(20, D), None)
+    settings = DEFAULTS | Shard(0, 2, 40)._asdict()
+    fits, outside = torch.tensor([3, 39]), torch.tensor([3, 40])
+    op_folder.linear_cross_entropy_shard(*operands, fits, None, None, **settings)
+    with pytest.raises(TargetRangeError, match=r"holds 40 \(row 1\); columns run from 0 to 39"):
+        op_folder.linear_cross_entropy_shard(*operands, outside, None, None, **settings)
+
+
+def test_ranks_that_have_different_rows_all_say_so() -> None:
+    operands = (
+        torch.zeros(2, D),
+        torch.zeros(20, D),
+        None,
+        torch.zeros(2, dtype=torch.int64),
+        None,
+    )
+    settings = DEFAULTS | Shard(0, 2, 40)._asdict()
+    op_folder.linear_cross_entropy_shard(*operands, torch.tensor([2, 2]), **settings)
+    with pytest.raises(UnsupportedInputError, match=r"different numbers of rows \(2, 3\)"):
+        op_folder.linear_cross_entropy_shard(*operands, torch.tensor([2, 3]), **settings)
+
+
+def test_a_weight_that_is_not_the_shard_is_refused() -> None:
+    settings = DEFAULTS | Shard(1, 2, 41)._asdict()
+    target = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(UnsupportedInputError, match="rank 1 of 2 with 41 classes holds 20"):
+        op_folder.linear_cross_entropy_shard(
+            *(torch.zeros(2, D), torch.zeros(21, D), None, target, None, None), **settings
+        )
+
+
+def test_shards_are_those_of_torch_chunk() -> None:
+    for classes in range(1, 30):
+        for ranks in range(1, 9):
+            parts = torch.arange(classes).chunk(ranks)
+            for rank in range(ranks):
+                shard = Shard(rank, ranks, classes)
+                part = parts[rank] if rank < len(parts) else torch.arange(0)
+                assert shard.columns == len(part)
+                assert not len(part) or shard.first == int(part[0])
+            assert shard.leaves_some_empty == (len(parts) < ranks)
