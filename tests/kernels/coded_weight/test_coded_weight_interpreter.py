@@ -53,7 +53,9 @@ def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
     assert isinstance(outcome, codecs.Outcome)
     assert outcome.fits()
     plain = dict(zip(form.parts, codecs.encode(value, form), strict=True))
-    streams = [plain[name].numel() - reference.STREAM_TAIL for name in ("second", "third") if name in plain]
+    streams = [
+        plain[name].numel() - reference.STREAM_TAIL for name in ("second", "third") if name in plain
+    ]
     needed = [*streams, plain["patch_places"].numel()]
     assert refuge[: codecs.HEADING].view(torch.int32)[: len(needed)].tolist() == needed
     assert not refuge[codecs.HEADING :].any()
