@@ -175,6 +175,11 @@ def test_it_compiles_into_one_graph() -> None:
         ({"label_smoothing": 1.5}, "between 0 and 1"),
         ({"z_loss": -1.0}, "z_loss is -1.0"),
         ({"z_loss": float("nan")}, "z_loss is nan"),
+        ({"z_loss": None}, "z_loss is None; a number"),
+        ({"label_smoothing": "some"}, "label_smoothing is 'some'; a number"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": "1"}, "scale is '1'; a number"),
+        ({"ignore_index": "pad"}, "ignore_index is 'pad'; a whole number"),
         ({"softcap": -2.0}, "softcap is -2.0"),
         ({"filter": "most"}, "known filters are"),
         ({"class_weight": torch.ones(V - 1)}, "class_weight has 69 elements"),
@@ -188,6 +193,12 @@ def test_bad_settings_are_refused_in_a_sentence(changes: dict[str, Any], words: 
     hidden, weight, target, _ = inputs()
     with pytest.raises(UnsupportedInputError, match=words):
         memeff_compile.linear_cross_entropy(hidden, weight, target, **changes)
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    hidden, weight, _, _ = inputs()
+    with pytest.raises(UnsupportedInputError, match="target is a list, and no tensor"):
+        memeff_compile.linear_cross_entropy(hidden, weight, [1, 2])  # type: ignore[call-overload]
 
 
 def test_target_that_is_no_class_is_named() -> None:
