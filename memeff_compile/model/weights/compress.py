@@ -170,8 +170,8 @@ def compress_(
     are_names = isinstance(skip, Collection) and all(isinstance(each, str) for each in skip)
     if not are_names or not isinstance(min_size, (int, float)):
         raise OptionError(
-            f"compress_: min_size is {min_size!r} and skip {skip!r}; a number of elements and names "
-            "of modules are needed."
+            f"compress_: min_size is {min_size!r} and skip {skip!r}; a number of elements and the "
+            "names of modules are needed."
         )
     places = list(_places(model))
     memory: dict[int, set[int]] = {}  # which tensors share each piece of it
