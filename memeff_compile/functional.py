@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
@@ -136,7 +137,11 @@ def linear_cross_entropy(
         and torch.is_grad_enabled()
         and any(part is not None and part.requires_grad for part in (hidden, weight, bias))
         and op_folder.makes_gradients_in_forward(
-            hidden.device, hidden.dtype, hidden.shape[-1], gradient_filter=filter
+            # a number also where a trace has a symbol
+            hidden.device,
+            hidden.dtype,
+            index(hidden.shape[-1]),
+            gradient_filter=filter,
         )
     ):
         return _total(operands, class_weight, reduction, how | filtered)
@@ -231,9 +236,9 @@ def _require_settings(
     elif not 0 <= numbers["label_smoothing"] <= 1:
         value = numbers["label_smoothing"]
         sentence = f"label_smoothing is {value}; it must be between 0 and 1."
-    elif not (numbers["z_loss"] >= 0 and math.isfinite(numbers["z_loss"])):
+    elif not 0 <= numbers["z_loss"] < math.inf:
         sentence = f"z_loss is {numbers['z_loss']}; it must be positive and finite, or 0 for none."
-    elif not math.isfinite(numbers["scale"]):
+    elif not -math.inf < numbers["scale"] < math.inf:
         sentence = f"scale is {numbers['scale']}; it must be finite."
     elif class_weight is not None:
         operands = (tensors["hidden"], tensors["weight"], None, tensors["target"], class_weight)
