@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .errors import ExplainError as ExplainError
     from .errors import MemeffError as MemeffError
     from .errors import OptionError as OptionError
+    from .errors import ShardedLogitsError as ShardedLogitsError
     from .errors import StaleLogitsError as StaleLogitsError
     from .errors import StrictError as StrictError
     from .errors import TargetRangeError as TargetRangeError
@@ -60,7 +61,7 @@ _NAMES = {
     "backend": "compile reset",
     "errors": (
         "CalibrationError CodedWeightError DoubleBackwardError ExplainError MemeffError "
-        "OptionError StaleLogitsError StrictError TargetRangeError TuneError "
+        "OptionError ShardedLogitsError StaleLogitsError StrictError TargetRangeError TuneError "
         "UnsupportedInputError VerifyError"
     ),
     "functional": "linear_cross_entropy",

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -831,6 +832,27 @@ def is_fsdp_shard(weight: torch.Tensor) -> bool:
     """Return whether ``weight`` is a parameter that FSDP2 holds in shards on their device."""
     param = _find_fsdp2_shard(weight)
     return param is not None and not param.offload_to_cpu
+
+
+@dataclass(frozen=True)
+class FsdpShard:
+    """What FSDP2 does with a parameter that it holds in shards."""
+
+    _param: Any
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is the one whose hooks it runs: others may take its place."""
+        return self._param.sharded_param is parameter
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the shard is kept in memory of the host."""
+        return bool(self._param.offload_to_cpu)
+
+
+def fsdp_shards() -> dict[int, FsdpShard]:
+    """Return what FSDP2 does with every parameter that it holds in shards, by `id`."""
+    return {id(param.sharded_param): FsdpShard(param) for param, _ in _fsdp2_parameters()}
 
 
 def _find_fsdp2_shard(weight: torch.Tensor) -> Any:

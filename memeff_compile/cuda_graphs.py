@@ -37,6 +37,12 @@ _STATIC = (
     "memeff_compile.KVCache."
 )
 
+_WAYS_OUT = {
+    "grouped_mm_fallback": "Load the model in bfloat16: in other dtypes transformers multiplies "
+    "experts one by one, and reads on the host how many tokens each has.",
+}
+"""What to do about ops that cannot be recorded, by their names."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -174,7 +180,7 @@ class _Step:
             if is_elsewhere or compat.is_unsafe_to_record(node):
                 name = node_name(node)
                 why = "waits for the GPU, asks the host, or is an op that may do either"
-                yield f"unsafe_op({name})", f"`{name}` {why}"
+                yield f"unsafe_op({name})", f"`{name}` {why}", _WAYS_OUT.get(name, "")
         count = sum(_bytes(v) for node, v in self._returned() if node.op != "placeholder")
         if count > MAX_CLONED:
             why = f"it returns {format_bytes(count)}, which would be cloned in each step; up to "

@@ -15,6 +15,7 @@ __all__ = [
     "ExplainError",
     "MemeffError",
     "OptionError",
+    "ShardedLogitsError",
     "StaleLogitsError",
     "StrictError",
     "TargetRangeError",
@@ -38,6 +39,10 @@ class StrictError(MemeffError, RuntimeError):
 
 class StaleLogitsError(MemeffError, RuntimeError):
     """Deferred logits were read after the weights they come from had been changed in place."""
+
+
+class ShardedLogitsError(MemeffError, RuntimeError):
+    """Deferred logits of a head that is split over ranks were read by one of them alone."""
 
 
 class TargetRangeError(MemeffError, IndexError):

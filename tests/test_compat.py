@@ -685,7 +685,8 @@ def test_plain_tensors_belong_to_no_group() -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
-@probes("is_fsdp_shard", "put_fsdp_shard", "with_local_part", "is_tensor_parallel")
+@probes("is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
+@probes("is_tensor_parallel")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -702,6 +703,10 @@ def test_parameters_of_fsdp2_are_found() -> None:
         assert compat.is_dtensor(outer.weight)
         assert not compat.is_dtensor(compat.local_part(outer.weight))
         assert compat.is_fsdp_shard(outer.weight)
+        held = compat.fsdp_shards()[id(outer.weight)]
+        assert held.holds(outer.weight)
+        assert not held.holds(inner.weight)
+        assert not held.is_on_host
         doubled = compat.local_part(outer.weight).detach() * 2
         assert torch.equal(compat.with_local_part(outer.weight, doubled).to_local(), doubled)
         assert compat.put_fsdp_shard(outer, "weight", doubled)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile import compat
+from memeff_compile.errors import ShardedLogitsError
 from memeff_compile.logits.fused_rows import FusedRows
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe, LossSettings, given_sizes
@@ -78,7 +79,7 @@ def attach(
             vectors = [args[index] for index in entry.vectors]
             if compat.is_fake(hidden):
                 # DDP asks for fake outputs, to compile the next piece of the model with.
-                logits = entry.recipe.logits(hidden, weight, bias, vectors)
+                logits = _fake(hidden, weight, bias, vectors, entry.recipe)
             else:
                 made_of = hidden.clone() if clone_hidden else hidden, weight, bias, vectors
                 logits = defer(*made_of, entry.recipe, loss=entry.loss, use=use)
@@ -87,6 +88,16 @@ def attach(
         return results if isinstance(outputs, list) else tuple(results)
 
     return run
+
+
+def _fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vectors: Sequence[Tensor], recipe: Any
+) -> Tensor:
+    if compat.is_dtensor(weight):
+        shape = (*hidden.shape[:-1], recipe.vocab(weight))
+        return hidden.new_empty(shape, dtype=recipe.dtype)
+    logits: Tensor = recipe.logits(hidden, weight, bias, vectors)
+    return logits
 
 
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
@@ -118,12 +129,19 @@ class _Defer(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, *vectors)
         source = LogitsSource(hidden, weight, bias, vectors, *settings)
         ctx.recipe, ctx.source = recipe, weakref.ref(source)
+        ctx.is_spread = source.ranks is not None
         shape = (*hidden.shape[:-1], recipe.vocab(weight))
         return DeferredLogits.whole(Memory(source, recipe, source.hidden, shape), shape)
 
     @staticmethod
     @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_spread:
+            raise ShardedLogitsError(
+                "A gradient came back through deferred logits of a head that is split over ranks, "
+                "which have none: the loss that the model returns has all of its own. Compile with "
+                'options={"memeff.logits": "eager"}.'
+            )
         hidden, weight, bias, *vectors = ctx.saved_tensors
         recipe: LogitsRecipe = ctx.recipe
         needed = ctx.needs_input_grad[2:]

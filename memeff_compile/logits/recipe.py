@@ -91,10 +91,12 @@ class LogitsRecipe:
         weight: Tensor,  # (vocabulary, hidden), or (hidden, vocabulary) when transposed
         bias: Tensor | None,  # (vocabulary,) or None, the bias inside the product
         vectors: Sequence[Tensor] = (),  # one per bias step, broadcastable to (vocabulary,)
+        # makes the product of all classes of that with `weight`, where this has some of them
+        gather: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Compute logits, (..., vocabulary) of `self.dtype`, differentiably, without autocast."""
         with _autocast_off(hidden.device.type):
-            return self._forward((hidden, weight, bias, vectors), None)
+            return self._forward((hidden, weight, bias, vectors), None, gather)
 
     def gradients(
         self,
@@ -138,7 +140,12 @@ class LogitsRecipe:
             dtypes.append(value if changes else dtypes[-1])
         return tuple(dtypes)
 
-    def _forward(self, made_of: Sequence[Any], tanhs: list[Tensor] | None) -> Tensor:
+    def _forward(
+        self,
+        made_of: Sequence[Any],
+        tanhs: list[Tensor] | None,
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """The logits; the result of every tanh step is appended to `tanhs`."""
         hidden, weight, bias, vectors = made_of
         reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
@@ -152,6 +159,7 @@ class LogitsRecipe:
         else:
             rows = torch.addmm(bias, hidden.reshape(-1, hidden.shape[-1]), weight)
             value = rows.view(*hidden.shape[:-1], weight.shape[1])
+        value = value if gather is None else gather(value)
         run, remaining = _IN_PLACE if reuses else _STEPS, iter(vectors)
         for name, argument in self.steps:
             value = run[name](value, next(remaining) if name == "bias" else argument)

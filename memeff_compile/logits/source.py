@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from memeff_compile import compat
 from memeff_compile.errors import StaleLogitsError
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
+from memeff_compile.logits.together import Ranks
 from memeff_compile.report import LogitsUse
 
 _REMEDY_GATHERED = (
@@ -59,8 +60,9 @@ class LogitsSource:
         use: LogitsUse | None = None,  # where to count what becomes of the logits
     ) -> None:
         self.loss, self.use = loss, use
-        self.hidden, self.weight = hidden.detach(), weight.detach()
-        self.bias = None if bias is None else bias.detach()
+        self.ranks = Ranks(weight) if compat.is_dtensor(weight) else None
+        self.hidden, self.weight = hidden.detach(), compat.local_part(weight).detach()
+        self.bias = None if bias is None else compat.local_part(bias).detach()
         self.vectors = tuple(vector.detach() for vector in vectors)
         self.remedy = remedy
         self.is_inference = hidden.is_inference()
@@ -70,6 +72,7 @@ class LogitsSource:
         operands = [tensor for tensor in (weight, bias, *vectors) if tensor is not None]
         shards = [compat.fsdp_shard(tensor) for tensor in operands]
         self._shards = [shard for shard in shards if shard is not None]
+        self._spread = [*self._shards, *filter(compat.is_dtensor, operands)]
         self.parameters = [
             weakref.ref(tensor) for tensor in (*operands, *self._shards) if tensor.requires_grad
         ]
@@ -79,11 +82,11 @@ class LogitsSource:
             ("the hidden states they come from", self.hidden, *_stamp(self.hidden))
         ]
         for name, operand, shard in zip(names, operands, shards, strict=True):
-            held = operand.detach()
+            held = compat.local_part(operand).detach()
             version, pointer = _stamp(held)
             # FSDP gathers a weight again and again, each time somewhere else.
             self._seen.append((name, held, version, pointer if shard is None else None))
-        self._shard_stamps = [_shard_stamp(shard) for shard in self._shards]
+        self._shard_stamps = [_shard_stamp(shard) for shard in self._spread]
         self._sample: Tensor | None = None
         if self.parameters:
             self._sample = _sample(self.weight).clone()
@@ -92,12 +95,16 @@ class LogitsSource:
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
         """Return logits of some rows, without autograd; StaleLogitsError if something changed."""
-        self._refuse(self.change())
+        change = self.change()
+        if self.ranks is not None:
+            change = self.ranks.agreed(change, self.weight.device)
+        self._refuse(change)
         self.materialisations += 1
         if self.use is not None:
             self.use.count_computed(_reading[0] if _reading else "their values")
         with torch.inference_mode(self.is_inference), torch.no_grad():
-            return recipe.logits(rows, self.weight, self.bias, self.vectors)
+            gather = None if self.ranks is None else self.ranks.gather
+            return recipe.logits(rows, self.weight, self.bias, self.vectors, gather)
 
     def require_unchanged(self) -> None:
         """Raise a StaleLogitsError if something has changed, without waiting for a GPU as a look at
@@ -141,7 +148,7 @@ class LogitsSource:
                 return f"the memory of {name} was freed since then, as sharded training does"
             if pointer_then is not None and pointer != pointer_then:
                 return f"the memory of {name} was replaced since then"
-        if [_shard_stamp(shard) for shard in self._shards] != self._shard_stamps:
+        if [_shard_stamp(shard) for shard in self._spread] != self._shard_stamps:
             return "the sharded head changed in place since then"
         if self.stepped_by is not None:
             return f"{self.stepped_by}.step() updated the head since then"

@@ -46,6 +46,7 @@ from memeff_compile.logits.outside_loss import SERVED, Declined
 from memeff_compile.logits.recipe import LogitsRecipe
 from memeff_compile.logits.row_gradient import RowGradient, dense, indexed_dims
 from memeff_compile.logits.source import reading_for
+from memeff_compile.logits.together import all_ranks_ask
 
 aten = torch.ops.aten
 
@@ -119,6 +120,17 @@ class DeferredLogits(LazyTensor):
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
         return plain
+
+    def __getattr__(self, name: str) -> Any:
+        """Where the head is split over ranks there is a `full_tensor()`, as DTensors have."""
+        memory = self.__dict__.get("memory")
+        if name == "full_tensor" and memory is not None and memory.source.ranks is not None:
+            return self._asked_by_all
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _asked_by_all(self) -> Tensor:
+        with all_ranks_ask():
+            return self.to_read()
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what `function` makes of these rows, its dimensions as they lie in the memory."""

@@ -30,9 +30,17 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import memeff_compile
+from memeff_compile.errors import ShardedLogitsError, StaleLogitsError
 from memeff_compile.kernels.linear_cross_entropy import reference
 from memeff_compile.passes.losses import emit
-from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients, whole
+from tests.distributed.models import (
+    OPTIONS,
+    assert_same_gradients,
+    fresh_start,
+    gradients,
+    outside_loss,
+    whole,
+)
 from tests.distributed.processes import RANKS, TwoProcesses
 
 
@@ -93,6 +101,17 @@ class Model(nn.Module):
             logs = logits.log_softmax(-1)
             loss = loss - 0.1 * -(logs.exp() * logs).sum(-1).mean()
         return loss
+
+
+class Returning(Model):
+    """Returns the logits beside the loss, as models of transformers do."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Any:
+        logits = self.head(self.norm(self.embed(ids)))
+        logits = logits.float() * 2
+        if "parallel loss" not in self.case.layout:
+            logits = logits + self.offset
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits
 
 
 def data(case: Case, length: int = 12) -> tuple[Tensor, Tensor]:
@@ -225,8 +244,10 @@ def what_crosses_and_what_is_kept() -> None:
     """One gather of N x 2 forward, one sum of dX backward, and the logits of no rank."""
     for layout, sums in (("gathered", "all_reduce"), ("sequence", "reduce_scatter_tensor")):
         case = Case(layout)
+        kind = Model if layout == "gathered" else Returning
         with seen_by_the_inner_compiler() as graphs:
-            compiled(split(Model(case)))(*data(case)).backward()
+            found = compiled(split(kind(case)))(*data(case))
+            (found if kind is Model else found[0]).backward()
         forward, backward = graphs
         gathers = [n for n in forward.nodes if str(n.target).startswith("_c10d_functional.all_ga")]
         assert [n.meta["val"].shape for n in gathers][-1] == (RANKS * 2, 2, 12)
@@ -270,7 +291,7 @@ def a_model_of_transformers() -> None:
         assert isinstance(many.lm_head.weight, DTensor)
         one.train(), many.train()
         ids = torch.randint(3, 160, (2, 12), generator=torch.Generator().manual_seed(1))
-        run = compiled(many, **{"memeff.logits": "none"})
+        run = compiled(many, **({"memeff.logits": "none"} if tied else {}))
         expected, found = one(input_ids=ids, labels=ids), run(input_ids=ids, labels=ids)
         for each in (expected, found):
             each.loss.backward()
@@ -280,6 +301,68 @@ def a_model_of_transformers() -> None:
         assert "on 2 ranks" in mine[0].sentence
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
         assert_same_gradients(gradients(many), gradients(one))
+        if not tied:
+            torch.testing.assert_close(found.logits.full_tensor(), expected.logits)
+
+
+def logits_beside_the_loss() -> None:
+    case = Case("sequence", bias=True)
+    one, many = Returning(case), split(Returning(case))
+    run = compiled(many)
+    step = torch.optim.AdamW(many.parameters(), lr=1e-2).step
+    expected, kept = one(*data(case))
+    expected.backward()
+    loss, logits = run(*data(case))
+    assert set(codes()) == {"rewrote", "logits_deferred"}
+    assert logits.shape == kept.shape
+    assert logits.requires_grad
+    if dist.get_rank() == 0:  # at once, and the other rank is not waited for
+        for read in (lambda x: x.argmax(-1), lambda x: x[0, 0].tolist(), lambda x: x.numpy()):
+            with pytest.raises(
+                ShardedLogitsError, match=r"out.logits.full_tensor\(\) on every rank"
+            ):
+                read(logits.detach())
+        assert "values not computed yet" in repr(logits)
+        with pytest.raises(ShardedLogitsError):
+            outside_loss(logits)
+    torch.testing.assert_close(logits[:, -1].full_tensor(), kept[:, -1])
+    whole_logits = logits.full_tensor()
+    torch.testing.assert_close(whole_logits, kept)
+    assert torch.equal(logits.argmax(-1), whole_logits.argmax(-1))  # there by now
+    with pytest.raises(ShardedLogitsError, match="A gradient came back"):
+        whole_logits.square().mean().backward(retain_graph=True)
+    loss.backward()
+    assert_same_gradients(gradients(many), gradients(one))
+
+    loss, logits = run(*data(case))
+    loss.backward()
+    step()
+    with pytest.raises(StaleLogitsError):
+        logits.full_tensor()
+    _, logits = run(*data(case))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            many.head.weight.to_local().data.add_(1)
+    with pytest.raises(StaleLogitsError, match="changed since then"):
+        logits.full_tensor()
+    with torch.no_grad():
+        _, logits = run(*data(case))
+    assert type(logits) is Tensor
+    assert codes()[-1] == "logits_not_deferrable"
+
+
+def logits_in_parts_beside_the_loss() -> None:
+    case = Case("parallel loss")
+    many = split(Returning(case))
+    with context(case):
+        loss, logits = compiled(many)(*data(case))
+    assert codes() == ["logits_not_deferrable"]
+    assert isinstance(logits, DTensor)
+    with context(case):
+        loss, logits = compiled(many, **{"memeff.logits": "none"})(*data(case))
+        loss.backward()
+    assert logits is None
+    assert set(codes()) == {"rewrote", "logits_none"}
 
 
 def an_error_on_one_rank() -> None:
@@ -300,6 +383,8 @@ CASES = [
     lengths_that_change,
     what_crosses_and_what_is_kept,
     a_model_of_transformers,
+    logits_beside_the_loss,
+    logits_in_parts_beside_the_loss,
     an_error_on_one_rank,
 ]
 

@@ -429,17 +429,22 @@ def test_inductor_makes_gate_and_up_and_copies_neither() -> None:
     rows, inners = 48, (160, 224)  # two sizes: no block's buffers can be handed on to the other
     model, x = nn.Sequential(*(Model(1, 16, i) for i in inners)), torch.randn(3, rows // 3, 16)
 
+    called: set[tuple[str, str]] = set()
+
     def made(**options: str) -> list[int]:
         """Count the buffers of each block's intermediate size that the backward allocates."""
         runs = compiled(model, **options)
         with uncompiled():
             _, codes = run_and_get_code(lambda: runs(x).square().sum().backward())
+        called.update(re.findall(r"ops\.memeff\.(\w+)\.default([.a-z]*)\(", "".join(codes)))
         shapes = re.findall(r"= empty_strided_cpu\(\(([\d, ]+)\), ", codes[-1])
         sizes = [math.prod(map(int, shape.strip(", ").split(", "))) for shape in shapes]
         return [sizes.count(rows * inner) for inner in inners]
 
     assert made() == [2, 2], "gate and up, and no copy of them"
     assert min(made(gated_linear="off")) > 3, "the pass would be for nothing"
+    names = {"gated_linear", "gated_linear_backward"}
+    assert called == {(name, ".direct") for name in names}, "the dispatcher is not asked"
 
 
 @needs_compiler

@@ -291,6 +291,7 @@ attention = library.op(
     *library.taking(_Call, _forward, _fake_forward),
     backward=_link,
     setup_context=_setup_context,
+    direct=library.taking(_Call, _forward)[0],
 )
 attention_backward = library.op(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -298,6 +299,7 @@ attention_backward = library.op(
     "SymInt? ahead, SymInt? behind, float? scale, float softcap, str empty_rows) "
     "-> (Tensor, Tensor, Tensor)",
     *library.taking(_called_back, _backward, _fake_backward),
+    direct=library.taking(_called_back, _backward)[0],
 )
 attention_mask_tiles = library.op(
     "attention_mask_tiles(Tensor mask) -> Tensor",

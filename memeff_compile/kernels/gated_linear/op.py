@@ -188,9 +188,11 @@ gated_linear = library.op(
     _fake_forward,
     backward=_link,
     setup_context=_setup_context,
+    direct=_forward,
 )
 gated_linear_backward = library.op(
     "gated_linear_backward(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up, Tensor weight, "
     "str activation, bool needs_inputs, bool needs_weight) -> Tensor",
     *library.taking(_Gradients, _backward, _fake_backward),
+    direct=library.taking(_Gradients, _backward)[0],
 )

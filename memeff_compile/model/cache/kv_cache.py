@@ -21,6 +21,7 @@ from memeff_compile import compat
 from memeff_compile.kernels.coded_kv_cache import BITS, CODED, SCHEMES
 from memeff_compile.model.cache.layers import (
     Cache,
+    CacheLayerMixin,
     CodedLayer,
     CompileConfig,
     ExactLayer,
@@ -102,6 +103,8 @@ class KVCache(Cache):
             return CodedLayer(max_cache_len, settings, self._starts)
 
         layers = list(layers_of(config, max_cache_len, full))
+        if not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+            refuse("no layer of this model keeps keys and values; use transformers' own cache.")
         if self.merge is not None:
             _pair(layers, self.merge, config, max_cache_len, settings, self._starts)
         super().__init__(layers=layers)

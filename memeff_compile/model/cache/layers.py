@@ -21,12 +21,12 @@ try:
     from transformers import CompileConfig as CompileConfig
     from transformers.cache_utils import (
         STATIC_LAYER_TYPE_MAPPING,
-        CacheLayerMixin,
         StaticLayer,
         StaticSlidingWindowLayer,
         get_layer_types_and_kwargs,
     )
     from transformers.cache_utils import Cache as Cache
+    from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
 except ImportError as missing:
     raise ImportError(
         "memeff_compile.KVCache is a cache of transformers, 5.17 or later, which cannot be "

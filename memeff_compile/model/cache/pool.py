@@ -112,11 +112,14 @@ def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
     """
     if is_cut_elsewhere(model):
         return None
+    config = model.config.get_text_config(decoder=True)
     ask = getattr(model, "_get_static_cache_init_shape", None)
     if ask is not None:  # since transformers 5.2x
         found: tuple[Any, Any] | None = ask()
+        is_one = getattr(config, "multi_query", False)  # Falcon's, which it does not read
+        if found and is_one and not getattr(config, "new_decoder_architecture", False):
+            return 1, found[1]
         return found
-    config = model.config.get_text_config(decoder=True)
     heads, depth = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
     keys = [m for name, m in model.named_modules() if name.endswith(".k_proj")]
     is_whole = getattr(model, "_tp_size", None) in (None, 1) and not hasattr(model, "hf_device_map")

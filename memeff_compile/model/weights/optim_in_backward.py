@@ -5,6 +5,9 @@ encoded again on the spot, so that its code is the only copy there is. The updat
 optimizer that the factory makes, on the same bits as with dense weights. Plain SGD on a GPU decodes
 and updates in the gradient's memory, in one kernel, where nobody else holds that memory.
 
+A parameter that FSDP2 holds in shards is updated when its gradient has been reduced, on the stream
+that reduced it. That is once in a backward: autograd adds up the gathered weight's gradient first.
+
 The host does not wait for the GPU in between. Whether a new value fitted into the room that its
 lists have is looked at later; one that did not is copied to memory of the host by the GPU itself.
 """
@@ -23,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from memeff_compile import compat
-from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
+from memeff_compile.errors import MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import (
     CodedWeight,
     Mark,
@@ -116,8 +119,15 @@ class _Queue:
 class _Update:
     """The optimizer of one parameter, and how to run it."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, factory: Factory, queue: _Queue) -> None:
-        self.name, self.queue, self.parameter = name, queue, parameter
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        factory: Factory,
+        queue: _Queue,
+        shard: compat.FsdpShard | None,  # where FSDP2 holds the parameter
+    ) -> None:
+        self.name, self.queue, self.parameter, self.shard = name, queue, parameter, shard
         self.seen = 0  # gradients since the last update
         self.is_coded = isinstance(parameter, CodedWeight)
         # What the optimizer holds: the weight itself, or a dense stand-in that is filled for the
@@ -156,6 +166,8 @@ class _Update:
             return
         held = [self.parameter.grad]  # the list alone holds it, so that others can be counted
         self.parameter.grad = None
+        if self.shard is not None and held[0].is_cuda:  # made on another stream than this, maybe
+            compat.local_part(held[0]).record_stream(torch.cuda.current_stream(held[0].device))
         if max_norm is not None:
             _clip(held, max_norm)
         coded, by = self.parameter, plain_step(self.optimizer)
@@ -302,6 +314,12 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self._queue.settle()
         self._tidy()
         for update in self._updates:
+            if update.shard is not None and not update.shard.holds(update.parameter):
+                raise MemeffError(
+                    f"optim_in_backward: FSDP2 holds another parameter than {update.name} was, and "
+                    "nothing updates that. Call optim_in_backward after what replaces parameters, "
+                    "such as load_state_dict(..., assign=True)."
+                )
             if update.seen == 0 and update.parameter.grad is not None:
                 raise MemeffError(
                     f"optim_in_backward: {update.name} has a gradient and was not updated with it. "
@@ -371,7 +389,7 @@ def optim_in_backward(
     the gradient of each parameter by its own norm.
 
     Args:
-        model: compressed or dense, or some of both; not sharded, and not under DDP.
+        model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
         factory: makes the optimizer of one parameter.
         accumulate: gradients per update, counted per parameter: one that a backward does not
             reach is updated later than the others. With more than one, gradients are kept dense in
@@ -383,7 +401,7 @@ def optim_in_backward(
 
     Raises:
         OptionError: An argument, or what the factory returns, cannot be used.
-        MemeffError: Several processes train together.
+        MemeffError: Several processes train together, and FSDP2 does not shard every weight.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -402,10 +420,11 @@ def optim_in_backward(
         raise OptionError(
             f"optim_in_backward: max_norm is {max_norm!r}; a positive number or None is needed."
         )
-    _refuse_several_processes()
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    shards = compat.fsdp_shards()
     for name, parameter in trained:
         _refuse_what_cannot_be_updated(name, parameter)
+        _refuse_what_others_update(name, parameter, shards.get(id(parameter)))
     coded = [parameter for _, parameter in trained if isinstance(parameter, CodedWeight)]
     tight = [weight for weight in coded if weight.room != TRAINING_ROOM]
     for weight in tight:
@@ -413,7 +432,7 @@ def optim_in_backward(
     with torch.no_grad():
         side_by_side(tight, TRAINING_ROOM)
     queue = _Queue(coded)
-    updates = [_Update(name, parameter, factory, queue) for name, parameter in trained]
+    updates = [_Update(name, p, factory, queue, shards.get(id(p))) for name, p in trained]
     if not updates:
         raise OptionError(
             "optim_in_backward: no parameter of the model requires gradients; set requires_grad "
@@ -435,13 +454,26 @@ def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _refuse_several_processes() -> None:
+def _refuse_what_others_update(
+    name: str, parameter: nn.Parameter, shard: compat.FsdpShard | None
+) -> None:
+    if shard is not None and shard.is_on_host:
+        raise MemeffError(
+            f"optim_in_backward: FSDP2 keeps the shard of {name} in memory of the host, where its "
+            "gradient may arrive behind the update. Train without CPUOffloadPolicy, or with an "
+            "ordinary optimizer."
+        )
+    if compat.is_sharded_by_fsdp(parameter):
+        raise MemeffError(
+            f"optim_in_backward: {name} is gathered at the moment, and what is updated is its "
+            "shard. Call reshard() of the model first; FSDP1 is not served, fully_shard is."
+        )
     distributed = torch.distributed
     is_running = distributed.is_available() and distributed.is_initialized()
     count = distributed.get_world_size() if is_running else 1
-    if count > 1:
-        raise CodedWeightError(
-            f"optim_in_backward: {count} processes train together, and each would update with its "
-            "own gradients only. Train with one process, or freeze the compressed weights and "
-            "train adapters."
+    if shard is None and count > 1:
+        raise MemeffError(
+            f"optim_in_backward: {count} processes train together, and each would update {name} "
+            "with its own gradients only. Shard the model with fully_shard, train with one process,"
+            " or freeze the compressed weights and train adapters."
         )

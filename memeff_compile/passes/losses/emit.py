@@ -283,7 +283,9 @@ class GroupEmitter:
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
         """Return what this rank holds of an operand."""
-        return node if self.split is None else self.editor.call(shards.part_of_rank, node, summed)
+        if self.split is None:
+            return node
+        return shards.here(self.editor, self.head, node, summed)
 
     def _columns(self, vector: Node) -> Node:
         """Return what belongs to this rank's classes of a vector over all."""

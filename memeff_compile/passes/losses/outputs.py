@@ -20,6 +20,7 @@ from ..graph.base import NOTED, Decline, Note
 from ..graph.canonical import aten, read
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
+from . import shards
 from .head import POINTWISE, SAME_OPS, Chain, HeadReader, Step, fold, replay_rows
 
 NAME = NOTED
@@ -32,6 +33,11 @@ GATHERED_SENTENCE = (
     "out.logits is computed when first read; FSDP frees the gathered head in the backward pass, "
     "and a first read after loss.backward() raises StaleLogitsError; "
     "options={'memeff.logits': 'eager'} restores eager logits"
+)
+SPREAD_SENTENCE = (
+    "out.logits is computed by out.logits.full_tensor() on every rank of the group, before the "
+    "weights change; any other read raises ShardedLogitsError; options={'memeff.logits': 'eager'} "
+    "restores eager logits"
 )
 
 
@@ -165,8 +171,10 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
         return "torch.export needs plain tensors as outputs"
     for output in outputs:
         head = output.chain.head
-        if compat.is_dtensor(info.value(head.node)):
-            return "each rank has a part of them, and a read on one rank would wait for the others"
+        if compat.is_dtensor(info.value(output.node)):
+            return "they are returned in parts, one on each rank"
+        if compat.is_dtensor(info.value(head.node)) and not info.needs_grad:
+            return "a read on one rank would wait for the others, and nothing trains here"
         vectors = (s.value for s in output.chain.steps if s.kind == "bias")
         for weight in filter(None, (head.weight, head.bias, *vectors)):
             if weight.op != "placeholder":
@@ -198,7 +206,11 @@ def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
     """Return the tensor whose memory an output is: the first on its way that shares it."""
     chain = output.chain
     way = [chain.head.node, *(step.node for step in chain.steps)]
-    first = next(i for i, node in enumerate(way) if info.may_share_memory(node, output.node))
+    first = next(
+        i
+        for i, node in enumerate(way)
+        if not compat.is_dtensor(info.value(node)) and info.may_share_memory(node, output.node)
+    )
     chain = Chain(chain.head, chain.steps[:first], way[first])
     return LogitsOutput(way[first], chain)
 
@@ -286,7 +298,10 @@ def rewrite(
         head, rows = laid.base.chain.head, laid.base.chain.row_steps
         size = compat.size_hint(info.value(head.hidden).shape[-1])  # the check admits no symbol
         with editor.at(info.output, like=laid.base.node):
-            hidden = replay_rows(editor, head.hidden, rows, size)
+            split, hidden = shards.split_of(info, head), head.hidden
+            if isinstance(split, shards.Split):
+                hidden = shards.here(editor, head, hidden, split.dim)
+            hidden = replay_rows(editor, hidden, rows, size)
             if not laid.is_plain:
                 hidden = editor.call(aten.permute.default, hidden, list(laid.order))
         slots[first] = hidden
@@ -322,6 +337,8 @@ def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[An
 
 
 def stale_sentence(output: LogitsOutput) -> str:
+    if compat.is_dtensor(compat.example_value(output.chain.head.weight)):
+        return SPREAD_SENTENCE
     weight = compat.example_input(output.chain.head.weight)
     is_gathered = weight is not None and compat.fsdp_shard(weight) is not None
     return GATHERED_SENTENCE if is_gathered else STALE_SENTENCE
@@ -344,6 +361,8 @@ def _planned(
             steps.append((step.kind, step.value))
         dtype = value.dtype
     workspace = options.linear_cross_entropy_workspace
+    is_spread = compat.is_dtensor(info.value(head.node))
+    is_served = options.linear_cross_entropy != "off" and not is_spread
     return DeferredOutput(
         output=index,
         weight=positions[head.weight],
@@ -352,6 +371,6 @@ def _planned(
         recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
         detached=output.chain.detached,
         is_view=made._is_view() and not output.chain.detached,
-        loss=None if options.linear_cross_entropy == "off" else LossSettings(workspace),
+        loss=LossSettings(workspace) if is_served else None,
         views=views,
     )

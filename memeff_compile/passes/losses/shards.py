@@ -20,6 +20,7 @@ from torch.fx import Node
 from ... import compat
 from ...kernels.linear_cross_entropy import Shard
 from ..graph.base import Decline
+from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
 
 HINT = (
@@ -138,6 +139,16 @@ def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
 
     places = [Partial() if i == summed else p for i, p in enumerate(tensor.placements)]
     return tensor.to_local(grad_placements=places)  # type: ignore[no-any-return]
+
+
+def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> Node:
+    """Insert, once and before the head, what this rank holds of an operand of it."""
+
+    def build() -> Node:
+        with editor.at(head.node):
+            return editor.call(part_of_rank, node, summed)
+
+    return editor.shared((part_of_rank, head.node, node), build)
 
 
 def on_every_rank(value: Tensor, like: Any) -> Tensor:

@@ -556,6 +556,12 @@ def test_a_crop_of_a_model_with_a_window_is_refused_before_any_layer_changes() -
 # --- refusals -------------------------------------------------------------------------------------
 
 
+def test_a_model_that_keeps_no_keys_is_refused() -> None:
+    config = transformers.MambaConfig(num_hidden_layers=1)
+    with pytest.raises(UnsupportedInputError, match="no layer of this model keeps keys"):
+        KVCache(config, LENGTH)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

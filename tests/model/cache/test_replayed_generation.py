@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, StaticCache
 from transformers.generation.logits_process import LogitsProcessor
 
 import memeff_compile
+from tests.support import zoo
 from tests.support.cached_models import make, prompt
 from tests.support.recorded import Imitation, imitate
 
@@ -277,6 +278,46 @@ def test_a_window_longer_than_the_cache_is_an_exact_cache(engine: Imitation) -> 
         assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
     assert len(memeff_compile.graphs()) == 2
     assert totals()[1] >= 3 * (NEW - 1) - 4
+
+
+FAMILIES = {each.name: each for each in (*zoo.FAMILIES, *zoo.FURTHER)}
+EXPERTS = ("mixtral", "qwen3_moe", "granitemoe", "gpt_oss")
+SEEN = (
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox opt bloom olmo2 olmo3 "
+    "granite cohere2 stablelm smollm3 starcoder2 glm4 lfm2"
+).split()
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon", *(pytest.param(name, marks=pytest.mark.slow) for name in (*SEEN, *EXPERTS))]
+)
+def test_steps_of_many_families_are_replayed(engine: Imitation, name: str) -> None:
+    dtype = torch.bfloat16 if name in EXPERTS else torch.float32
+    plain, model = (zoo.build(FAMILIES[name], dtype).eval() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        each.generation_config.eos_token_id = None  # type: ignore[union-attr]
+        each.generation_config.pad_token_id = 0  # type: ignore[union-attr]
+    model = memeff_compile.compile(model, kv_cache="static", inner="eager")
+    if name in EXPERTS:  # in bf16 logits of tiny models tie, and another cache rounds otherwise
+        memeff_compile.use_kv_cache_(plain, bits=16)
+    for length in (10, 20):
+        ids = prompt(2, length)
+        expected = plain.generate(ids, max_new_tokens=NEW, do_sample=False)  # type: ignore[operator]
+        assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)  # type: ignore[operator]
+    assert totals()[1] >= 2 * (NEW - 1) - 4
+
+
+@pytest.mark.slow
+def test_experts_in_other_dtypes_wait_for_the_gpu_and_the_way_out_is_told(
+    engine: Imitation,
+) -> None:
+    model = memeff_compile.compile(
+        zoo.build(FAMILIES["mixtral"]).eval(), kv_cache="static", inner="eager"
+    )
+    model.generate(prompt(2, 10), max_new_tokens=3, do_sample=False)  # type: ignore[operator]
+    (found,) = [r for r in memeff_compile.last_report().records if r.code.startswith("unsafe")]
+    assert "bfloat16" in found.hint
 
 
 def test_a_growing_cache_is_told_the_way_out(engine: Imitation) -> None:

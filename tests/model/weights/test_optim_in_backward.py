@@ -766,5 +766,5 @@ def test_nothing_to_train_is_said() -> None:
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(CodedWeightError, match="2 processes"):
+    with pytest.raises(MemeffError, match="2 processes"):
         optim_in_backward(nn.Linear(4, 4), FACTORIES["SGD"])

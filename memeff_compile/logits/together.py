@@ -1,0 +1,69 @@
+"""Logits of a head that DTensor splits over ranks: all ranks compute them together, or none does.
+
+Each rank has a part of the head. A read on one rank alone, as where rank 0 prints a sample, would
+wait for the others, so it raises at once. `full_tensor()`, DTensor's own word for it, says that all
+ranks ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import ShardedLogitsError
+
+WAYS = (
+    "Call out.logits.full_tensor() on every rank of the group before optimizer.step(), return only "
+    'the loss, or compile with options={"memeff.logits": "eager"}.'
+)
+
+_asking: list[bool] = []
+
+
+@contextmanager
+def all_ranks_ask() -> Iterator[None]:
+    """Let logits be computed meanwhile that every rank asks for."""
+    _asking.append(True)
+    try:
+        yield
+    finally:
+        _asking.pop()
+
+
+class Ranks:
+    """The ranks over which the classes of a head are split."""
+
+    def __init__(self, weight: Tensor) -> None:  # a DTensor, split by rows over one dimension
+        spread: Any = weight
+        self.mesh, self.classes = spread.device_mesh, weight.shape[0]
+        self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
+
+    def agreed(self, change: str | None, device: torch.device) -> str | None:
+        """Return what has changed on any rank, if all of them ask."""
+        if not _asking:
+            raise ShardedLogitsError(
+                "These logits were left out of the forward pass, and their head is split over "
+                f"{self.mesh.size(self.dim)} ranks: a read on one rank would wait for the others. "
+                f"{WAYS}"
+            )
+        changed = torch.tensor([change is not None], dtype=torch.int32, device=device)
+        torch.distributed.all_reduce(
+            changed, torch.distributed.ReduceOp.MAX, group=self.mesh.get_group(self.dim)
+        )
+        return change or ("the head of another rank changed since then" if changed.item() else None)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the classes of all ranks."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        places: list[Any] = [Replicate()] * self.mesh.ndim
+        places[self.dim] = Shard(part.dim() - 1)
+        shape = torch.Size((*part.shape[:-1], self.classes))
+        stride = torch.empty(shape, device="meta").stride()
+        how: dict[str, Any] = {"run_check": False, "shape": shape, "stride": stride}
+        whole: Tensor = DTensor.from_local(part, self.mesh, places, **how).full_tensor()
+        return whole
