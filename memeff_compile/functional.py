@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from memeff_compile import compat
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels import linear_cross_entropy as op_folder
 
@@ -96,10 +97,11 @@ def linear_cross_entropy(
     cap where softcap is 0. Under autocast the operands are cast as F.linear would cast them.
 
     Args:
-        hidden: (..., D), bf16, fp16, fp32 or fp64.
-        weight: (V, D), in the dtype of hidden.
+        hidden: (..., D), bf16, fp16, fp32 or fp64; beside a DTensor one too, or alike on all ranks.
+        weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by its
+            classes, as ColwiseParallel leaves it. Then all ranks call this together.
         target: (...), int64 or int32 class indices.
-        bias: (V,) or None.
+        bias: (V,) or None; laid out as weight.
         ignore_index: rows with this target count for nothing; None ignores none.
         reduction: "mean" over the rows that count (by weight, with class weights), "sum", "none".
         scale: as above.
@@ -108,7 +110,8 @@ def linear_cross_entropy(
         class_weight: (V,) or None, as `weight` of F.cross_entropy.
         z_loss: adds z_loss * lse**2 to each row that counts, averaged over their number by "mean".
         filter: "exact"; what `memeff.linear_cross_entropy` calls its mode.
-        return_stats: also return `Stats`, computed in the same passes over the head.
+        return_stats: also return `Stats`, computed in the same passes over the head; not for a
+            DTensor.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), a scalar or shaped like target; with
@@ -125,14 +128,18 @@ def linear_cross_entropy(
     numbers["label_smoothing"] = label_smoothing
     tensors = {"hidden": hidden, "weight": weight, "target": target}
     _require_settings(numbers, tensors, reduction, ignore_index, class_weight)
+    split, classes = None, weight.shape[0]
+    if compat.is_dtensor(weight):
+        split, hidden, weight, bias = _of_this_rank(hidden, weight, bias, target, return_stats)
     hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
     smooth = label_smoothing > 0
     operands = (hidden, weight, bias, target)
-    how = {"ignore_index": ignore_index, "scale": float(scale), "softcap": float(softcap)}
-    how["workspace"] = 0
+    how: dict[str, Any] = {"ignore_index": ignore_index, "workspace": 0}
+    how |= {"scale": float(scale), "softcap": float(softcap)}
     filtered = {"gradient_filter": filter, "sort_vocabulary": filter != "exact"}
     if (
         reduction != "none"
+        and split is None
         and not (smooth or z_loss or return_stats)
         and torch.is_grad_enabled()
         and any(part is not None and part.requires_grad for part in (hidden, weight, bias))
@@ -145,27 +152,57 @@ def linear_cross_entropy(
         )
     ):
         return _total(operands, class_weight, reduction, how | filtered)
-    nll, lse, logit_sum, entropy, top, *_ = op_folder.linear_cross_entropy(
-        *operands,
-        class_weight if smooth else None,
-        with_lse=return_stats or bool(z_loss),
-        with_logit_sum=smooth,
-        with_entropy=return_stats,
-        with_top=return_stats,
-        **how,
-        **filtered,
-    )
+    how |= filtered | {"with_lse": return_stats or bool(z_loss), "with_logit_sum": smooth}
+    column_weight = class_weight if smooth else None
+    if split is None:
+        metrics = {"with_entropy": return_stats, "with_top": return_stats}
+        found = op_folder.linear_cross_entropy(*operands, column_weight, **how, **metrics)
+    else:
+        shard = split.shard
+        if column_weight is not None:
+            column_weight = column_weight[shard.first : shard.first + shard.columns]
+        how |= {"group": split.group, **shard._asdict()}
+        found = op_folder.linear_cross_entropy_over_ranks(*operands, column_weight, **how)
+    nll, lse, logit_sum, entropy, *others = found
     kept, norm = _kept_and_norm(target, class_weight, ignore_index, nll.dtype)
     rows = nll if class_weight is None else nll * norm
     if smooth:
-        total = weight.shape[0] if class_weight is None else class_weight.to(nll.dtype).sum()
+        total = classes if class_weight is None else class_weight.to(nll.dtype).sum()
         spread = torch.where(kept, lse * total - logit_sum, 0.0)
-        rows = rows * (1 - label_smoothing) + spread * (label_smoothing / weight.shape[0])
+        rows = rows * (1 - label_smoothing) + spread * (label_smoothing / classes)
     loss = _reduced(rows, norm, reduction)
     if z_loss:
         squares = torch.where(kept, lse, 0.0).square()
         loss = loss + z_loss * _reduced(squares, kept, reduction)
-    return (loss, Stats(lse, entropy, top, -nll)) if return_stats else loss
+    return (loss, Stats(lse, entropy, others[0], -nll)) if return_stats else loss
+
+
+def _of_this_rank(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, return_stats: bool
+) -> tuple[op_folder.Split, Tensor, Tensor, Tensor | None]:
+    """Return how a head is split over ranks, and what this one has of the operands."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    spread: Any = weight
+    split, said = op_folder.split_of(spread), ""
+    if isinstance(split, str):
+        said = f"weight {split}. Split it as ColwiseParallel does, or pass weight.full_tensor()."
+    elif bias is not None and getattr(bias, "placements", None) != spread.placements:
+        said = "weight is a DTensor and bias is not laid out like it. Split both alike."
+    elif compat.is_dtensor(target):
+        said = "target is a DTensor. Pass the same plain targets on every rank."
+    elif return_stats:
+        said = "return_stats asks for the likeliest class, which no rank of a split head knows. "
+        said += "Use reduction='none' for log-probabilities."
+    if isinstance(split, str) or said:
+        raise UnsupportedInputError(f"linear_cross_entropy: {said}")
+    whole: Any = hidden
+    places = [Replicate()] * spread.device_mesh.ndim
+    if not compat.is_dtensor(hidden):
+        whole = DTensor.from_local(hidden, spread.device_mesh, places, run_check=False)
+    whole = whole.redistribute(placements=places)
+    of_bias = None if bias is None else op_folder.part_of_rank(bias)
+    return split, op_folder.part_of_rank(whole, split.dim), op_folder.part_of_rank(weight), of_bias
 
 
 def _kept_and_norm(

@@ -148,7 +148,7 @@ class FuseLinearCrossEntropy(GraphPass):
             "gradient_filter": info.options.linear_cross_entropy,
         }
         split, columns = shards.split_of(info, head), sizes["V"]
-        if isinstance(split, shards.Split):
+        if isinstance(split, op_folder.Split):
             columns = split.shard.columns
             if all(compat.is_dtensor(info.value(tail.node)) for tail in match.tails):
                 sizes["V"] = columns  # logits that no rank gathers
@@ -169,7 +169,7 @@ class FuseLinearCrossEntropy(GraphPass):
         held = op_folder.piece_sizes(*seen, **call)
         sizes |= {"B": int(held.bytes), "W": int(held.columns)}
         after = op_folder.bytes_after(n, d, v, **call, pieces=op_folder.Pieces(b, w))
-        if isinstance(split, shards.Split):
+        if isinstance(split, op_folder.Split):
             after += 8 * split.shard.ranks * n  # what is gathered from every rank
         return Gain(before, after, sizes)
 
@@ -202,8 +202,8 @@ class FuseLinearCrossEntropy(GraphPass):
             engine += " and held to the backward"
         split = shards.split_of(info, match.head)
         apart = ""
-        if isinstance(split, shards.Split):
-            apart = split.sentence([len(gathered(group)) for group in groups])
+        if isinstance(split, op_folder.Split):
+            apart = shards.sentence(split, [len(gathered(group)) for group in groups])
         sentence = (
             f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
             f"memeff::linear_cross_entropy{times}{apart}; {engine}"

@@ -27,8 +27,8 @@ LIMIT = 400.0
 class TwoProcesses:
     """Starts when first asked, and anew after a failure: a peer may wait for what never comes."""
 
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
-        self._folders = folders
+    def __init__(self, folders: pytest.TempPathFactory, ranks: int = RANKS) -> None:
+        self._folders, self._ranks = folders, ranks
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -52,9 +52,11 @@ class TwoProcesses:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         meeting_point = f"file://{self._folders.mktemp('two_processes') / 'meeting_point'}"
-        for rank in range(RANKS):
+        for rank in range(self._ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, meeting_point))
+            process = context.Process(
+                target=_serve, args=(rank, self._ranks, theirs, meeting_point)
+            )
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._pipes.append(ours)
@@ -75,13 +77,13 @@ class TwoProcesses:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, pipe: Any, meeting_point: str) -> None:
+def _serve(rank: int, ranks: int, pipe: Any, meeting_point: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=meeting_point,
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=LIMIT),
     )
     while True:

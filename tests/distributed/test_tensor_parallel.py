@@ -18,8 +18,9 @@ import transformers
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -30,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import memeff_compile
-from memeff_compile.errors import ShardedLogitsError, StaleLogitsError
+from memeff_compile.errors import ShardedLogitsError, StaleLogitsError, UnsupportedInputError
 from memeff_compile.kernels.linear_cross_entropy import reference
 from memeff_compile.passes.losses import emit
 from tests.distributed.models import (
@@ -230,7 +231,9 @@ def seen_by_the_inner_compiler() -> Iterator[list[torch.fx.Graph]]:
         graphs.append(gm.graph)
         return gm.forward
 
-    inner = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    # As Inductor parts them; torch's default leaves dead copies of the forward in the backward.
+    how = {"partition_fn": min_cut_rematerialization_partition}
+    inner = aot_autograd(fw_compiler=keep, bw_compiler=keep, **how)
     with mock.patch("memeff_compile.compat.compile_with_aot_eager", inner):
         yield graphs
 
@@ -241,7 +244,7 @@ def collectives(graph: torch.fx.Graph) -> list[str]:
 
 
 def what_crosses_and_what_is_kept() -> None:
-    """One gather of N x 2 forward, one sum of dX backward, and the logits of no rank."""
+    """One gather of N x 2 forward behind that of N, one sum of dX backward, and the logits of no rank."""
     for layout, sums in (("gathered", "all_reduce"), ("sequence", "reduce_scatter_tensor")):
         case = Case(layout)
         kind = Model if layout == "gathered" else Returning
@@ -250,13 +253,13 @@ def what_crosses_and_what_is_kept() -> None:
             (found if kind is Model else found[0]).backward()
         forward, backward = graphs
         gathers = [n for n in forward.nodes if str(n.target).startswith("_c10d_functional.all_ga")]
-        assert [n.meta["val"].shape for n in gathers][-1] == (RANKS * 2, 2, 12)
+        assert [n.meta["val"].shape for n in gathers][-2:] == [(RANKS,), (RANKS * 2, 2, 12)]
         before = [] if layout == "gathered" else ["reduce_scatter_tensor", "all_gather_into_tensor"]
-        assert collectives(forward) == [*before, "all_gather_into_tensor"]
+        assert collectives(forward) == [*before, *2 * ["all_gather_into_tensor"]]
         after = [] if layout == "gathered" else ["all_gather_into_tensor"]  # the embedding's
         assert collectives(backward) == [sums, *after], collectives(backward)
-        used = [str(n.target) for n in backward.nodes if n.users]  # the others are torch's to drop
-        assert not [name for name in used if name.endswith(("_merge.default", "_shard.default"))]
+        names = [str(n.target) for n in backward.nodes]
+        assert not [name for name in names if name.endswith(("_merge.default", "_shard.default"))]
         rows = 24
         for node in (*forward.nodes, *backward.nodes):
             value = node.meta.get("val")
@@ -365,6 +368,53 @@ def logits_in_parts_beside_the_loss() -> None:
     assert set(codes()) == {"rewrote", "logits_none"}
 
 
+def the_function() -> None:
+    """On a head that ranks have split, with hidden states as they come: its loss, and a block's."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 6, 8, generator=draw), torch.randn(41, 8, generator=draw)
+    bias = torch.randn(41, generator=draw)
+    class_weight = torch.rand(41, generator=draw)
+    target = torch.randint(41, (2, 6), generator=draw)
+    target[0, :3] = -100
+    function = memeff_compile.linear_cross_entropy
+    compiled_one = torch.compile(function, backend="memeff", options=OPTIONS)
+    for how in (
+        {},
+        {"reduction": "sum", "softcap": 3.0, "z_loss": 1e-2},
+        {"label_smoothing": 0.1, "class_weight": class_weight},
+    ):
+        whole_parts = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+        how = {k: v.double() if isinstance(v, Tensor) else v for k, v in how.items()}
+        function(*whole_parts[:2], target, whole_parts[2], **how).backward()
+        expected = dict(zip("hwb", (x.grad for x in whole_parts), strict=True))
+        for places in (None, [Replicate()], [Shard(1)]):
+            given = whole_parts[0].detach()
+            x = given if places is None else distribute_tensor(given, mesh(), places)
+            w, b = (distribute_tensor(x.detach(), mesh(), [Shard(0)]) for x in whole_parts[1:])
+            parts = [x.requires_grad_() for x in (x, w, b)]
+            run = compiled_one if places == [Shard(1)] else function
+            run(x, w, target, b, **how).backward()
+            found = dict(zip("hwb", (whole(x.grad) for x in parts), strict=True))
+            assert_same_gradients(found, expected, 1e-12)
+    for wrong, said in (
+        ({"weight": distribute_tensor(weight, mesh(), [Shard(1)])}, "not split by its classes"),
+        ({"bias": bias}, "bias is not laid out like it"),
+        ({"return_stats": True}, "the likeliest class"),
+    ):
+        given = {"weight": distribute_tensor(weight, mesh(), [Shard(0)]), **wrong}
+        with pytest.raises(UnsupportedInputError, match=said):
+            function(hidden, target=target, **given)
+
+
+def rows_that_differ() -> None:
+    """Both ranks say so: what they would gather has two sizes, and would be garbage or never end."""
+    run = compiled(split(Model(Case())))
+    with pytest.raises(UnsupportedInputError, match=r"different numbers of rows \(24, 18\)"):
+        run(*data(Case(), 12 - 3 * dist.get_rank()))
+    case = Case(dtype=torch.float64)
+    assert_like_one_process(case)
+
+
 def an_error_on_one_rank() -> None:
     """It ends the compilation there; the other rank, which would wait, is not asked to run."""
     run = compiled(split(Model(Case())))
@@ -385,6 +435,8 @@ CASES = [
     a_model_of_transformers,
     logits_beside_the_loss,
     logits_in_parts_beside_the_loss,
+    the_function,
+    rows_that_differ,
     an_error_on_one_rank,
 ]
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 
 import memeff_compile
+from memeff_compile.kernels import linear_cross_entropy as op_folder
 from memeff_compile.passes.losses import emit, shards
 from memeff_compile.report import Record
 
@@ -85,7 +86,7 @@ LAYOUTS = {
     ),
     "hidden states in parts": (
         *([Replicate(), Shard(0)], [Shard(0), Replicate()]),
-        "Hidden states laid out as (Shard(dim=0), Replicate()) meet",
+        "Hidden states laid out as (Shard(dim=0), Replicate()) meet a head",
     ),
 }
 
@@ -140,7 +141,7 @@ def test_other_uses_are_declined_by_name(function: Callable[..., Tensor], said: 
 
 
 def test_more_ranks_than_classes_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards.Shard, "leaves_some_empty", True)
+    monkeypatch.setattr(op_folder.Shard, "leaves_some_empty", True)
     record = answered(loss_of, *head([Shard(0)], [Replicate()]))
     assert record.code == "tensor_parallel_head"
     assert "leave ranks without any" in record.sentence

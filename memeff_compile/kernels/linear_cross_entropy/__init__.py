@@ -30,8 +30,13 @@ from .selected import filter_level as filter_level
 from .selected import leaves_out as leaves_out
 from .shapes import is_minimal as is_minimal
 from .sharded import Shard as Shard
+from .sharded import Split as Split
+from .sharded import layout as layout
 from .sharded import linear_cross_entropy_merge as linear_cross_entropy_merge
+from .sharded import linear_cross_entropy_over_ranks as linear_cross_entropy_over_ranks
 from .sharded import linear_cross_entropy_shard as linear_cross_entropy_shard
+from .sharded import part_of_rank as part_of_rank
+from .sharded import split_of as split_of
 from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .total import linear_cross_entropy_total as linear_cross_entropy_total
 from .total import makes_gradients_in_forward as makes_gradients_in_forward

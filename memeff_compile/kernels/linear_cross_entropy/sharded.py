@@ -1,12 +1,15 @@
-"""memeff::linear_cross_entropy_shard and _merge: a head of which every rank holds some classes.
+"""memeff::linear_cross_entropy_over_ranks: a head of which every rank holds some classes.
 
 Rank r of P has the rows of the weight that `torch.chunk` gives it. One op computes statistics of
-its columns, a few numbers per row; whoever calls gathers those of all ranks, k x N numbers from
-each; the other op merges them into what `linear_cross_entropy` returns for the whole head:
+its columns, a few numbers per row; those of all ranks are gathered, k x N numbers from each; the
+other op merges them into what `linear_cross_entropy` returns for the whole head:
 
-    stats = linear_cross_entropy_shard(h, W_r, None, y, None, rank=r, ranks=P, classes=V, ...)
+    stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
     nll, lse, logit_sum, entropy = linear_cross_entropy_merge(every, h, W_r, None, y, None, ...)
+
+What ranks gather needs as many rows on each. So they first gather how many they have, one number,
+and where these differ all of them raise.
 
 All ranks get the same numbers. Their gradients are the rank's own: those of W_r, and the part of
 dh that W_r gives, which ranks have to add up. They come from `linear_cross_entropy_backward`, told
@@ -20,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import compat
+from ...errors import UnsupportedInputError
 from .. import library
 from ..checks import require, wide
 from . import op as rows_op
@@ -77,12 +82,53 @@ class Shard(NamedTuple):
         return column.to(target.dtype), here, kept & ~here
 
 
+class Split(NamedTuple):
+    """A head over ranks: what this one holds, the dimension of the mesh, and the group's name."""
+
+    shard: Shard
+    dim: int
+    group: str
+
+
+def split_of(weight: Any) -> Split | str:
+    """Return how a DTensor is split over ranks by its rows, or how it is laid out otherwise.
+
+    The answer is the same on every rank, but for what the rank holds.
+    """
+    from torch.distributed.tensor import Shard as Rows
+
+    places = {i: p for i, p in enumerate(weight.placements) if not p.is_replicate()}
+    if len(places) != 1 or any(type(p) is not Rows or p.dim != 0 for p in places.values()):
+        return f"is laid out as {layout(weight)}, not split by its classes over one dimension"
+    (dim,), mesh = places, weight.device_mesh
+    shard = Shard(mesh.get_local_rank(dim), mesh.size(dim), weight.shape[0])
+    if shard.leaves_some_empty:
+        return f"has {shard.classes} classes for {shard.ranks} ranks, which leave ranks without any"
+    return Split(shard, dim, mesh.get_group(dim).group_name)
+
+
+def layout(tensor: Any) -> str:
+    """Say how a DTensor is laid out."""
+    return f"({', '.join(map(repr, tensor.placements))})"
+
+
+def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
+    """Return what this rank holds; its gradient is a part of a sum over one mesh dimension."""
+    if summed is None:
+        return tensor.to_local()  # type: ignore[no-any-return]
+    from torch.distributed.tensor import Partial
+
+    places = [Partial() if i == summed else p for i, p in enumerate(tensor.placements)]
+    return tensor.to_local(grad_placements=places)  # type: ignore[no-any-return]
+
+
 class _Call(NamedTuple):
     """What both ops are called with."""
 
     tensors: tuple[Any, ...]  # hidden, weight, bias, target, column_weight, as of the whole op
     shard: Shard
     settings: dict[str, Any]  # of the whole op
+    counts: Tensor | None = None  # (P,) int64: how many rows each rank has
 
     @property
     def target(self) -> Tensor:
@@ -114,10 +160,22 @@ class _Merge(NamedTuple):
     call: _Call
 
 
-def _called(*tensors: Any, rank: int, ranks: int, classes: int, **settings: Any) -> _Call:
-    shard = Shard(rank, ranks, classes)
+def _called(*given: Any, rank: int, ranks: int, classes: int, **settings: Any) -> _Call:
+    shard, tensors = Shard(rank, ranks, classes), given[:5]
     require("linear_cross_entropy", shard.fault(tensors[1].shape[0]))
-    return _Call(tensors, shard, settings)
+    return _Call(tensors, shard, settings, *given[5:])
+
+
+def _check_counts(counts: Tensor, rows: int) -> None:
+    """Refuse a rank's rows where another one has more or fewer; all ranks do so alike."""
+    same = (counts == rows).all()
+    said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
+    needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."
+    if counts.device.type == "cuda":
+        compat.assert_on_device(same, f"{said}. {needed}")
+    elif not bool(same):
+        listed = ", ".join(map(str, counts.tolist()))
+        raise UnsupportedInputError(f"{said} ({listed}). {needed}")
 
 
 def _merging(every: Tensor, *tensors: Any, **settings: Any) -> _Merge:
@@ -126,6 +184,8 @@ def _merging(every: Tensor, *tensors: Any, **settings: Any) -> _Merge:
 
 def _statistics(given: _Call) -> Tensor:
     settings, column, here, _ = given.local
+    if given.counts is not None:
+        _check_counts(given.counts, given.target.numel())
     rows_op.check_range(given.target.reshape(-1), given.shard.classes, given.ignore_index)
     hidden, weight, bias, _, column_weight = given.tensors
     nll, lse, *others, _ = rows_op.linear_cross_entropy(
@@ -211,6 +271,17 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return (None, *found, None, None)
 
 
+def _over_ranks(*tensors: Any, group: str, **settings: Any) -> tuple[Tensor, ...]:
+    gather, wait = compat.gathering_ops()
+    target, ranks = tensors[3], settings["ranks"]
+    rows = torch.full((1,), target.numel(), dtype=torch.int64, device=target.device)
+    counts = wait(gather(rows, ranks, group))
+    stats = linear_cross_entropy_shard(*tensors, counts, **settings)
+    every = wait(gather(stats, ranks, group))
+    found: tuple[Tensor, ...] = linear_cross_entropy_merge(every, *tensors, **settings)
+    return found
+
+
 _TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? column_weight"
 _KNOBS = (
     "int rank, int ranks, int classes, int? ignore_index, float scale, float softcap, "
@@ -219,15 +290,18 @@ _KNOBS = (
     "bool sort_vocabulary=False"
 )
 linear_cross_entropy_shard = library.op(
-    f"linear_cross_entropy_shard({_TENSORS}, *, {_KNOBS}) -> Tensor",
+    f"linear_cross_entropy_shard({_TENSORS}, Tensor? counts, *, {_KNOBS}) -> Tensor",
     *library.taking(_called, _statistics, _fake_statistics),
-    backward=lambda ctx, _: (None,) * 5,
+    backward=lambda ctx, _: (None,) * 6,
     setup_context=_setup_statistics,
 )
+_ROWS = "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy)"
 linear_cross_entropy_merge = library.op(
-    f"linear_cross_entropy_merge(Tensor every, {_TENSORS}, *, {_KNOBS}) -> "
-    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy)",
+    f"linear_cross_entropy_merge(Tensor every, {_TENSORS}, *, {_KNOBS}) -> {_ROWS}",
     *library.taking(_merging, _merge, _fake_merge),
     backward=_link,
     setup_context=_setup_merge,
+)
+linear_cross_entropy_over_ranks = library.op(
+    f"linear_cross_entropy_over_ranks({_TENSORS}, *, str group, {_KNOBS}) -> {_ROWS}", _over_ranks
 )

@@ -271,15 +271,12 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert the op, or those of a rank that has some of the classes and a gather between."""
+        """Insert the op, or the one of ranks that have some of the classes each."""
         e, split = self.editor, self.split
         if split is None:
             return e.call(op_folder.linear_cross_entropy, *operands, **settings)
-        settings |= split.shard._asdict()
-        found = e.call(op_folder.linear_cross_entropy_shard, *operands, **settings)
-        gather, wait = compat.gathering_ops()
-        every = e.call(wait, e.call(gather, found, split.shard.ranks, split.group))
-        return e.call(op_folder.linear_cross_entropy_merge, every, *operands, **settings)
+        settings |= {"group": split.group, **split.shard._asdict()}
+        return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
         """Return what this rank holds of an operand."""

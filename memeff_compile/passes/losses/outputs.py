@@ -299,7 +299,7 @@ def rewrite(
         size = compat.size_hint(info.value(head.hidden).shape[-1])  # the check admits no symbol
         with editor.at(info.output, like=laid.base.node):
             split, hidden = shards.split_of(info, head), head.hidden
-            if isinstance(split, shards.Split):
+            if isinstance(split, op_folder.Split):
                 hidden = shards.here(editor, head, hidden, split.dim)
             hidden = replay_rows(editor, hidden, rows, size)
             if not laid.is_plain:

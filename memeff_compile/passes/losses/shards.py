@@ -11,14 +11,14 @@ decided here depends on nothing else than layouts and sizes of whole tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
 from ... import compat
-from ...kernels.linear_cross_entropy import Shard
+from ...kernels import linear_cross_entropy as op_folder
+from ...kernels.linear_cross_entropy import Split
 from ..graph.base import Decline
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
@@ -29,24 +29,16 @@ HINT = (
 )
 
 
-@dataclass(frozen=True)
-class Split:
-    """A head over ranks: what this rank holds, the dimension of the mesh, and its group."""
-
-    shard: Shard
-    dim: int
-    group: str
-
-    def sentence(self, numbers: Sequence[int]) -> str:
-        """Say in a report what this rank has, and how many numbers of a row each gather moves."""
-        shard = self.shard
-        last = shard.first + shard.columns - 1
-        gathers = "one all-gather" if len(numbers) == 1 else f"{len(numbers)} all-gathers"
-        each = " and ".join(map(str, sorted(set(numbers))))
-        return (
-            f" on {shard.ranks} ranks, classes {shard.first} to {last} of {shard.classes} here; "
-            f"{gathers} of {each} numbers per row"
-        )
+def sentence(split: Split, numbers: Sequence[int]) -> str:
+    """Say in a report what this rank has, and how many numbers of a row each gather moves."""
+    shard = split.shard
+    last = shard.first + shard.columns - 1
+    gathers = "one all-gather" if len(numbers) == 1 else f"{len(numbers)} all-gathers"
+    each = " and ".join(map(str, sorted(set(numbers))))
+    return (
+        f" on {shard.ranks} ranks, classes {shard.first} to {last} of {shard.classes} here; "
+        f"{gathers} of {each} numbers per row"
+    )
 
 
 def moved(node: Node) -> Node | None:
@@ -65,15 +57,16 @@ def lost(node: Node) -> Decline | None:
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)
     if compat.is_dtensor(after):
-        layout, kept = after, _dims_split(after, -1) is not None
+        laid_out, kept = after, _is_by_classes(after)
     else:
         cells = getattr(node.target, "__closure__", None) or ()
         is_plain = not (node.args[1:] or node.kwargs or any(cell.cell_contents for cell in cells))
-        layout, kept = before, is_plain and is_everywhere(before)
+        laid_out, kept = before, is_plain and is_everywhere(before)
     if kept:
         return None
-    said = f"each rank's logits are laid out as {_layout(layout)} where `{node_name(node)}` is"
-    return _declined(f"{said} called, neither whole nor split by classes alone", node)
+    said = f"each rank's logits are laid out as {op_folder.layout(laid_out)} where "
+    said += f"`{node_name(node)}` is called, neither whole nor split by classes alone"
+    return _declined(said, node)
 
 
 def is_everywhere(value: Any) -> bool:
@@ -81,17 +74,13 @@ def is_everywhere(value: Any) -> bool:
     return all(place.is_replicate() for place in value.placements)
 
 
-def _dims_split(value: Any, axis: int) -> list[int] | None:
-    """Return the dimensions of the mesh that split one of a tensor; None if any splits another, or
-    holds sums that are still to be added up.
-    """
-    from torch.distributed.tensor import Shard as Placed
+def _is_by_classes(logits: Any) -> bool:
+    """Return whether ranks have whole logits, or some of the classes of every row."""
+    from torch.distributed.tensor import Shard
 
-    places = {i: p for i, p in enumerate(value.placements) if not p.is_replicate()}
-    rank = value.dim()
-    if any(type(p) is not Placed or p.dim % rank != axis % rank for p in places.values()):
-        return None
-    return list(places)
+    places = [p for p in logits.placements if not p.is_replicate()]
+    last = logits.dim() - 1
+    return all(type(p) is Shard and p.dim % logits.dim() == last for p in places)
 
 
 def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
@@ -102,43 +91,24 @@ def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
     if not all(map(compat.is_dtensor, operands)):
         return _declined("the head is tensor parallel, and not all of its operands are", head.node)
     hidden, weight, *bias = operands
-    classes = _dims_split(weight, 1 if head.transposed else 0)
-    if head.transposed or classes is None or len(classes) != 1:
-        said = f"the weight of the tensor parallel head is laid out as {_layout(weight)}"
-        return _declined(f"{said}, not split by its classes over one dimension", head.node)
-    if not is_everywhere(hidden) or any(b.placements != weight.placements for b in bias):
-        said = f"hidden states laid out as {_layout(hidden)}"
-        said += "".join(f" and a bias as {_layout(b)}" for b in bias)
-        return _declined(f"{said} meet the head's weight as {_layout(weight)}", head.node)
     placeholder = info.root_placeholder(head.weight)
-    real: Any = None if placeholder is None else compat.example_input(placeholder)
+    real = None if placeholder is None else compat.example_input(placeholder)
     if not compat.is_dtensor(real):
         return _declined("the tensor parallel head's weight is made inside the graph", head.node)
-    mesh: Any = real.device_mesh  # type: ignore[attr-defined]
-    (dim,) = classes
-    shard = Shard(mesh.get_local_rank(dim), mesh.size(dim), weight.shape[0])
-    if shard.leaves_some_empty:
-        said = f"{shard.classes} classes over {shard.ranks} ranks leave ranks without any"
-        return _declined(said, head.node)
-    return Split(shard, dim, mesh.get_group(dim).group_name)
+    if head.transposed:
+        return _declined("the tensor parallel head's weight is stored as (D, V)", head.node)
+    found = op_folder.split_of(real)
+    if isinstance(found, str):
+        return _declined(f"the weight of the tensor parallel head {found}", head.node)
+    if not is_everywhere(hidden) or any(b.placements != weight.placements for b in bias):
+        said = f"hidden states laid out as {op_folder.layout(hidden)}"
+        said += "".join(f" and a bias as {op_folder.layout(b)}" for b in bias)
+        return _declined(f"{said} meet a head as {op_folder.layout(weight)}", head.node)
+    return found
 
 
 def _declined(said: str, node: Node) -> Decline:
     return Decline("tensor_parallel_head", said, HINT, node)
-
-
-def _layout(value: Any) -> str:
-    return f"({', '.join(map(repr, value.placements))})"
-
-
-def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return what this rank holds; its gradient is a part of a sum over one mesh dimension."""
-    if summed is None:
-        return tensor.to_local()  # type: ignore[no-any-return]
-    from torch.distributed.tensor import Partial
-
-    places = [Partial() if i == summed else p for i, p in enumerate(tensor.placements)]
-    return tensor.to_local(grad_placements=places)  # type: ignore[no-any-return]
 
 
 def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> Node:
@@ -146,9 +116,9 @@ def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> No
 
     def build() -> Node:
         with editor.at(head.node):
-            return editor.call(part_of_rank, node, summed)
+            return editor.call(op_folder.part_of_rank, node, summed)
 
-    return editor.shared((part_of_rank, head.node, node), build)
+    return editor.shared((op_folder.part_of_rank, head.node, node), build)
 
 
 def on_every_rank(value: Tensor, like: Any) -> Tensor:

@@ -77,7 +77,7 @@ class Case:
         given = [self.operands(s.first, s.first + s.columns) for s in shards]
         settings = [self.settings | s._asdict() for s in shards]
         op = op_folder.linear_cross_entropy_shard
-        stats = [op(*each[0], **how) for each, how in zip(given, settings, strict=True)]
+        stats = [op(*each[0], None, **how) for each, how in zip(given, settings, strict=True)]
         assert not any(each.requires_grad for each in stats)
         every, found, gradients = torch.cat(stats), [], []
         for (operands, trained), how in zip(given, settings, strict=True):
@@ -137,7 +137,7 @@ def test_a_confident_target_keeps_its_digits() -> None:
     target = torch.tensor([3])
     stats = [
         op_folder.linear_cross_entropy_shard(
-            *(hidden, weight[20 * rank :][:20], None, target, None),
+            *(hidden, weight[20 * rank :][:20], None, target, None, None),
             **DEFAULTS,
             **Shard(rank, 2, 40)._asdict(),
         )
@@ -156,7 +156,7 @@ def test_no_rows_give_no_numbers_and_no_gradients() -> None:
     operands = (torch.zeros(0, D, requires_grad=True), torch.zeros(20, D, requires_grad=True))
     operands += (None, torch.zeros(0, dtype=torch.int64), None)
     settings = DEFAULTS | Shard(1, 2, 40)._asdict()
-    stats = op_folder.linear_cross_entropy_shard(*operands, **settings)
+    stats = op_folder.linear_cross_entropy_shard(*operands, None, **settings)
     assert stats.shape == (2, 0)
     nll, *_ = op_folder.linear_cross_entropy_merge(torch.cat([stats] * 2), *operands, **settings)
     nll.sum().backward()
@@ -167,9 +167,23 @@ def test_a_target_is_judged_by_the_classes_of_all_ranks() -> None:
     operands = (torch.zeros(2, D), torch.zeros(20, D), None)
     settings = DEFAULTS | Shard(0, 2, 40)._asdict()
     fits, outside = torch.tensor([3, 39]), torch.tensor([3, 40])
-    op_folder.linear_cross_entropy_shard(*operands, fits, None, **settings)
+    op_folder.linear_cross_entropy_shard(*operands, fits, None, None, **settings)
     with pytest.raises(TargetRangeError, match=r"holds 40 \(row 1\); columns run from 0 to 39"):
-        op_folder.linear_cross_entropy_shard(*operands, outside, None, **settings)
+        op_folder.linear_cross_entropy_shard(*operands, outside, None, None, **settings)
+
+
+def test_ranks_that_have_different_rows_all_say_so() -> None:
+    operands = (
+        torch.zeros(2, D),
+        torch.zeros(20, D),
+        None,
+        torch.zeros(2, dtype=torch.int64),
+        None,
+    )
+    settings = DEFAULTS | Shard(0, 2, 40)._asdict()
+    op_folder.linear_cross_entropy_shard(*operands, torch.tensor([2, 2]), **settings)
+    with pytest.raises(UnsupportedInputError, match=r"different numbers of rows \(2, 3\)"):
+        op_folder.linear_cross_entropy_shard(*operands, torch.tensor([2, 3]), **settings)
 
 
 def test_a_weight_that_is_not_the_shard_is_refused() -> None:
@@ -177,7 +191,7 @@ def test_a_weight_that_is_not_the_shard_is_refused() -> None:
     target = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(UnsupportedInputError, match="rank 1 of 2 with 41 classes holds 20"):
         op_folder.linear_cross_entropy_shard(
-            *(torch.zeros(2, D), torch.zeros(21, D), None, target, None), **settings
+            *(torch.zeros(2, D), torch.zeros(21, D), None, target, None, None), **settings
         )
 
 
