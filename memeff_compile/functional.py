@@ -144,10 +144,7 @@ def linear_cross_entropy(
         and torch.is_grad_enabled()
         and any(part is not None and part.requires_grad for part in (hidden, weight, bias))
         and op_folder.makes_gradients_in_forward(
-            # a number also where a trace has a symbol
-            hidden.device,
-            hidden.dtype,
-            index(hidden.shape[-1]),
+            *(hidden.device, hidden.dtype, index(hidden.shape[-1])),  # no symbol of a trace
             gradient_filter=filter,
         )
     ):
