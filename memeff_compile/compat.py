@@ -855,6 +855,11 @@ def fsdp_shards() -> dict[int, FsdpShard]:
     return {id(param.sharded_param): FsdpShard(param) for param, _ in _fsdp2_parameters()}
 
 
+def shards_by_fsdp2() -> bool:
+    """Return whether FSDP2 shards any parameter of this process."""
+    return next(_fsdp2_parameters(), None) is not None
+
+
 def _find_fsdp2_shard(weight: torch.Tensor) -> Any:
     return next((p for p, _ in _fsdp2_parameters() if p.sharded_param is weight), None)
 

@@ -685,7 +685,7 @@ def test_plain_tensors_belong_to_no_group() -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
-@probes("is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
+@probes("shards_by_fsdp2", "is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
 @probes("is_tensor_parallel")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
@@ -700,6 +700,7 @@ def test_parameters_of_fsdp2_are_found() -> None:
         model = nn.Sequential(inner, outer)
         fully_shard(inner, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        assert compat.shards_by_fsdp2()
         assert compat.is_dtensor(outer.weight)
         assert not compat.is_dtensor(compat.local_part(outer.weight))
         assert compat.is_fsdp_shard(outer.weight)

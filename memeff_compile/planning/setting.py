@@ -24,9 +24,10 @@ def require_counts(**given: object) -> None:
 
 Accounting = Literal["peak", "paper"]
 
-_WEIGHTS = ("weights", "master weights", "optimizer state", "block gradients", "other gradients")
+_WEIGHTS = ("weights", "master weights", "optimizer state")
+_GRADIENTS = ("block gradients", "other gradients", "gradient buckets")
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "weights + optimizer": _WEIGHTS,
+    "weights + optimizer": (*_WEIGHTS, *_GRADIENTS),
     "activations": ("activations", "inputs", "working", "library workspace"),
     "logits": ("logits", "loss workspace"),
 }
@@ -86,7 +87,7 @@ class Setting:
     master_weights: bool = False  # fp32 copies of 16-bit weights, with optimizer state in fp32
     gpus: int = 1  # number of GPUs
     # "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives every GPU all
-    # of them, as DDP does
+    # of them, and a copy of the gradients in buckets, as DDP does
     sharding: str = "none"
     # "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of arXiv
     # 2411.09009 counts: weights, gradients and optimizer state, what the layers keep, and
@@ -117,11 +118,13 @@ def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
     weights: sympy.Expr = sympy.Rational(facts.weights, setting.shards)
     if setting.sharding == "fsdp" and setting.accounting == "peak":
         weights += (facts.weights - facts.block_weights) + 2 * facts.largest_block
+    has_buckets = setting.gpus > setting.shards and setting.accounting == "peak"
     parts = {
         "weights": weights + facts.buffers,
         "master weights": sympy.Rational(master, setting.shards),
         "optimizer state": sympy.Rational(state, setting.shards),
         "library workspace": sympy.Integer(facts.library if setting.accounting == "peak" else 0),
+        "gradient buckets": sympy.Integer(facts.trained_bytes if has_buckets else 0),
     }
     return {name: size for name, size in parts.items() if size != 0}
 
