@@ -194,6 +194,8 @@ def test_what_cannot_be_planned_is_refused() -> None:
         memeff_compile.explain_cache(build(), memory="much")
     with pytest.raises(ExplainError, match="at least 1"):
         memeff_compile.explain_cache(build(), memory="1GiB", batch=0)
+    with pytest.raises(ExplainError, match="length is '2'"):
+        memeff_compile.explain_cache(build(), memory="1GiB", length="2")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedInputError, match="group is 5"):
         memeff_compile.explain_cache(build(), memory="1GiB", group=5)
 
