@@ -88,6 +88,12 @@ def untraced(function: _Function) -> _Function:
     return cast("_Function", torch._dynamo.disable(function))
 
 
+def constant_in_traces(function: _Function) -> _Function:
+    """Have Dynamo ask a function while it traces, and take the answer for the one of every call."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # Returns the call of a module as it is, also of one that was compiled in place.
 forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 

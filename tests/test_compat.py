@@ -6,6 +6,7 @@ A failure here after an update of torch says which function of `compat.py` to me
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import re
 import weakref
@@ -112,6 +113,20 @@ def test_other_nodes_have_neither() -> None:
             assert compat.source_name(node) == ""
 
     look(question)
+
+
+@probes("constant_in_traces")
+def test_an_answer_is_constant_in_traces() -> None:
+    @compat.constant_in_traces
+    def answer(dtype: torch.dtype) -> bool:
+        return hashlib.sha256(str(dtype).encode()).hexdigest() > "8"  # which Dynamo cannot trace
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if answer(x.dtype) else x - 1
+
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        x = torch.ones(2, dtype=dtype)
+        assert torch.equal(torch.compile(asks, backend="eager", fullgraph=True)(x), asks(x))
 
 
 @probes("plain_source")

@@ -13,6 +13,15 @@ from ..errors import ExplainError
 from .sizes import BATCH, LENGTH
 
 Parts = Mapping[str, sympy.Expr]
+
+
+def require_counts(**given: object) -> None:
+    """Raise ExplainError where a number of something is none."""
+    for name, value in given.items():
+        if type(value) is not int or value < 1:
+            raise ExplainError(f"{name} is {value!r}; a whole number is needed, at least 1.")
+
+
 Accounting = Literal["peak", "paper"]
 
 _WEIGHTS = ("weights", "master weights", "optimizer state")
@@ -93,8 +102,7 @@ class Setting:
             if value not in values:
                 can_be = ", ".join(map(repr, values))
                 raise ExplainError(f"{name} is {value!r}; it can be {can_be}.")
-        if self.gpus < 1:
-            raise ExplainError(f"gpus is {self.gpus}; at least 1 is needed.")
+        require_counts(gpus=self.gpus)
 
     @property
     def shards(self) -> int:
