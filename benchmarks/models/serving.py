@@ -89,6 +89,16 @@ WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name anoth
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "mistral-7b": {  # each layer sees a window of 4,096 tokens
+        "family": "Mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "sliding_window": 4096,
+    },
     "gemma2-2b": {  # every other layer sees a window of 4,096 tokens
         "family": "Gemma2",
         "hidden_size": 2304,
