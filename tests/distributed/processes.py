@@ -32,17 +32,17 @@ class TwoProcesses:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None], limit: float = LIMIT) -> None:
         """Call `work`, which can be pickled, in both processes; raise what it raises there."""
         if not self._processes:
             self._start()
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + limit
         for pipe in self._pipes:
             pipe.send(work)
         waiting = list(self._pipes)
         while waiting:
             ready = connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            said = [self._heard(pipe) for pipe in ready] or [f"it took longer than {LIMIT:.0f} s"]
+            said = [self._heard(pipe) for pipe in ready] or [f"it took longer than {limit:.0f} s"]
             if any(said):
                 self.stop()
                 raise AssertionError("\n".join(said))
