@@ -1,4 +1,4 @@
-"""Two processes that talk through gloo and call functions together, started once for many."""
+"""Processes that talk through gloo and call functions together, started once for many."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ LIMIT = 400.0
 class TwoProcesses:
     """Starts when first asked, and anew after a failure: a peer may wait for what never comes."""
 
+    ranks = RANKS
+
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
         self._processes: list[Any] = []
@@ -52,9 +54,9 @@ class TwoProcesses:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         meeting_point = f"file://{self._folders.mktemp('two_processes') / 'meeting_point'}"
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, meeting_point))
+            process = context.Process(target=_serve, args=(rank, self.ranks, theirs, meeting_point))
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._pipes.append(ours)
@@ -75,13 +77,19 @@ class TwoProcesses:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, pipe: Any, meeting_point: str) -> None:
+class FourProcesses(TwoProcesses):
+    """For meshes of two dimensions."""
+
+    ranks = 4
+
+
+def _serve(rank: int, ranks: int, pipe: Any, meeting_point: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=meeting_point,
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=LIMIT),
     )
     while True:
