@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -154,13 +155,13 @@ def codes() -> list[str]:
     return [record.code for record in memeff_compile.last_report().records]
 
 
-def assert_like_one_process(case: Case, **options: Any) -> None:
+def assert_like_one_process(case: Case, length: int = 12, **options: Any) -> None:
     one, many = Model(case), split(Model(case))
     run = compiled(many, **options)
-    expected = one(*data(case))
+    expected = one(*data(case, length))
     expected.backward()
     with context(case):
-        loss = run(*data(case))
+        loss = run(*data(case, length))
         loss.backward()
     assert codes() == ["rewrote"], memeff_compile.last_report()
     assert isinstance(loss, DTensor) == ("parallel loss" in case.layout)
@@ -193,6 +194,30 @@ def losses() -> None:
         replace(plain, targets="none"),
     ):
         assert_like_one_process(case)
+
+
+def random_cases(first: int, count: int) -> None:
+    """Whatever is drawn, ranks agree on what they gather and find what one process does."""
+    for seed in range(first, first + count):
+        draw = random.Random(seed)
+        layout = draw.choice(["gathered", "parallel loss", "sequence", "sequence, parallel loss"])
+        case = Case(layout, draw.randint(33, 200), torch.float64, draw.choice(["mean", "sum"]))
+        case = replace(case, bias=draw.random() < 0.5, targets=draw.choice(["all", "half", "low"]))
+        if "parallel loss" not in layout:
+            case = replace(
+                case,
+                reduction=draw.choice(["mean", "sum", "none"]),
+                smoothing=draw.choice([0.0, 0.1]),
+                weighted=draw.random() < 0.5,
+                softcap=draw.choice([0.0, 3.0]),
+                z_loss=draw.choice([0.0, 1e-2]),
+                entropy=draw.random() < 0.3,
+            )
+        length = draw.randint(1, 7) * 2  # the sequence is split evenly, as torch wants it
+        try:
+            assert_like_one_process(case, length)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {case}") from error
 
 
 def through_inductor() -> None:
@@ -430,6 +455,7 @@ CASES = [
     layouts,
     losses,
     pytest.param(through_inductor, marks=pytest.mark.slow),
+    pytest.param(partial(random_cases, 0, 12), marks=pytest.mark.slow, id="random_cases"),
     lengths_that_change,
     what_crosses_and_what_is_kept,
     a_model_of_transformers,
@@ -442,6 +468,6 @@ CASES = [
 
 
 @pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: getattr(case, "__name__", None))
 def test_heads_split_over_ranks(case: Callable[[], None], two_processes: TwoProcesses) -> None:
     two_processes.run(case)
