@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile.errors import ShardedLogitsError, StaleLogitsError, UnsupportedInputError
@@ -384,13 +385,65 @@ def logits_in_parts_beside_the_loss() -> None:
     many = split(Returning(case))
     with context(case):
         loss, logits = compiled(many)(*data(case))
-    assert codes() == ["logits_not_deferrable"]
+    assert codes() == ["graph_break_between", "logits_not_deferrable"]
     assert isinstance(logits, DTensor)
     with context(case):
         loss, logits = compiled(many, **{"memeff.logits": "none"})(*data(case))
         loss.backward()
     assert logits is None
     assert set(codes()) == {"rewrote", "logits_none"}
+
+
+class Alone(Model):
+    """Leaves the loss to its caller."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(ids)))  # type: ignore[no-any-return]
+
+
+class Checkpointed(Model):
+    """Head and loss inside an activation checkpoint."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, ids, target, use_reentrant=False)
+        return found
+
+
+def around_the_head() -> None:
+    """Checkpoints, autocast, frozen heads, no gradients at all, verify, and a loss outside."""
+    case = Case(bias=True)
+    one, many = Checkpointed(case), split(Checkpointed(case))
+    for each in (one, compiled(many)):
+        each(*data(case)).backward()
+    assert codes()[0] == "rewrote"
+    assert_same_gradients(gradients(many), gradients(one))
+
+    eager, many = split(Model(case)), split(Model(case))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, loss = eager(*data(case)), compiled(many)(*data(case))
+    assert codes() == ["rewrote"]
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+    for each in (expected, loss):
+        each.backward()
+    assert_same_gradients(gradients(many), gradients(eager), 2e-2)
+
+    one, many = Model(case), split(Model(case))
+    for each in (one, many):
+        each.head.requires_grad_(False)
+    run = compiled(many, **{"memeff.verify": "raise"})
+    for each in (one, run):
+        each(*data(case)).backward()
+    assert codes() == ["rewrote", "verify_not_run"]
+    assert_same_gradients(gradients(many), gradients(one))
+    with torch.no_grad():
+        torch.testing.assert_close(run(*data(case)), one(*data(case)), rtol=1e-6, atol=0)
+
+    one, many = Alone(case), split(Alone(case))
+    run = compiled(many)
+    for each in (one, run):
+        F.cross_entropy(each(*data(case)).flatten(0, 1), data(case)[1].flatten()).backward()
+    assert codes() == ["graph_break_between", "logits_not_deferrable"]
+    assert_same_gradients(gradients(many), gradients(one))
 
 
 def the_function() -> None:
@@ -461,6 +514,7 @@ CASES = [
     a_model_of_transformers,
     logits_beside_the_loss,
     logits_in_parts_beside_the_loss,
+    around_the_head,
     the_function,
     rows_that_differ,
     an_error_on_one_rank,
