@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from . import compat, report
-from .errors import OptionError
+from .errors import OptionError, UnsupportedInputError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
 from .kernels.library import direct_in_inductor
@@ -173,13 +173,16 @@ def compile(
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: `kv_cache` has a setting that cannot be served, or the model does not
-            generate.
+        UnsupportedInputError: The model is no module and no function, `kv_cache` has a setting that
+            cannot be served, or the model does not generate.
 
     Example:
         >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
         >>> memeff_compile.compile(model, kv_cache=4).generate(ids)  # doctest: +SKIP
     """
+    if not (model is None or callable(model)):
+        said = f"compile was given a {type(model).__name__}; it needs a module or a function."
+        raise UnsupportedInputError(said)
     checked = _parse(mode, options, settings)
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
     if checked.weights in CODECS:

@@ -88,6 +88,12 @@ def untraced(function: _Function) -> _Function:
     return cast("_Function", torch._dynamo.disable(function))
 
 
+def constant_in_traces(function: _Function) -> _Function:
+    """Have Dynamo ask a function while it traces, and take the answer for the one of every call."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # Returns the call of a module as it is, also of one that was compiled in place.
 forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 
@@ -847,6 +853,11 @@ class FsdpShard:
 def fsdp_shards() -> dict[int, FsdpShard]:
     """Return what FSDP2 does with every parameter that it holds in shards, by `id`."""
     return {id(param.sharded_param): FsdpShard(param) for param, _ in _fsdp2_parameters()}
+
+
+def shards_by_fsdp2() -> bool:
+    """Return whether FSDP2 shards any parameter of this process."""
+    return next(_fsdp2_parameters(), None) is not None
 
 
 def _find_fsdp2_shard(weight: torch.Tensor) -> Any:

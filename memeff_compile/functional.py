@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
@@ -123,7 +124,10 @@ def linear_cross_entropy(
     Example: linear_cross_entropy(hidden, head.weight, labels) is
     F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten()) but for the order of rounding.
     """
-    _require_settings(reduction, label_smoothing, z_loss, hidden, weight, target, class_weight)
+    numbers = {"scale": scale, "softcap": softcap, "z_loss": z_loss}
+    numbers["label_smoothing"] = label_smoothing
+    tensors = {"hidden": hidden, "weight": weight, "target": target}
+    _require_settings(numbers, tensors, reduction, ignore_index, class_weight)
     split, classes = None, weight.shape[0]
     if compat.is_dtensor(weight):
         split, hidden, weight, bias = _of_this_rank(hidden, weight, bias, target, return_stats)
@@ -140,7 +144,8 @@ def linear_cross_entropy(
         and torch.is_grad_enabled()
         and any(part is not None and part.requires_grad for part in (hidden, weight, bias))
         and op_folder.makes_gradients_in_forward(
-            hidden.device, hidden.dtype, hidden.shape[-1], gradient_filter=filter
+            *(hidden.device, hidden.dtype, index(hidden.shape[-1])),  # no symbol of a trace
+            gradient_filter=filter,
         )
     ):
         return _total(operands, class_weight, reduction, how | filtered)
@@ -244,25 +249,34 @@ def _as_autocast_would(
 
 
 def _require_settings(
+    numbers: Mapping[str, float],
+    tensors: Mapping[str, Tensor],
     reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
+    ignore_index: int | None,
     class_weight: Tensor | None,
 ) -> None:
     """Refuse what the op itself would not see; it checks the rest."""
+    odd = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
+    no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     sentence = None
-    if reduction not in _REDUCTIONS:
+    if odd:
+        sentence = f"{odd[0]} is {numbers[odd[0]]!r}; a number is needed."
+    elif no_tensors:
+        sentence = f"{no_tensors[0]} is a {type(tensors[no_tensors[0]]).__name__}, and no tensor."
+    elif reduction not in _REDUCTIONS:
         sentence = f"reduction is {reduction!r}; use 'mean', 'sum' or 'none'."
-    elif not 0 <= label_smoothing <= 1:
-        sentence = f"label_smoothing is {label_smoothing}; it must be between 0 and 1."
-    elif not (z_loss >= 0 and math.isfinite(z_loss)):
-        sentence = f"z_loss is {z_loss}; it must be positive and finite, or 0 for none."
+    elif not (ignore_index is None or isinstance(ignore_index, int)):
+        sentence = f"ignore_index is {ignore_index!r}; a whole number is needed, or None."
+    elif not 0 <= numbers["label_smoothing"] <= 1:
+        value = numbers["label_smoothing"]
+        sentence = f"label_smoothing is {value}; it must be between 0 and 1."
+    elif not 0 <= numbers["z_loss"] < math.inf:
+        sentence = f"z_loss is {numbers['z_loss']}; it must be positive and finite, or 0 for none."
+    elif not -math.inf < numbers["scale"] < math.inf:
+        sentence = f"scale is {numbers['scale']}; it must be finite."
     elif class_weight is not None:
-        operands = (hidden, weight, None, target, class_weight)
-        sentence = op_folder.supports(*operands, dtype=hidden.dtype)
+        operands = (tensors["hidden"], tensors["weight"], None, tensors["target"], class_weight)
+        sentence = op_folder.supports(*operands, dtype=tensors["hidden"].dtype)
         sentence = sentence and sentence.replace("column_weight", "class_weight")
     if sentence is not None:
         raise UnsupportedInputError(f"linear_cross_entropy: {sentence}")

@@ -6,6 +6,7 @@ A failure here after an update of torch says which function of `compat.py` to me
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import re
 import weakref
@@ -112,6 +113,20 @@ def test_other_nodes_have_neither() -> None:
             assert compat.source_name(node) == ""
 
     look(question)
+
+
+@probes("constant_in_traces")
+def test_an_answer_is_constant_in_traces() -> None:
+    @compat.constant_in_traces
+    def answer(dtype: torch.dtype) -> bool:
+        return hashlib.sha256(str(dtype).encode()).hexdigest() > "8"  # which Dynamo cannot trace
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if answer(x.dtype) else x - 1
+
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        x = torch.ones(2, dtype=dtype)
+        assert torch.equal(torch.compile(asks, backend="eager", fullgraph=True)(x), asks(x))
 
 
 @probes("plain_source")
@@ -670,7 +685,7 @@ def test_plain_tensors_belong_to_no_group() -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
-@probes("is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
+@probes("shards_by_fsdp2", "is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
 @probes("is_tensor_parallel")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
@@ -685,6 +700,7 @@ def test_parameters_of_fsdp2_are_found() -> None:
         model = nn.Sequential(inner, outer)
         fully_shard(inner, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        assert compat.shards_by_fsdp2()
         assert compat.is_dtensor(outer.weight)
         assert not compat.is_dtensor(compat.local_part(outer.weight))
         assert compat.is_fsdp_shard(outer.weight)

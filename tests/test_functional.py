@@ -15,6 +15,7 @@ from torch.distributions import Categorical
 import memeff_compile
 from memeff_compile.errors import TargetRangeError, UnsupportedInputError
 from memeff_compile.functional import Stats
+from memeff_compile.kernels.linear_cross_entropy import total
 
 D, V = 12, 70
 
@@ -156,16 +157,35 @@ def test_one_row_without_leading_dimensions_is_served() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(weight @ hidden[0, 0], target[0, 0]))
 
 
-def test_it_compiles_into_one_graph() -> None:
+COMPILED: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "softcap": 20.0, "scale": 0.5},
+    {"class_weight": torch.linspace(0.5, 1.5, V, dtype=torch.float64), "ignore_index": None},
+    {"label_smoothing": 0.1, "z_loss": 1e-3, "return_stats": True},
+]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("settings", COMPILED, ids=lambda settings: ",".join(settings) or "plain")
+def test_it_compiles_into_one_graph(
+    settings: dict[str, Any], pass_: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever pass the gradients of a loss that is one number are made."""
+    monkeypatch.setattr(total, "tuned", lambda *_: pass_)
+    torch._dynamo.reset()
     hidden, weight, target, bias = inputs()
+    target = target.clamp(min=0)
 
     def step(hidden: Tensor, weight: Tensor) -> Any:
-        return memeff_compile.linear_cross_entropy(
-            hidden, weight, target, bias, label_smoothing=0.1, z_loss=1e-3, return_stats=True
-        )
+        return memeff_compile.linear_cross_entropy(hidden, weight, target, bias, **settings)
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(hidden, weight), step(hidden, weight))
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    found, expected = compiled(hidden, weight), step(hidden, weight)
+    torch.testing.assert_close(found, expected)
+    losses = [made[0] if isinstance(made, tuple) else made for made in (found, expected)]
+    gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in losses]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +195,11 @@ def test_it_compiles_into_one_graph() -> None:
         ({"label_smoothing": 1.5}, "between 0 and 1"),
         ({"z_loss": -1.0}, "z_loss is -1.0"),
         ({"z_loss": float("nan")}, "z_loss is nan"),
+        ({"z_loss": None}, "z_loss is None; a number"),
+        ({"label_smoothing": "some"}, "label_smoothing is 'some'; a number"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": "1"}, "scale is '1'; a number"),
+        ({"ignore_index": "pad"}, "ignore_index is 'pad'; a whole number"),
         ({"softcap": -2.0}, "softcap is -2.0"),
         ({"filter": "most"}, "known filters are"),
         ({"class_weight": torch.ones(V - 1)}, "class_weight has 69 elements"),
@@ -188,6 +213,12 @@ def test_bad_settings_are_refused_in_a_sentence(changes: dict[str, Any], words: 
     hidden, weight, target, _ = inputs()
     with pytest.raises(UnsupportedInputError, match=words):
         memeff_compile.linear_cross_entropy(hidden, weight, target, **changes)
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    hidden, weight, _, _ = inputs()
+    with pytest.raises(UnsupportedInputError, match="target is a list, and no tensor"):
+        memeff_compile.linear_cross_entropy(hidden, weight, [1, 2])  # type: ignore[call-overload]
 
 
 def test_target_that_is_no_class_is_named() -> None:

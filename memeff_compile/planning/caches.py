@@ -15,7 +15,7 @@ from ..errors import ExplainError
 from ..kernels import coded_kv_cache as op_folder
 from ..report import VerbReport, format_bytes
 from .depth import config_of
-from .setting import most, read_memory
+from .setting import most, read_memory, require_counts
 
 MODES = (16, 8, 4, 3, 2)
 
@@ -121,8 +121,7 @@ def explain_cache(
     Example:
         >>> print(memeff_compile.explain_cache(model, memory="141GB", batch=16))  # doctest: +SKIP
     """
-    if batch < 1 or length < 1:
-        raise ExplainError(f"batch is {batch} and length {length}; both have to be at least 1.")
+    require_counts(batch=batch, length=length)
     total = read_memory(memory)
     kept = {"scheme": scheme, "group": group, "recent": recent, "keep_first": keep_first}
     shape = _shape_of(model, {**kept, "merge": merge})

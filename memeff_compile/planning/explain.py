@@ -231,7 +231,10 @@ class Explanation(VerbReport):
             known = ", ".join(("batch", "length", "memory", *vars(Setting())))
             raise ExplainError(f"plan() got {', '.join(sorted(unknown))}; it takes {known}.")
         setting = Setting(**{"optimizer": "none", **given})
-        sizes = Sizes(batch or self.sizes.batch, length or self.sizes.length)
+        batch = self.sizes.batch if batch is None else batch
+        length = self.sizes.length if length is None else length
+        settings.require_counts(batch=batch, length=length)
+        sizes = Sizes(batch, length)
         for name, why in self.fixed.items():
             own, asked = getattr(self.sizes, name), getattr(sizes, name)
             if asked != own:

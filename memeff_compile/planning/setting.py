@@ -13,11 +13,21 @@ from ..errors import ExplainError
 from .sizes import BATCH, LENGTH
 
 Parts = Mapping[str, sympy.Expr]
+
+
+def require_counts(**given: object) -> None:
+    """Raise ExplainError where a number of something is none."""
+    for name, value in given.items():
+        if type(value) is not int or value < 1:
+            raise ExplainError(f"{name} is {value!r}; a whole number is needed, at least 1.")
+
+
 Accounting = Literal["peak", "paper"]
 
-_WEIGHTS = ("weights", "master weights", "optimizer state", "block gradients", "other gradients")
+_WEIGHTS = ("weights", "master weights", "optimizer state")
+_GRADIENTS = ("block gradients", "other gradients", "gradient buckets")
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "weights + optimizer": _WEIGHTS,
+    "weights + optimizer": (*_WEIGHTS, *_GRADIENTS),
     "activations": ("activations", "inputs", "working", "library workspace"),
     "logits": ("logits", "loss workspace"),
 }
@@ -77,7 +87,7 @@ class Setting:
     master_weights: bool = False  # fp32 copies of 16-bit weights, with optimizer state in fp32
     gpus: int = 1  # number of GPUs
     # "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives every GPU all
-    # of them, as DDP does
+    # of them, and a copy of the gradients in buckets, as DDP does
     sharding: str = "none"
     # "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of arXiv
     # 2411.09009 counts: weights, gradients and optimizer state, what the layers keep, and
@@ -92,8 +102,7 @@ class Setting:
             if value not in values:
                 can_be = ", ".join(map(repr, values))
                 raise ExplainError(f"{name} is {value!r}; it can be {can_be}.")
-        if self.gpus < 1:
-            raise ExplainError(f"gpus is {self.gpus}; at least 1 is needed.")
+        require_counts(gpus=self.gpus)
 
     @property
     def shards(self) -> int:
@@ -109,11 +118,13 @@ def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
     weights: sympy.Expr = sympy.Rational(facts.weights, setting.shards)
     if setting.sharding == "fsdp" and setting.accounting == "peak":
         weights += (facts.weights - facts.block_weights) + 2 * facts.largest_block
+    has_buckets = setting.gpus > setting.shards and setting.accounting == "peak"
     parts = {
         "weights": weights + facts.buffers,
         "master weights": sympy.Rational(master, setting.shards),
         "optimizer state": sympy.Rational(state, setting.shards),
         "library workspace": sympy.Integer(facts.library if setting.accounting == "peak" else 0),
+        "gradient buckets": sympy.Integer(facts.trained_bytes if has_buckets else 0),
     }
     return {name: size for name, size in parts.items() if size != 0}
 

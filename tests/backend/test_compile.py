@@ -30,6 +30,11 @@ def test_bad_option_raises_before_anything_is_called(
     assert words in str(caught.value)
 
 
+def test_what_is_no_module_and_no_function_is_refused() -> None:
+    with pytest.raises(memeff_compile.UnsupportedInputError, match="given a int"):
+        memeff_compile.compile(3)  # type: ignore[type-var]
+
+
 def test_module_compiles_and_trains() -> None:
     model, ids = ToyModel(), torch.arange(8)
     expected = model(ids)

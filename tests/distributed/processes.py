@@ -1,4 +1,4 @@
-"""Processes that talk through gloo and call functions together, started once for many."""
+"""Two processes that talk through gloo and call functions together, started once for many."""
 
 from __future__ import annotations
 
@@ -27,24 +27,22 @@ LIMIT = 400.0
 class TwoProcesses:
     """Starts when first asked, and anew after a failure: a peer may wait for what never comes."""
 
-    ranks = RANKS
-
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
-        self._folders = folders
+    def __init__(self, folders: pytest.TempPathFactory, ranks: int = RANKS) -> None:
+        self._folders, self._ranks = folders, ranks
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None], limit: float = LIMIT) -> None:
         """Call `work`, which can be pickled, in both processes; raise what it raises there."""
         if not self._processes:
             self._start()
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + limit
         for pipe in self._pipes:
             pipe.send(work)
         waiting = list(self._pipes)
         while waiting:
             ready = connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            said = [self._heard(pipe) for pipe in ready] or [f"it took longer than {LIMIT:.0f} s"]
+            said = [self._heard(pipe) for pipe in ready] or [f"it took longer than {limit:.0f} s"]
             if any(said):
                 self.stop()
                 raise AssertionError("\n".join(said))
@@ -54,9 +52,11 @@ class TwoProcesses:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         meeting_point = f"file://{self._folders.mktemp('two_processes') / 'meeting_point'}"
-        for rank in range(self.ranks):
+        for rank in range(self._ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.ranks, theirs, meeting_point))
+            process = context.Process(
+                target=_serve, args=(rank, self._ranks, theirs, meeting_point)
+            )
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._pipes.append(ours)
@@ -75,12 +75,6 @@ class TwoProcesses:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
-
-
-class FourProcesses(TwoProcesses):
-    """For meshes of two dimensions."""
-
-    ranks = 4
 
 
 def _serve(rank: int, ranks: int, pipe: Any, meeting_point: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -23,6 +26,7 @@ from tests.distributed.processes import RANKS, TwoProcesses
 
 Make = Callable[[nn.Parameter], Optimizer]
 STEPS = 3
+PARTS = ("model", "optimizer")
 
 
 class Stacked(nn.Module):
@@ -137,6 +141,23 @@ def states_come_back() -> None:
     assert_same(second, first)
 
 
+def states_come_back_from_a_checkpoint(folder: Path) -> None:
+    """DCP has an optimizer make its states by a step with gradients of zero."""
+    first, second = sharded(), sharded()
+    kept, resumed = optim_in_backward(first, several), optim_in_backward(second, several)
+    for _ in range(2):
+        first(ids()).backward()
+    dcp.save(dict(zip(PARTS, get_state_dict(first, kept), strict=True)), checkpoint_id=folder)
+    state = dict(zip(PARTS, get_state_dict(second, resumed), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    model_state, optimizer_state = (state[part] for part in PARTS)
+    set_state_dict(second, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for model, optimizer in ((first, kept), (second, resumed)):
+        model(ids()).backward()
+        optimizer.step()
+    assert_same(second, first)
+
+
 def what_cannot_be_served_is_said() -> None:
     def refused(model: nn.Module, said: str) -> None:
         with pytest.raises(MemeffError, match=said):
@@ -194,3 +215,8 @@ CASES: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_updates_of_shards(case: Callable[[], None], two_processes: TwoProcesses) -> None:
     two_processes.run(case)
+
+
+@pytest.mark.xdist_group("two processes")
+def test_states_come_back_from_a_checkpoint(two_processes: TwoProcesses, tmp_path: Path) -> None:
+    two_processes.run(partial(states_come_back_from_a_checkpoint, tmp_path))

@@ -18,15 +18,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import memeff_compile
 from memeff_compile.errors import ShardedLogitsError, StaleLogitsError
 from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients
-from tests.distributed.processes import FourProcesses
+from tests.distributed.processes import TwoProcesses
 from tests.distributed.test_tensor_parallel import Case, Model, Returning, codes, data
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four processes")]
 
 
 @pytest.fixture(scope="module")
-def four_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FourProcesses]:
-    four = FourProcesses(tmp_path_factory)
+def four_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoProcesses]:
+    four = TwoProcesses(tmp_path_factory, 4)
     yield four
     four.stop()
 
@@ -130,5 +130,5 @@ CASES = [over_four_ranks, static_beside_fsdp, dynamic_beside_fsdp, logits_beside
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_heads_split_over_four(case: Callable[[], None], four_processes: FourProcesses) -> None:
+def test_heads_split_over_four(case: Callable[[], None], four_processes: TwoProcesses) -> None:
     four_processes.run(case)

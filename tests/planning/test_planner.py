@@ -167,6 +167,12 @@ def test_few_blocks_say_what_the_whole_model_says(
         assert ours.after.peak == pytest.approx(theirs.after.peak, rel=1e-3)
 
 
+@pytest.mark.parametrize("given", [{"batch": 0}, {"batch": -2}, {"length": "16"}], ids=str)
+def test_no_batch_and_no_length_are_refused(explained: Explanation, given: dict[str, Any]) -> None:
+    with pytest.raises(ExplainError, match="a whole number is needed, at least 1"):
+        explained.plan(**given)
+
+
 def test_largest_batch_is_the_last_one_that_fits(explained: Explanation) -> None:
     plan = explained.plan(memory="1GiB", optimizer="adamw")
     for side, found in ((plan.before, explained.before), (plan.after, explained.after)):
@@ -325,7 +331,7 @@ def bytes_under(**given: Any) -> int:
         ({"optimizer": "sgd"}, 1000 + 900 + 10),
         ({"optimizer": "adamw"}, 1000 + 2000 + 900 + 10),
         ({"optimizer": "adamw", "master_weights": True}, 1000 + 2000 + 4000 + 900 + 10),
-        ({"gpus": 4}, 1000 + 900 + 10),
+        ({"gpus": 4}, 1000 + 900 + 10 + 1000),  # DDP's buckets
         # a quarter of the weights, what is not in blocks whole, two blocks whole, and so gradients
         ({"gpus": 4, "sharding": "fsdp"}, 250 + 200 + 200 + 175 + 200 + 200 + 10),
         ({"gpus": 4, "sharding": "fsdp", "accounting": "paper"}, 250 + 250 + 10),
@@ -343,7 +349,8 @@ def test_settings(given: dict[str, Any], expected: int) -> None:
         ({"optimizer": ["adamw"]}, "'adamw', 'sgd', 'none'"),
         ({"sharding": "ddp"}, "'none', 'fsdp'"),
         ({"accounting": "sum"}, "'peak', 'paper'"),
-        ({"gpus": 0}, "at least 1"),
+        ({"gpus": 0}, "gpus is 0; a whole number is needed, at least 1"),
+        ({"gpus": "8"}, "gpus is '8'"),
     ],
 )
 def test_unknown_settings_are_refused(given: dict[str, Any], words: str) -> None:

@@ -84,7 +84,7 @@ def _setting_fault(
             f"gradient_filter is {gradient_filter!r}; known filters are "
             f"{', '.join(GRADIENT_FILTERS)}. Use 'exact'."
         )
-    if not (level >= 0 and math.isfinite(level)):
+    if not 0 <= level < math.inf:
         return f"filter_level is {level}; it must be positive and finite, or 0 for automatic."
     if parts not in FILTER_PARTS:
         return f"filter_parts is {parts!r}; known parts are {', '.join(FILTER_PARTS)}."

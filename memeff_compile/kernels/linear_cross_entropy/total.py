@@ -46,6 +46,7 @@ class _Gradients(NamedTuple):
     bias: Tensor | None
 
 
+@compat.constant_in_traces
 def makes_gradients_in_forward(
     device: torch.device,  # of the hidden states
     dtype: torch.dtype,  # likewise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, cast
 
@@ -167,6 +167,12 @@ def compress_(
     require_module(model, "compress_")
     name = _codec_name(codec, mantissa, block)
     skip = (skip,) if isinstance(skip, str) else skip
+    are_names = isinstance(skip, Collection) and all(isinstance(each, str) for each in skip)
+    if not are_names or not isinstance(min_size, (int, float)):
+        raise OptionError(
+            f"compress_: min_size is {min_size!r} and skip {skip!r}; a number of elements and the "
+            "names of modules are needed."
+        )
     places = list(_places(model))
     memory: dict[int, set[int]] = {}  # which tensors share each piece of it
     for tensor in (*model.parameters(), *model.buffers()):

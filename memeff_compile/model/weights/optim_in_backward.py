@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -304,7 +305,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Check that the weights were updated during the backward; nothing else is left to do.
+        """Check that the weights were updated during the backward: what is left to do is to use
+        gradients that were given by hand.
 
         MemeffError where a gradient is left, since the hook of its weight did not run. A closure
         computes the loss again, as of any optimizer; its backward updates.
@@ -320,13 +322,16 @@ class BackwardOptimizer(VerbReport, Optimizer):
                     "nothing updates that. Call optim_in_backward after what replaces parameters, "
                     "such as load_state_dict(..., assign=True)."
                 )
-            if update.seen == 0 and update.parameter.grad is not None:
+            if update.seen or update.parameter.grad is None:
+                continue
+            if not is_updated_in_backward(update.parameter):
                 raise MemeffError(
                     f"optim_in_backward: {update.name} has a gradient and was not updated with it. "
                     "Its hook is gone, as when the model is moved or cast afterwards: call train() "
                     "of the optimizer before the backward, or optim_in_backward when the model is "
                     "where it will train."
                 )
+            update.run(self.max_norm)  # somebody gave it by hand, as DCP does to have states made
         return result
 
     @torch.no_grad()
@@ -350,22 +355,38 @@ class BackwardOptimizer(VerbReport, Optimizer):
             update.seen = 0
             update.parameter.grad = None
 
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The states of all optimizers, by what they hold."""
+        every = (update.optimizer.state for update in self._updates)
+        return defaultdict(dict, {held: own for each in every for held, own in each.items()})
+
+    @state.setter
+    def state(self, made: defaultdict[Tensor, Any]) -> None:
+        """Leave the states where they are: torch's constructor makes an empty one."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every optimizer, by the name of its parameter."""
-        return {"optim_in_backward": {u.name: u.optimizer.state_dict() for u in self._updates}}
+        """Return the state of every optimizer, as any optimizer's, and the names of what it is of:
+        torch.distributed.checkpoint can save and load it.
+        """
+        return {**super().state_dict(), "names": [update.name for update in self._updates]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned for the same model; MemeffError for any other."""
-        states = state_dict.get("optim_in_backward")
         names = [update.name for update in self._updates]
-        if states is None or sorted(states) != sorted(names):
+        groups = state_dict.get("param_groups", ())
+        if len(groups) != len(names) or state_dict.get("names", names) != names:
             raise MemeffError(
                 "optim_in_backward: the state to load was saved by another optimizer or for "
-                "another model: it needs an entry for each trainable parameter by name. Load a "
-                "state that a BackwardOptimizer of this model saved."
+                "another model: it needs a group for each trainable parameter, in their order. "
+                "Load a state that a BackwardOptimizer of this model saved."
             )
-        for update in self._updates:
-            update.optimizer.load_state_dict(states[update.name])
+        for update, group in zip(self._updates, groups, strict=True):
+            own = state_dict["state"].get(group["params"][0])
+            states = {} if own is None else {0: own}
+            update.optimizer.load_state_dict(
+                {"state": states, "param_groups": [{**group, "params": [0]}]}
+            )
         self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
 
     def remove(self) -> None:

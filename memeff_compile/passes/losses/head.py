@@ -369,8 +369,11 @@ class HeadReader:
                 "graph_break_between",
                 "the logits enter this graph from outside: the head that made them is in another "
                 "graph",
-                "compile the model and its loss as one function; fullgraph=True shows what split "
-                "them",
+                "leave the head to the outermost group of fully_shard; accelerate groups it with "
+                "the last norm: shard the model yourself before prepare(), with policy NO_WRAP"
+                if compat.shards_by_fsdp2()
+                else "compile the model and its loss as one function; fullgraph=True shows what "
+                "split them",
                 node,
             )
         values = map(compat.example_value, (node, *node.all_input_nodes))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import memeff_compile
 from memeff_compile.kernels.linear_cross_entropy import (
     bytes_after,
     engine_for,
@@ -241,6 +242,26 @@ def test_compiles_with_inductor(mode: str) -> None:
         found = torch.autograd.grad(compiled(hidden, weight, inputs.target), (hidden, weight))
         for ours, reference in zip(found, expected, strict=True):
             assert relative_error(ours, reference) < 5e-3
+
+
+def test_the_function_is_part_of_a_compiled_graph() -> None:
+    """Which pass makes the gradients is asked of the GPU and of a file while the graph is traced."""
+    target = torch.randint(0, 4096, (256,), device=DEVICE)
+    operands = [
+        torch.randn(rows, 2048, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+        for rows in (256, 4096)
+    ]
+
+    def step(hidden: Tensor, weight: Tensor) -> Tensor:
+        return memeff_compile.linear_cross_entropy(hidden, weight, target, scale=0.02)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    expected = torch.autograd.grad(step(*operands), operands)
+    for ours, reference in zip(
+        torch.autograd.grad(compiled(*operands), operands), expected, strict=True
+    ):
+        assert relative_error(ours, reference) < 5e-3
 
 
 @pytest.mark.parametrize("workspace", [0, 10**11], ids=["automatic", "half of N x V at once"])

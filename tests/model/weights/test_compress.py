@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,15 @@ def test_an_unknown_codec_or_mantissa_is_an_option_error() -> None:
     for settings in ({"codec": "zip"}, {"mantissa": 5}, {"mantissa": 3, "block": 100}):
         with pytest.raises(OptionError, match="win4, tier, rans"):
             compress_(nn.Linear(8, 8), progress=False, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"skip": None}, {"skip": [4]}, {"min_size": "1 MiB"}], ids=str
+)
+def test_settings_of_another_kind_are_refused(settings: dict[str, Any]) -> None:
+    (value,) = settings.values()
+    with pytest.raises(OptionError, match=re.escape(repr(value))):
+        compress_(nn.Linear(8, 8).bfloat16(), progress=False, **settings)
 
 
 def test_lossy_weights_no_longer_train() -> None:

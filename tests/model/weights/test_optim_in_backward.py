@@ -509,7 +509,8 @@ def test_the_trainer_takes_optimizer_and_scheduler_and_resumes_bit_for_bit(tmp_p
 
 def test_a_state_of_something_else_is_refused() -> None:
     optimizer = optim_in_backward(llama(), FACTORIES["SGD"])
-    for state in ({}, {"optim_in_backward": {"other": {}}}):
+    own = optimizer.state_dict()
+    for state in ({}, {**own, "names": own["names"][::-1]}, {**own, "param_groups": []}):
         with pytest.raises(MemeffError, match="another optimizer or for another model"):
             optimizer.load_state_dict(state)
 
