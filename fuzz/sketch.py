@@ -76,7 +76,7 @@ class Sketch:
         value, places = self.value(name), torch.zeros((), dtype=torch.int64)
         for size, stride in zip(value.shape, value.stride(), strict=True):
             places = places.unsqueeze(-1) + stride * torch.arange(size)
-        return places.unique().numel() < value.numel()
+        return bool(places.unique().numel() < value.numel())
 
     def pick(self, test: Callable[[Tensor], bool] = lambda _: True) -> str | None:
         """Return one of the tensors; the latest ones are likelier."""
