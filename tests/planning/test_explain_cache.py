@@ -165,10 +165,11 @@ def test_where_every_layer_sees_a_window_any_context_fits() -> None:
     assert {mode.longest for mode in plan.modes} == {None}
     assert "any" in str(plan)
     assert "does not grow" in str(plan)
-    window = 2 * 2 * 2 * 32 * 64 * 4  # keys and values, layers, heads, channels, tokens, float32
+    # keys and values, layers, heads, channels, tokens with room for 16 more, float32
+    window = 2 * 2 * 2 * 32 * (64 + 16) * 4
     assert {mode.total for mode in plan.modes} == {window}
     tight = plan.weights + STEP_ROOM + window - 1
-    assert memeff_compile.explain_cache(model, memory=tight).modes[0].longest == 63
+    assert memeff_compile.explain_cache(model, memory=tight).modes[0].longest == 79
 
 
 def test_layers_with_a_state_are_said_to_be_left_out() -> None:

@@ -77,13 +77,51 @@ def launch(
     key.append(_kinds(tuple(numbers)))
     found = _compiled.get(tuple(key))
     if found is None or compat.is_watched(kernel):
-        constants = packed(kernel, constants)
-        compiled = kernel[grid](*arguments, **constants)
-        if len(_compiled) >= _MOST:
-            _compiled.clear()
-        _compiled[tuple(key)] = compat.launcher(kernel, compiled, constants, len(arguments))
+        _compile(kernel, grid, arguments, constants, tuple(key))
         return
     found(grid, device, given)
+
+
+def launch_plain(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],  # of the current GPU, or of memory of the host that it reaches
+    numbers: Sequence[int | float],  # behind them, of which the kernel says that they may vary
+    constants: Mapping[str, Any],
+    name: tuple[Any, ...],  # what `constants` follow from, and the dtype of each tensor
+) -> None:
+    """Do what `launch` does where nothing but the alignment of tensors has to be looked at."""
+    if not compat.is_compiled(kernel):
+        start(kernel, grid, *tensors, *numbers, **constants)
+        return
+    device, bits = current_gpu(), 0
+    given: list[int | float] = [tensor.data_ptr() for tensor in tensors]
+    for address in given:
+        bits |= address  # type: ignore[operator]
+    key = (id(kernel), device, name, "aligned")
+    found = _compiled.get(key)
+    if bits & 15:
+        launch(kernel, grid, (*tensors, *numbers), constants, name)
+    elif found is None or compat.is_watched(kernel):
+        _compile(kernel, grid, (*tensors, *numbers), constants, key)
+    else:
+        given += numbers
+        found(grid, device, given)
+
+
+def _compile(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[Argument],
+    constants: Mapping[str, Any],
+    key: tuple[Any, ...],
+) -> None:
+    """Run a kernel as Triton does, and hold what it compiled."""
+    constants = packed(kernel, constants)
+    compiled = kernel[grid](*arguments, **constants)
+    if len(_compiled) >= _MOST:
+        _compiled.clear()
+    _compiled[key] = compat.launcher(kernel, compiled, constants, len(arguments))
 
 
 def _read(

@@ -17,6 +17,7 @@ from __future__ import annotations
 from .codecs import MAX_TOGETHER as MAX_TOGETHER
 from .codecs import Room as Room
 from .codecs import Step as Step
+from .codecs import sheltered as sheltered
 from .layout import CODECS as CODECS
 from .layout import Format as Format
 from .layout import parse as parse

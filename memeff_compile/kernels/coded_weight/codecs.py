@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._triton.compat import has_gluon
-from .._triton.launch import start
+from .._triton.launch import launch_plain, start
 from ..device import gpu, on_device, processors
 from . import shapes
 from .layout import (
     CHUNK,
+    CODECS,
     GROUP,
     LANES,
     RANS_CHUNK,
@@ -53,6 +55,18 @@ class Room:
 EXACT_FIT = Room()
 
 
+@cache
+def _kernel(module: str, name: str) -> Any:
+    return getattr(import_module(f".{module}", __package__), name)
+
+
+@cache
+def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Return warps and constants, (name, value), as `launch_plain` takes them, and their name."""
+    warps, *constants = given
+    return {**dict(constants), "num_warps": warps}, given
+
+
 def _run(
     module: str,  # of the kernel; it is loaded when it is needed
     kernel: str,  # its name there
@@ -62,53 +76,86 @@ def _run(
     warps: int,
     **constants: Any,
 ) -> None:
-    kernels = import_module(f".{module}", __package__)
     with on_device(on):
-        start(getattr(kernels, kernel), grid, *operands, **constants, num_warps=warps)
+        start(_kernel(module, kernel), grid, *operands, **constants, num_warps=warps)
 
 
-@dataclass(frozen=True)
-class Step:
+def _run_often(
+    module: str,
+    kernel: str,
+    grid: int,
+    tensors: Sequence[Tensor],  # on one GPU; the dtype of each follows from the constants
+    numbers: Sequence[int | float],  # behind them; no two make a difference to the compiler
+    warps: int,
+    *constants: tuple[str, Any],
+) -> None:
+    """Do what `_run` does in a fraction of the host's time: a training step has a thousand."""
+    settings, name = _settings(warps, *constants)
+    with on_device(tensors[0]):
+        launch_plain(_kernel(module, kernel), (grid,), tensors, numbers, settings, name)
+
+
+class Step(NamedTuple):
     """One step of `torch.optim.SGD` without momentum."""
 
     rate: float  # learning rate
     decay: float = 0.0  # weight decay
 
 
+HEADING = 8
+"""Numbers of 16 bits in front of a value in a refuge: the lengths that its lists need."""
+
+
+def sheltered(count: int) -> int:
+    """Return the numbers of 16 bits that so many weights take in a refuge."""
+    return HEADING + padded(count)
+
+
 class Outcome:
     """Whether a weight fitted into the lists that were there, known when the GPU has got so far."""
 
-    def __init__(self, needed: Tensor, rooms: Sequence[int]) -> None:
-        """Take the lengths that lists need, int32 on the weight's device, and those they have."""
-        self._needed, self._rooms = needed.contiguous(), list(rooms)
-        self._fetched: Tensor | None = None
+    def __init__(
+        self,
+        needed: Tensor,  # lengths that lists need, int32 on the weight's device
+        rooms: Sequence[int],  # those they have
+        refuge: Tensor | None = None,  # where a kernel writes them too, if any
+    ) -> None:
+        """Take the lengths, and where they will be."""
+        self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
         """Have the value copied if it does not fit, so that its own memory may be given up.
 
-        The value is contiguous bf16, the refuge as long at least, int16 in pinned memory.
+        The value is contiguous bf16, the refuge int16 in pinned memory, longer by a heading.
         """
         rooms = (*self._rooms, 0, 0)[:3]
-        words, grid = value.view(-1).view(torch.int16), (processors(value.device),)
-        operands = (words, self._needed, refuge, *rooms, value.numel())
-        sizes = {"COUNT": len(self._rooms), "BLOCK": 1024}
-        _run("pair_kernels", "pair_shelter_kernel", value, grid, *operands, **sizes, warps=4)
+        tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
+        numbers, grid = (*rooms, value.numel()), processors(value.device)
+        sizes = (4, ("COUNT", len(self._rooms)), ("BLOCK", 1024))
+        _run_often("pair_kernels", "pair_shelter_kernel", grid, tensors, numbers, *sizes)
+        self._refuge = refuge
 
     def fetch(self) -> None:
         """Have the lengths brought to the host, without waiting for them."""
         with on_device(self._needed):
-            self._fetched = self._needed.to("cpu", non_blocking=True)
             if self._needed.is_cuda:
                 self._event = torch.cuda.Event()
+            if self._refuge is None:
+                self._needed = self._needed.to("cpu", non_blocking=True)
+            if self._event is not None:
                 self._event.record()
 
     def fits(self) -> bool:
         """Wait for the GPU and say whether all lists were long enough."""
         if self._event is not None:
             self._event.synchronize()
-        needed = self._needed if self._fetched is None else self._fetched
-        return all(need <= room for need, room in zip(needed.tolist(), self._rooms, strict=True))
+        elif self._needed.is_cuda:  # the refuge may not be written yet
+            torch.cuda.synchronize(self._needed.device)
+        needed = self._needed
+        if self._refuge is not None:
+            needed = self._refuge[:HEADING].view(torch.int32)
+        return all(need <= room for need, room in zip(needed.tolist(), self._rooms, strict=False))
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
@@ -121,10 +168,12 @@ def make_refuge(count: int, device: torch.device) -> Tensor | None:
         trial = torch.ones(64, dtype=torch.bfloat16, device=device)
         outcome = Outcome(torch.ones(1, dtype=torch.int32, device=device), [0])
         outcome.shelter(trial, refuge)
-        outcome.fits()
+        outcome.fetch()
+        fits = outcome.fits()
     except (RuntimeError, ValueError):
         return None
-    return refuge if bool((refuge[:64] == trial.cpu().view(torch.int16)).all()) else None
+    kept = refuge[HEADING : HEADING + 64]
+    return None if fits or bool((kept != trial.cpu().view(torch.int16)).any()) else refuge
 
 
 def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -134,9 +183,12 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs in every so manieth run, int32."""
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
-    grid, sizes = (-(-patterns.numel() // (RUN * every)),), {"BLOCKS": RUN // 1024, "BLOCK": 1024}
-    operands = (patterns, counts, every)
-    _run("pair_kernels", "pair_histogram_kernel", patterns, grid, *operands, **sizes, warps=4)
+    grid, sizes = (
+        -(-patterns.numel() // (RUN * every)),
+        (4, ("BLOCKS", RUN // 1024), ("BLOCK", 1024)),
+    )
+    tensors = (patterns, counts)
+    _run_often("pair_kernels", "pair_histogram_kernel", grid, tensors, [every], *sizes)
     return counts
 
 
@@ -149,7 +201,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     if form.codec == "win4":
         counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
         # The window is chosen without waiting for the GPU.
-        _run("win4_kernels", "win4_window_kernel", counts, (1,), counts, header, warps=4)
+        _run_often("win4_kernels", "win4_window_kernel", 1, (counts, header), (), 4)
         return _encode_win4(patterns, header, room)
     found = histogram(patterns).tolist()
     if form.codec == "rans":
@@ -158,35 +210,28 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     return _encode_tier(patterns, header, room)
 
 
-def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcome | bool:
+def encode_soon(
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    form: Format,
+    refuge: Tensor | None = None,  # what `Outcome.shelter` takes
+    counts: Tensor | None = None,  # what `step` returned, if that made the weight
+) -> Outcome | bool:
     """Encode a weight of the same shape into existing parts, with the windows they have.
 
     Say whether it fitted, or return what will know, where the codec need not wait for the GPU.
-    Where it did not, the parts hold no weight any more.
+    Where it did not, the parts hold no weight any more; it is in the refuge, if there is one.
     """
-    patterns = as_patterns(weight)
+    patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
         return move(_encode_rans(patterns, histogram(patterns).tolist(), EXACT_FIT), parts)
-    again = _encode_win4_again if form.codec == "win4" else _encode_tier_again
-    return again(patterns, parts)
-
-
-def _write_patches(
-    patterns: Tensor, header: Tensor, lists: Sequence[Tensor], *marks: Tensor
-) -> None:
-    """Fill a list of patches, (starts, places, values), whose starts are there already.
-
-    With win4 come marks, which say where the patches are.
-    """
-    starts, places, _ = lists
-    if not places.numel():
-        return
-    grid, operands = (starts.numel() - 1,), (patterns, header, *marks, *lists, places.numel())
-    if marks:
-        warps = shapes.PATCHES_WARPS
-        _run("win4_kernels", "win4_patches_kernel", patterns, grid, *operands, warps=warps)
-    else:
-        _run("pair_kernels", "pair_patches_kernel", patterns, grid, *operands, BLOCK=1024, warps=4)
+    if form.codec == "win4":
+        counts = _code_win4(patterns, parts) if counts is None else counts
+        return _list_win4(patterns, parts, counts, refuge)
+    found = _encode_tier_again(patterns, parts)
+    if refuge is not None:
+        found.shelter(weight, refuge)
+    return found
 
 
 def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
@@ -194,53 +239,69 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
     return [starts, *(starts.new_zeros(length, dtype=torch.int16) for _ in range(2))]
 
 
-def _write_win4(
-    patterns: Tensor, header: Tensor, codes: Tensor, signs: Tensor, starts: Tensor
-) -> Tensor:
-    """Write codes, signs and starts; return which groups of each chunk have patches."""
-    chunks, words = patterns.numel() // CHUNK, patterns.view(torch.int32)
-    counts, marks = _empty(patterns, chunks), _empty(patterns, chunks)
-    operands, warps = (words, header, codes, signs, counts, marks), shapes.WIN4_ENCODE_WARPS
-    _run("win4_kernels", "win4_encode_kernel", patterns, (chunks,), *operands, warps=warps)
-    sums, block = (counts, starts, chunks), shapes.STARTS_BLOCK
-    _run("win4_kernels", "win4_starts_kernel", patterns, (1,), *sums, BLOCK=block, warps=8)
-    return marks
+def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
+    """Write codes and signs, with a step those of the weight moved along a gradient.
+
+    Return what `_list_win4` takes. Without a step the lists of patches are not read.
+    """
+    chunks = patterns.numel() // CHUNK
+    counts = _empty(patterns, 2 * chunks)
+    moves, steps = _moves(by)
+    warps = shapes.WIN4_ENCODE_WARPS if by is None else shapes.WIN4_STEP_WARPS
+    tensors, constants = (patterns, *parts, counts), (*steps, ("PATCHES", shapes.PATCHES))
+    _run_often("win4_kernels", "win4_encode_kernel", chunks, tensors, moves, warps, *constants)
+    return counts
+
+
+def _list_win4(
+    patterns: Tensor, parts: Sequence[Tensor], counts: Tensor, refuge: Tensor | None = None
+) -> Outcome:
+    header, _, *lists, _ = parts
+    starts, room, chunks = lists[0], lists[1].numel(), patterns.numel() // CHUNK
+    each = -(-chunks // shapes.LISTS_PROGRAMS)
+    tensors = (patterns, header, counts, *lists, counts if refuge is None else refuge)
+    sizes = (1, ("BLOCK", shapes.STARTS_BLOCK), ("REFUGE", refuge is not None))
+    numbers, grid = (room, chunks, each), -(-chunks // each)
+    _run_often("win4_kernels", "win4_lists_kernel", grid, tensors, numbers, *sizes)
+    return Outcome(starts if refuge is not None else starts[-1:], [room], refuge)
 
 
 def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
     size = patterns.numel()
     codes, signs = _empty(patterns, size // 8), _empty(patterns, size // 4)
     starts = _empty(patterns, size // CHUNK + 1)
-    marks = _write_win4(patterns, header, codes, signs, starts)
-    lists = _patch_lists(starts, int(starts[-1]), room)
-    _write_patches(patterns, header, lists, marks)
-    return [header, codes, *lists, signs]
-
-
-def _encode_win4_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
-    header, codes, *lists, signs = parts
-    marks = _write_win4(patterns, header, codes, signs, lists[0])
-    _write_patches(patterns, header, lists, marks)
-    return Outcome(lists[0][-1:], [lists[1].numel()])
+    counts = _code_win4(patterns, [header, codes, starts, patterns, patterns, signs])
+    total = int(counts[: size // CHUNK].sum())
+    parts = [header, codes, *_patch_lists(starts, total, room), signs]
+    _list_win4(patterns, parts, counts)
+    return parts
 
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     """Return where each chunk starts in the streams and the list of patches."""
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
-    operands = (patterns, header, counts)
-    _run("tier_kernels", "tier_count_kernel", patterns, (chunks,), *operands, BLOCK=1024, warps=4)
+    tensors = (patterns, header, counts)
+    _run_often("tier_kernels", "tier_count_kernel", chunks, tensors, (), 4, ("BLOCK", 1024))
     # PyTorch adds up along the last dimension in parallel, along the first one number by number.
     return F.pad(counts.t().contiguous().cumsum(1, dtype=torch.int32), (1, 0)).t()
+
+
+def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
+    """Fill a list of patches, (starts, places, values), whose starts are there already."""
+    room, grid = lists[1].numel(), lists[0].numel() - 1
+    if room:
+        tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
+        _run_often("pair_kernels", "pair_patches_kernel", grid, tensors, [room], *sizes)
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     """Write codes and signs; the streams are zeros, and where they start stands already."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
-    operands = (words, header, first, second, third, stream_starts, signs, *rooms)
-    grid, warps = (patterns.numel() // CHUNK,), shapes.TIER_ENCODE_WARPS
-    _run("tier_kernels", "tier_encode_kernel", patterns, grid, *operands, warps=warps)
+    tensors = (words, header, first, second, third, stream_starts, signs)
+    grid, warps = patterns.numel() // CHUNK, shapes.TIER_ENCODE_WARPS
+    _run_often("tier_kernels", "tier_encode_kernel", grid, tensors, rooms, warps)
 
 
 def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
@@ -257,7 +318,7 @@ def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
         _empty(patterns, size // 4),
     ]
     _write_tier(patterns, parts)
-    _write_patches(patterns, header, parts[5:8])
+    _write_tier_patches(patterns, header, parts[5:8])
     return parts
 
 
@@ -269,9 +330,9 @@ def _encode_tier_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
     second.zero_()
     third.zero_()
     _write_tier(patterns, parts)
-    _write_patches(patterns, header, lists)
+    _write_tier_patches(patterns, header, lists)
     rooms = [second.numel() - STREAM_TAIL, third.numel() - STREAM_TAIL, lists[1].numel()]
-    return Outcome(starts[-1], rooms)
+    return Outcome(starts[-1].contiguous(), rooms)
 
 
 def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list[Tensor]:
@@ -283,17 +344,17 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
     counts, states = _empty(patterns, chunks), _empty(patterns, chunks * LANES)
 
     def launch(words: Tensor, starts: Tensor, *, count: bool) -> None:
-        operands = (patterns, table, words, starts, states, counts, chunks)
-        grid, how = (-(-chunks // warps),), {"COUNT": count, "WARPS": warps}
-        _run("rans_kernels", "rans_encode_kernel", patterns, grid, *operands, **how, warps=warps)
+        tensors = (patterns, table, words, starts, states, counts)
+        grid, how = -(-chunks // warps), (warps, ("COUNT", count), ("WARPS", warps))
+        _run_often("rans_kernels", "rans_encode_kernel", grid, tensors, [chunks], *how)
 
     launch(patterns, counts, count=True)
     starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     words = patterns.new_zeros(room.length(int(starts[-1])))
     launch(words, starts, count=False)
     signs, operand = _empty(patterns, size // 4), patterns.view(torch.int32)
-    grid = (size // CHUNK,)
-    _run("pair_kernels", "pair_signs_kernel", patterns, grid, operand, signs, BLOCK=512, warps=4)
+    tensors, grid = (operand, signs), size // CHUNK
+    _run_often("pair_kernels", "pair_signs_kernel", grid, tensors, (), 4, ("BLOCK", 512))
     header = torch.tensor(rans_table(histogram), dtype=torch.int32, device=patterns.device)
     return [header, words, starts, states, signs]
 
@@ -301,9 +362,13 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
     """Return the bf16 weight of this shape; it may lie in a slightly larger buffer."""
     count = math.prod(shape)
-    out = _empty(parts[0], padded(count), torch.int16)
-    decode_flat(parts, form, out)
-    return out[:count].view(torch.bfloat16).view(*shape)
+    if count == padded(count):
+        out = torch.empty(tuple(shape), dtype=torch.bfloat16, device=parts[0].device)
+        decode_flat(parts, form, out)
+        return out
+    words = _empty(parts[0], padded(count), torch.int16)
+    decode_flat(parts, form, words)
+    return words[:count].view(torch.bfloat16).view(*shape)
 
 
 def steps(form: Format, gradient: Tensor) -> bool:
@@ -317,47 +382,61 @@ def steps(form: Format, gradient: Tensor) -> bool:
     )
 
 
-def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor:
+def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor | None:
     """Turn a gradient into the weight after a step along it, in the gradient's memory.
 
     The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. The parts hold
-    no weight afterwards: the new one has to be encoded into them. The format is a lossless one, and
-    the gradient, which is returned as the new weight, one that `steps` allows.
+    no weight afterwards: the new one has to be encoded into them, by `encode_soon`, which is given
+    what is returned. The format is a lossless one, and the gradient one that `steps` allows. Where
+    memory runs out, nothing was written.
     """
-    decode_flat(parts, form, gradient.view(-1).view(torch.int16), by)
-    return gradient
+    if form.codec == "win4":
+        return _code_win4(gradient, parts, by)
+    decode_flat(parts, form, gradient, by)
+    return None
 
 
-def _decoding(codec: str) -> tuple[int, int, dict[str, int]]:
+_Constants: TypeAlias = tuple[tuple[str, Any], ...]
+
+
+def _moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
+    """Return the numbers of a step, and its constants, as kernels take them."""
+    if by is None:
+        return (0.0, 0.0), (("STEP", False), ("HAS_DECAY", False))
+    return (-float(by.rate), float(by.decay)), (("STEP", True), ("HAS_DECAY", by.decay != 0))
+
+
+def _decoding(codec: str) -> tuple[int, int, _Constants]:
     """Return the weights of a program that decodes, its warps, and its constants."""
+    patches = ("PATCHES", shapes.PATCHES)
     if codec == "win4":
-        constants = {"WORDS": shapes.WIN4_DECODE_WORDS, "PATCHES": shapes.PATCHES}
-        return 8 * shapes.WIN4_DECODE_WORDS, shapes.WIN4_DECODE_WARPS, constants
+        words = shapes.WIN4_DECODE_WORDS
+        return 8 * words, shapes.WIN4_DECODE_WARPS, (("WORDS", words), patches)
     if codec == "tier":
-        return CHUNK, shapes.TIER_DECODE_WARPS, {"PATCHES": shapes.PATCHES}
-    return RANS_CHUNK * shapes.RANS_WARPS, shapes.RANS_WARPS, {"WARPS": shapes.RANS_WARPS}
+        return CHUNK, shapes.TIER_DECODE_WARPS, (patches,)
+    return RANS_CHUNK * shapes.RANS_WARPS, shapes.RANS_WARPS, (("WARPS", shapes.RANS_WARPS),)
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the patterns of a weight, zeros behind the last, to an int16 buffer of whole chunks.
+    """Write the patterns of a weight, zeros behind the last, to a buffer of whole chunks.
 
-    With a step, the buffer holds a gradient, and gets the weight moved along it.
+    With a step, which win4 takes where it encodes, the buffer holds a gradient, and gets the weight
+    moved along it. Its numbers are of 16 bits.
     """
-    codec, words = form.codec, out.view(torch.int32)
-    given = (*parts, parts[-1]) if form.is_lossless else parts  # norms, which are not read then
-    moves = (0.0, 0.0) if by is None else (-float(by.rate), float(by.decay))
-    operands: tuple[Any, ...] = (*given, out, words, *moves)
-    if codec == "rans":
-        operands = (*given, words, *moves, out.numel() // RANS_CHUNK)
-    fields: dict[str, Any] = {
-        "FIELD": form.mantissa + 1,
-        "BLOCK": form.block,
-        "STEP": by is not None,
-        "HAS_DECAY": by is not None and by.decay != 0,
-    }
-    size, warps, more = _decoding(codec)
-    grid, kernel = (-(-out.numel() // size),), f"{codec}_decode_kernel"
-    _run(f"{codec}_kernels", kernel, out, grid, *operands, **fields, **more, warps=warps)
+    size, warps, fields = _decoding(form.codec)
+    fields = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), *fields)
+    numbers: tuple[float, ...] = ()
+    if form.codec != "win4":
+        numbers, steps = _moves(by)
+        fields += steps
+    if form.codec == "rans":
+        numbers += (out.numel() // RANS_CHUNK,)
+    norms = parts[-1:] if form.is_lossless else ()  # which are not read then
+    tensors, grid = (*parts, *norms, out), -(-out.numel() // size)
+    _run_often(*_DECODERS[form.codec], grid, tensors, numbers, warps, *fields)
+
+
+_DECODERS = {codec: (f"{codec}_kernels", f"{codec}_decode_kernel") for codec in CODECS}
 
 
 def fuses(

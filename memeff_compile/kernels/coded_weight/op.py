@@ -2,18 +2,17 @@
 
 `coded_weight_linear` is what autograd sees. It takes the weight as one tensor, a `CodedWeight`, and
 keeps that for the backward, which decodes again. Below autograd the weight falls apart into its
-parts: `coded_weight_product` and `coded_weight_product_backward` work on those, and are what an
-inner compiler sees. How they work is chosen when they run: a few tokens are multiplied by kernels
-that decode on the way; otherwise the weight is decoded into a buffer that lives as long as the op,
-and the library multiplies, which gives the bits of the dense layer. Where a gradient is wanted and
-a bias is added, an inner compiler sees the dense layer's own op (`trained_product`).
+parts, which are what an inner compiler sees. `coded_weight_product` chooses when it runs: a few
+tokens are multiplied by kernels that decode on the way; otherwise the weight is decoded into a
+buffer that lives as long as the op, and the library multiplies. Where a gradient is wanted, these
+are two ops, `coded_weight_decode` and the dense layer's own, for its bits (`trained_product`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,18 +84,25 @@ def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> 
     ]
 
 
-def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.Outcome | bool:
+def encode_soon(
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    codec: str,
+    refuge: Tensor | None = None,  # of the host, for a weight that does not fit
+    counts: Tensor | None = None,  # what `codecs.step` returned, if that made the weight
+) -> codecs.Outcome | bool:
     """Encode a weight of the same shape into existing parts, where there is room; say whether.
 
     Where there was none, the parts hold no weight any more and have to be made anew. On a GPU, with
     win4 and tier, nothing waits: the answer comes when the GPU has got so far, and until then
-    nobody may read the parts or give up the weight. A lossy codec refuses what is not finite.
+    nobody may read the parts or, without a refuge, give up the weight. A lossy codec refuses what
+    is not finite.
     """
     form = parse(codec)
     if not form.is_lossless:
         _require(weight, codec)
     elif _uses_kernels(weight):
-        return codecs.encode_soon(parts, weight, form)
+        return codecs.encode_soon(parts, weight, form, refuge, counts)
     return reference.move(reference.encode(weight, form), parts)
 
 
@@ -189,22 +195,29 @@ def _fake_product(given: Product) -> Tensor:
 def trained_product(given: Product, folds: bool) -> Tensor:
     """Multiply with the products of a dense layer, where a gradient is wanted.
 
-    What adds a bias is the dense op to an inner compiler too, which may take the bias out again; it
-    might decode early, or once for all, but for `at`. Weights that train read copies of odd rows.
+    They are the dense layer's own to an inner compiler, which may take a bias out again and calls
+    them with less ado than an op of ours. It might decode early, or once for all, but for `at`.
+    Weights that train read copies of odd rows.
     """
     x, parts, bias, codec, size, _ = given
-    is_rows = x.dim() <= 2 or x.is_contiguous()
-    if bias is not None and is_rows:
-        _require_fit(given)
-        with without_autocast(x.device.type):
-            return F.linear(x, coded_weight_decode(parts, codec, size, x), bias)
-    copies = folds and not is_rows
-    if copies:
+    if not (x.dim() <= 2 or x.is_contiguous()):
+        if not folds:
+            return cast("Tensor", coded_weight_product(*given))
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        given = given._replace(x=rows, bias=None)
-    found: Tensor = coded_weight_product(*given)
-    found = found.view(*x.shape[:-1], size[0]) if copies else found
-    return found + bias if copies and bias is not None else found
+        found = trained_product(given._replace(x=rows, bias=None), folds)
+        found = found.view(*x.shape[:-1], size[0])
+        return found if bias is None else found + bias
+    _require_fit(given)
+    with without_autocast(x.device.type):
+        return F.linear(x, coded_weight_decode(parts, codec, size, x), bias)
+
+
+def trained_product_backward(
+    grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
+) -> Tensor:
+    """Return the gradient of `trained_product` by x."""
+    with without_autocast(grad.device.type):
+        return _linear_backward(grad, coded_weight_decode(parts, codec, size, grad))
 
 
 class _Products(NamedTuple):
@@ -244,20 +257,6 @@ def _products(given: _Products) -> list[Tensor]:
     operands = ((each.parts, each.bias, each.size) for each in several)
     found = codecs.products(x.reshape(1, columns), *zip(*operands, strict=True))
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
-
-
-def _product_backward(
-    grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
-) -> Tensor:
-    weight = _decode(parts, codec, size)
-    with without_autocast(grad.device.type):
-        return _linear_backward(grad, weight)
-
-
-def _fake_product_backward(
-    grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
-) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], size[1]))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
@@ -350,6 +349,7 @@ coded_weight_decode = library.op(
     "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size, Tensor? at=None) -> Tensor",
     _decode,
     _fake_decode,
+    direct=_decode,
 )
 coded_weight_product = library.op(
     "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "
@@ -365,12 +365,6 @@ coded_weight_linears = library.op(
     "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
     _linears,
     _linears,
-)
-coded_weight_product_backward = library.op(
-    "coded_weight_product_backward(Tensor grad, Tensor[] parts, str codec, SymInt[] size) "
-    "-> Tensor",
-    _product_backward,
-    _fake_product_backward,
 )
 coded_weight_linear = library.op(
     "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None, bool trains=False) -> Tensor",

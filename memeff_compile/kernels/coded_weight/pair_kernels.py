@@ -11,6 +11,19 @@ import triton
 import triton.language as tl
 
 CHUNK: tl.constexpr = tl.constexpr(8192)
+HEADING: tl.constexpr = tl.constexpr(8)  # 16-bit words in front of a value in a refuge
+
+
+@triton.jit
+def as_patterns(pointer):
+    """Return a pointer to numbers of 16 bits as one to patterns."""
+    return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@triton.jit
+def as_words(pointer):
+    """Return a pointer to numbers of 16 bits as one to pair words."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
@@ -182,11 +195,18 @@ def pair_patches_kernel(
             at += found
 
 
+@triton.jit
+def write_heading(refuge_ptr, place, needed):
+    """Write the length that a list needs to a refuge, as two 16-bit words."""
+    tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
+    tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
+
+
 @triton.jit(do_not_specialize=["room_0", "room_1", "room_2", "size"])
 def pair_shelter_kernel(
     value_ptr,  # 16-bit patterns
     needed_ptr,  # (COUNT,) int32
-    refuge_ptr,
+    refuge_ptr,  # its heading, then patterns
     room_0,
     room_1,
     room_2,
@@ -194,16 +214,19 @@ def pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy a value to a refuge, if any of COUNT lists was too short for it; else do nothing."""
+    """Write the lengths that COUNT lists need, and the value if any of them was too short."""
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
         is_short |= (tl.load(needed_ptr + 1) > room_1) | (tl.load(needed_ptr + 2) > room_2)
+    if tl.program_id(0) == 0:
+        for place in tl.static_range(COUNT):
+            write_heading(refuge_ptr, place, tl.load(needed_ptr + place))
     if is_short:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
             place = start + tl.arange(0, BLOCK)
             value = tl.load(value_ptr + place, mask=place < size)
-            tl.store(refuge_ptr + place, value, mask=place < size)
+            tl.store(refuge_ptr + HEADING + place, value, mask=place < size)
 
 
 @triton.jit(do_not_specialize=["every"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pair_kernels import even_bytes, narrow_fields, odd_bytes, scaled, stepped_pair
+from .pair_kernels import as_words, even_bytes, narrow_fields, odd_bytes, scaled, stepped_pair
 
 RANS_CHUNK: tl.constexpr = tl.constexpr(16384)
 GROUPS: tl.constexpr = tl.constexpr(64)  # of 256 weights, eight steps each
@@ -36,7 +36,7 @@ def _next_pair(state, place, header_ptr, words_ptr):
     return (low << 7) | (high << 23), state, place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def rans_decode_kernel(
     header_ptr,  # (1024,) slots
     words_ptr,  # 16-bit words
@@ -44,7 +44,7 @@ def rans_decode_kernel(
     states_ptr,
     signs_ptr,
     norms_ptr,
-    out_words_ptr,  # two weights a word
+    out_ptr,  # numbers of 16 bits
     rate,
     decay,
     chunks,
@@ -52,6 +52,7 @@ def rans_decode_kernel(
     # STEP: out holds gradients, and gets the weights moved along them
 ):
     """Write WARPS chunks of weights."""
+    out_words_ptr = as_words(out_ptr)
     chunk = tl.program_id(0) * C.WARPS + tl.arange(0, C.WARPS)
     is_chunk = chunk < chunks
     chunk = tl.where(is_chunk, chunk, 0)  # a lane of its own writes the same values again
@@ -85,7 +86,7 @@ def rans_decode_kernel(
         group += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def rans_encode_kernel(
     weight_ptr,  # 16-bit patterns
     slots_ptr,  # (2, 256) int32: slots of an exponent, and those before it

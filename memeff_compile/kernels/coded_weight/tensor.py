@@ -58,15 +58,13 @@ class Unsettled:
 
         The value is kept until it is in the refuge, whatever fails before.
         """
-        self._outcome, value = outcome, self._kept
+        self._outcome = outcome
         if isinstance(outcome, bool):
             self.settle()
-        elif refuge is None or value is None:
-            outcome.fetch()
-        else:
-            outcome.shelter(value, refuge)
-            outcome.fetch()
-            self._kept = refuge[: value.numel()]
+            return
+        outcome.fetch()
+        if refuge is not None:
+            self._kept = refuge[codecs.HEADING :]
 
     @property
     def is_settled(self) -> bool:
@@ -82,8 +80,8 @@ class Unsettled:
             outcome, weight = self._outcome, self._weight
             fits = outcome if isinstance(outcome, bool) else outcome.fits()
             if not fits:
-                value = kept.to(weight.device).view(torch.bfloat16).view(weight.shape)
-                weight.encode_anew(value)
+                value = kept.view(-1)[: weight.numel()].to(weight.device)
+                weight.encode_anew(value.view(torch.bfloat16).view(weight.shape))
             self._kept = None  # only now: where encoding fails, nothing else holds the value
             if weight.unsettled is self:
                 weight.unsettled = None
@@ -227,13 +225,13 @@ class CodedWeight(Tensor):
         dense = value.decode() if isinstance(value, CodedWeight) else value.detach()
         self.store_soon(dense.to(device=self.device, dtype=self.dtype)).settle()
 
-    @torch.no_grad()
     def store_soon(
         self,
-        value: Tensor,  # bf16, same shape and device
+        value: Tensor,  # bf16, same shape and device, nothing to autograd
         # memory of the host, as `make_refuge` gives, that nothing else is put into until the value
         # is settled; without it, nobody may write to the value until then
         refuge: Tensor | None = None,
+        counts: Tensor | None = None,  # what `step` returned, if that made the value
     ) -> Unsettled:
         """Encode a new value in place, without waiting for the GPU to say whether it fitted.
 
@@ -245,7 +243,7 @@ class CodedWeight(Tensor):
         found = Unsettled(self, value)
         torch.autograd.graph.increment_version(self)
         try:
-            found.encoded(op.encode_soon(parts, value, self.codec), refuge)
+            found.encoded(op.encode_soon(parts, value, self.codec, refuge, counts), refuge)
         except UnsupportedInputError:
             self.unsettled = None  # nothing was written
             raise
@@ -259,13 +257,13 @@ class CodedWeight(Tensor):
 
     def steps(self, gradient: Tensor) -> bool:
         """Say whether `step` can work on this gradient."""
-        return gradient.shape == self.shape and op.steps(gradient, self.codec)
+        with compat.without_torch_function():
+            return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
-    @torch.no_grad()
-    def step(self, gradient: Tensor, by: codecs.Step) -> Tensor:
+    def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
         """Turn a gradient that `steps` allows into the weight after a step, as `codecs.step`.
 
-        Until that new value is stored the weight holds none.
+        Until that new value is stored, with what is returned, the weight holds none.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -358,8 +356,10 @@ class CodedWeight(Tensor):
         A compiler sees the linear, and our pass does it.
         """
         with compat.without_torch_function():
-            out = None if kwargs is None else kwargs.get("out")
-            if any(isinstance(each, _KINDS) for each in compat.pytree.tree_iter(out)):
+            out = kwargs.get("out") if kwargs else None
+            if out is not None and any(
+                isinstance(each, _KINDS) for each in compat.pytree.tree_iter(out)
+            ):
                 raise _write_error(f"{func.__name__} with out=")
             served = _ABOVE if args and isinstance(args[0], CodedWeight) else _OF_VIEWS
             if func in served and isinstance(args[0], _KINDS):
@@ -744,7 +744,7 @@ def _product(
 
 
 def _product_backward(grad: Tensor, weight: CodedWeight) -> object:
-    return op.coded_weight_product_backward(grad, weight.parts, weight.codec, weight.shape)
+    return op.trained_product_backward(grad, weight.parts, weight.codec, weight.shape)
 
 
 def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> object:

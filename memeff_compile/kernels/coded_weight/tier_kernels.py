@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from .pair_kernels import (
+    as_patterns,
+    as_words,
     even_bytes,
     first_patches,
     is_tier_patch,
@@ -107,14 +109,14 @@ def tier_decode_kernel(
     values_ptr,
     signs_ptr,
     norms_ptr,
-    out_ptr,  # 16-bit patterns
-    words_ptr,  # the same memory, two weights a word
+    out_ptr,  # numbers of 16 bits
     rate,
     decay,
     C: tl.constexpr,
     # STEP: out holds gradients, and gets the weights moved along them
 ):
     """Write one chunk of weights."""
+    words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
     begin = tl.load(starts_ptr + chunk)  # long before they are needed

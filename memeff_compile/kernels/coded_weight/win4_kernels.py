@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 
 from .pair_kernels import (
+    HEADING,
+    as_patterns,
+    as_words,
     even_bytes,
     first_patches,
     high_float,
@@ -24,6 +27,7 @@ from .pair_kernels import (
     step_patches,
     stepped_pair,
     store_patches,
+    write_heading,
 )
 
 CHUNK: tl.constexpr = tl.constexpr(8192)
@@ -38,6 +42,30 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 
 @triton.jit
+def _pairs(codes, signs, base):
+    """Return the four pair words of words of codes, and of signs at these places."""
+    even, odd = tl.load(signs), tl.load(signs + 32)
+    pair_0 = even_bytes(even) | _exponents(codes, base, 0)
+    pair_1 = odd_bytes(even) | _exponents(codes, base, 1)
+    pair_2 = even_bytes(odd) | _exponents(codes, base, 2)
+    pair_3 = odd_bytes(odd) | _exponents(codes, base, 3)
+    return pair_0, pair_1, pair_2, pair_3
+
+
+@triton.jit
+def _load_pairs(at):
+    return tl.load(at), tl.load(at + 32), tl.load(at + 64), tl.load(at + 96)
+
+
+@triton.jit
+def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
+    tl.store(at, pair_0)
+    tl.store(at + 32, pair_1)
+    tl.store(at + 64, pair_2)
+    tl.store(at + 96, pair_3)
+
+
+@triton.jit
 def win4_decode_kernel(
     header_ptr,
     codes_ptr,
@@ -46,16 +74,13 @@ def win4_decode_kernel(
     values_ptr,
     signs_ptr,
     norms_ptr,
-    out_ptr,  # 16-bit patterns
-    words_ptr,  # the same memory, two weights a word
-    rate,
-    decay,
+    out_ptr,  # numbers of 16 bits
     C: tl.constexpr,
     # FIELD: bits of sign and mantissa: 8 is lossless
     # BLOCK: weights per normaliser, or 0
-    # STEP: out holds gradients, and gets the weights moved along them
 ):
     """Write WORDS * 8 weights."""
+    words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     first = tl.program_id(0).to(tl.int64) * C.WORDS
     word = tl.arange(0, C.WORDS)
     group = first // 32 + word // 32
@@ -65,17 +90,10 @@ def win4_decode_kernel(
     end = tl.load(starts_ptr + chunk + 1)
     patches = (begin, end, places_ptr, values_ptr)
     base = tl.load(header_ptr) << 7
-    if not C.STEP:
-        loaded = first_patches(patches, C.PATCHES)
+    loaded = first_patches(patches, C.PATCHES)
     codes = tl.load(codes_ptr + first + word)
     if C.FIELD == 8:
-        sign_at = signs_ptr + group * 64 + lane
-        signs = tl.load(sign_at)
-        more = tl.load(sign_at + 32)
-        pair_0 = even_bytes(signs) | _exponents(codes, base, 0)
-        pair_1 = odd_bytes(signs) | _exponents(codes, base, 1)
-        pair_2 = even_bytes(more) | _exponents(codes, base, 2)
-        pair_3 = odd_bytes(more) | _exponents(codes, base, 3)
+        pair_0, pair_1, pair_2, pair_3 = _pairs(codes, signs_ptr + group * 64 + lane, base)
     else:
         signs = tl.load(signs_ptr + first + word).to(tl.int32)
         at = group * 256 + 2 * lane
@@ -87,18 +105,7 @@ def win4_decode_kernel(
         pair_1 = scaled(pair_1, norms_ptr, at + 64, C.BLOCK)
         pair_2 = scaled(pair_2, norms_ptr, at + 128, C.BLOCK)
         pair_3 = scaled(pair_3, norms_ptr, at + 192, C.BLOCK)
-    out = words_ptr + group * 128 + lane
-    if C.STEP:
-        pair_0 = stepped_pair(pair_0, tl.load(out), rate, decay, C.HAS_DECAY)
-        pair_1 = stepped_pair(pair_1, tl.load(out + 32), rate, decay, C.HAS_DECAY)
-        pair_2 = stepped_pair(pair_2, tl.load(out + 64), rate, decay, C.HAS_DECAY)
-        pair_3 = stepped_pair(pair_3, tl.load(out + 96), rate, decay, C.HAS_DECAY)
-        step_patches(patches, out_ptr, first * 8, rate, decay, C.WORDS * 8, C)
-        loaded = first_patches(patches, C.PATCHES)
-    tl.store(out, pair_0)
-    tl.store(out + 32, pair_1)
-    tl.store(out + 64, pair_2)
-    tl.store(out + 96, pair_3)
+    _store_pairs(words_ptr + group * 128 + lane, pair_0, pair_1, pair_2, pair_3)
     store_patches(patches, loaded, out_ptr, first * 8, C.WORDS * 8, C.PATCHES)
 
 
@@ -124,74 +131,117 @@ def _coded_pair(pair, base, PAIR: tl.constexpr):
 
 @triton.jit
 def win4_encode_kernel(
-    words_ptr,  # pair words of the weight
+    weight_ptr,  # numbers of 16 bits; with STEP the gradient, over which the weight goes
     header_ptr,
     codes_ptr,
+    starts_ptr,  # (chunks + 1,) int32; it and the two behind it are those of the old weight
+    places_ptr,
+    values_ptr,
     signs_ptr,
-    counts_ptr,  # (chunks,) int32, patches of each
-    marks_ptr,  # (chunks,) int32, a bit for each group that has patches
+    counts_ptr,  # (2, chunks) int32: patches of each, and a bit for each group that has patches
+    rate,
+    decay,
+    C: tl.constexpr,
+    # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes and signs of one chunk; count its patches and say where they are."""
+    """Write the codes and signs of one chunk; count its patches and say where they are.
+
+    With a step a weight is read and written once: decoded, moved and encoded in registers. Patches
+    go to the gradient's memory, where the others are as well, and come back from there.
+    """
     chunk = tl.program_id(0)
     base = tl.load(header_ptr)
     word = tl.arange(0, 1024)
     first = chunk.to(tl.int64) * 1024
     group = first // 32 + word // 32
     lane = word % 32
-    pairs = words_ptr + group * 128 + lane
-    pair_0, pair_1 = tl.load(pairs), tl.load(pairs + 32)
-    pair_2, pair_3 = tl.load(pairs + 64), tl.load(pairs + 96)
+    weight_ptr = as_patterns(weight_ptr)
+    at = as_words(weight_ptr) + group * 128 + lane
+    signs = signs_ptr + group * 64 + lane
+    pair_0, pair_1, pair_2, pair_3 = _load_pairs(at)
+    if C.STEP:
+        begin = tl.load(starts_ptr + chunk)
+        end = tl.load(starts_ptr + chunk + 1)
+        old_0, old_1, old_2, old_3 = _pairs(tl.load(codes_ptr + first + word), signs, base << 7)
+        pair_0 = stepped_pair(old_0, pair_0, rate, decay, C.HAS_DECAY)
+        pair_1 = stepped_pair(old_1, pair_1, rate, decay, C.HAS_DECAY)
+        pair_2 = stepped_pair(old_2, pair_2, rate, decay, C.HAS_DECAY)
+        pair_3 = stepped_pair(old_3, pair_3, rate, decay, C.HAS_DECAY)
+        patches = (begin, end, places_ptr, values_ptr)
+        step_patches(patches, weight_ptr, first * 8, rate, decay, CHUNK, C)
+        _store_pairs(at, pair_0, pair_1, pair_2, pair_3)
+        if end > begin:
+            loaded = first_patches(patches, C.PATCHES)
+            store_patches(patches, loaded, weight_ptr, first * 8, CHUNK, C.PATCHES)
+            tl.debug_barrier()
+            pair_0, pair_1, pair_2, pair_3 = _load_pairs(at)
     codes_0, bytes_0, count_0 = _coded_pair(pair_0, base, 0)
     codes_1, bytes_1, count_1 = _coded_pair(pair_1, base, 1)
     codes_2, bytes_2, count_2 = _coded_pair(pair_2, base, 2)
     codes_3, bytes_3, count_3 = _coded_pair(pair_3, base, 3)
     tl.store(codes_ptr + first + word, codes_0 | codes_1 | codes_2 | codes_3)
-    signs = signs_ptr + group * 64 + lane
     tl.store(signs, bytes_0 | (bytes_1 << 8))
     tl.store(signs + 32, bytes_2 | (bytes_3 << 8))
     found = tl.sum(tl.reshape(count_0 + count_1 + count_2 + count_3, (32, 32)), 1)
     marks = tl.where(found > 0, 1 << tl.arange(0, 32), 0)
     tl.store(counts_ptr + chunk, tl.sum(found, 0))
-    tl.store(marks_ptr + chunk, tl.sum(marks, 0))
+    tl.store(counts_ptr + tl.num_programs(0) + chunk, tl.sum(marks, 0))
 
 
-@triton.jit(do_not_specialize=["room"])
-def win4_patches_kernel(
-    weight_ptr,  # 16-bit patterns
+@triton.jit(do_not_specialize=["room", "chunks", "each"])
+def win4_lists_kernel(
+    weight_ptr,  # numbers of 16 bits
     header_ptr,
-    marks_ptr,
+    counts_ptr,  # (2, chunks) int32, as `win4_encode_kernel` writes them
     starts_ptr,  # (chunks + 1,) int32
     places_ptr,
     values_ptr,
-    room,  # elements of the list
+    refuge_ptr,  # its heading, then patterns; read with REFUGE
+    room,  # elements of the lists
+    chunks,
+    each,  # chunks of one program
+    BLOCK: tl.constexpr,
+    REFUGE: tl.constexpr,
 ):
-    """Write the patches of one chunk, in order; those beyond the list are dropped."""
-    chunk = tl.program_id(0)
-    at = tl.load(starts_ptr + chunk)
-    marks = tl.load(marks_ptr + chunk)
-    if marks != 0:  # only groups that have patches are read again; all at once took twice as long
-        for group in range(32):
-            if (marks >> group) & 1 == 1:
-                place = group * 256 + tl.arange(0, 256)
-                pattern = tl.load(weight_ptr + chunk.to(tl.int64) * CHUNK + place)
-                count = is_win4_patch(pattern.to(tl.int32), header_ptr).to(tl.int32)
-                rank = at + tl.cumsum(count, 0) - count
-                is_patch = (count == 1) & (rank < room)
-                tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
-                tl.store(values_ptr + rank, pattern, mask=is_patch)
-                at += tl.sum(count, 0)
+    """Write where the patches of each chunk start, and the patches, in order.
 
-
-@triton.jit
-def win4_starts_kernel(counts_ptr, starts_ptr, chunks, BLOCK: tl.constexpr):
-    """Write running sums that start with 0: (chunks,) to (chunks + 1,)."""
-    before = 0
-    tl.store(starts_ptr, before)
-    for first in range(0, chunks, BLOCK):
-        place = first + tl.arange(0, BLOCK)
+    Those beyond the lists are dropped; where there are any, the weight goes to the refuge.
+    """
+    first = tl.program_id(0) * each
+    weight_ptr = as_patterns(weight_ptr)
+    at = 0
+    total = 0
+    for start in range(0, chunks, BLOCK):
+        place = start + tl.arange(0, BLOCK)
         count = tl.load(counts_ptr + place, mask=place < chunks, other=0)
-        tl.store(starts_ptr + 1 + place, before + tl.cumsum(count, 0), mask=place < chunks)
-        before += tl.sum(count, 0)
+        total += tl.sum(count, 0)
+        at += tl.sum(tl.where(place < first, count, 0), 0)
+    if first == 0:
+        tl.store(starts_ptr, 0)
+        if REFUGE:
+            write_heading(refuge_ptr, 0, total)
+    for chunk in range(first, tl.minimum(first + each, chunks)):
+        marks = tl.load(counts_ptr + chunks + chunk)
+        weight = weight_ptr + tl.cast(chunk, tl.int64) * CHUNK
+        if (
+            marks != 0
+        ):  # only groups that have patches are read again; all at once took twice as long
+            for group in range(32):
+                if (marks >> group) & 1 == 1:
+                    place = group * 256 + tl.arange(0, 256)
+                    pattern = tl.load(weight + place)
+                    count = is_win4_patch(pattern.to(tl.int32), header_ptr).to(tl.int32)
+                    rank = at + tl.cumsum(count, 0) - count
+                    is_patch = (count == 1) & (rank < room)
+                    tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
+                    tl.store(values_ptr + rank, pattern, mask=is_patch)
+                    at += tl.sum(count, 0)
+        tl.store(starts_ptr + chunk + 1, at)
+        if total > (room if REFUGE else 0x7FFFFFFF):
+            for start in range(0, CHUNK, 256):
+                place = start + tl.arange(0, 256)
+                copy = refuge_ptr + HEADING + tl.cast(chunk, tl.int64) * CHUNK + place
+                tl.store(copy, tl.load(weight + place))
 
 
 @triton.jit

@@ -28,7 +28,6 @@ from memeff_compile.model.cache.layers import (
     InPlace,
     Place,
     Starts,
-    WindowLayer,
     layers_of,
     refuse,
     remaining,
@@ -184,7 +183,7 @@ class KVCache(Cache):
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for number, layer in enumerate(self.layers):
-            is_known = isinstance(layer, (InPlace, WindowLayer))
+            is_known = isinstance(layer, InPlace)
             if not is_known and type(layer).__name__ != "DummyLayer":
                 refuse(
                     f"layer {number} is a {type(layer).__name__} of transformers, whose sequences "

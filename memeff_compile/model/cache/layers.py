@@ -123,7 +123,7 @@ class InPlace(CacheLayerMixin):
         a compiled graph.
         """
         new = key_states.shape[2]
-        if new > self.room:
+        if not self.is_sliding and new > self.room:
             refuse(
                 f"{new} tokens were given to a cache of max_cache_len={self.max_cache_len}. Make a "
                 "longer one."
@@ -236,21 +236,120 @@ class ExactLayer(InPlace, StaticLayer):
 
 
 class OpenWindowLayer(ExactLayer):
-    """A layer whose window is as long as the cache or longer: no token ever leaves it."""
+    """A layer whose window is hardly shorter than the cache, or longer: no token ever leaves it."""
 
     is_sliding = True
 
 
-class WindowLayer(StaticSlidingWindowLayer):
-    """transformers' layer of a shorter window, whose tensors beams leave where they are."""
+class WindowLayer(InPlace, StaticLayer):
+    """A layer that sees a window of tokens, and has room for some more of them.
 
+    New tokens are written behind the others. Where there is no room the window moves to the front,
+    once in as many steps as there is room beside it; masks say which tokens are seen. How far it is
+    filled is counted on the host, for masks, and on the device, for the places that are written to.
+    """
+
+    buffers = held = "keys", "values"
+    is_sliding = True
+    is_croppable = False  # tokens that have left the window do not come back
     keys: Any
     values: Any
+    passing: tuple[Tensor, Tensor] | None = None  # keys and values of more than there is room for
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the sequences into another order."""
-        for tensor in (self.keys, self.values) if self.is_initialized else ():
-            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+    def __init__(self, window: int) -> None:
+        super().__init__(max_cache_len=room_of(window))
+        self.window = window
+        self._start()
+
+    def _start(self) -> None:
+        self.is_empty = True
+        # Tokens, and those that are still here: counted from 2, as Dynamo compiles 0 and 1 apart.
+        self.total = self.filled = _NONE
+
+    @property
+    def here(self) -> int:
+        """The tokens that are here."""
+        return min(self.filled - _NONE, self.max_cache_len)
+
+    def _write(self, key_states: Tensor, value_states: Tensor) -> None:
+        room, new, length = self.max_cache_len, key_states.shape[2], self.cumulative_length
+        states = key_states, value_states
+        self.total += new
+        if self.is_empty:  # the last ones, of a prompt of any length
+            length.add_(new)
+            places = torch.arange(room, device=self.device) + (length - room).clamp(min=0)
+            places = places.clamp(max=new - 1)
+            self.keys.copy_(key_states.index_select(2, places))
+            self.values.copy_(value_states.index_select(2, places))
+            length.clamp_(max=room)
+            self.filled += new  # more than there is room for: the next step moves the window
+            return
+        if self.filled + new > room + _NONE:
+            kept = min(self.filled - _NONE, self.window - 1)
+            places = torch.arange(kept, device=self.device) + (length - kept)
+            older = self.keys.index_select(2, places), self.values.index_select(2, places)
+            if kept + new > room:
+                keys, values = (torch.cat(pair, 2) for pair in zip(older, states, strict=True))
+                self.passing, self.filled = (keys, values), room + _NONE
+                self.keys.copy_(keys[:, :, -room:])
+                self.values.copy_(values[:, :, -room:])
+                length.fill_(room)
+                return
+            self.keys[:, :, :kept].copy_(older[0])
+            self.values[:, :, :kept].copy_(older[1])
+            length.fill_(kept)
+            self.filled = kept + _NONE
+        self.filled += new
+        StaticLayer.update(self, *states)
+
+    def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        if self.passing is None:
+            return self.keys, self.values
+        found, self.passing = self.passing, None
+        return found
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the keys that the mask is about: as the next tokens go."""
+        if self.is_empty:
+            return query_length, 0
+        if self.filled + query_length <= self.max_cache_len + _NONE:
+            return self.max_cache_len, self.total - self.filled
+        kept = min(self.filled - _NONE, self.window - 1)
+        return max(kept + query_length, self.max_cache_len), self.total - _NONE - kept
+
+    def get_seq_length(self) -> int:
+        """Return the tokens that have been in the cache."""
+        return self.total - _NONE
+
+    def keeps(self, remove: int) -> str | None:
+        """Return why the last tokens cannot be removed: what was before them has left."""
+        if self.total - _NONE == self.here or self.here - remove >= self.window - 1:
+            return None
+        return (
+            f"crop was asked to remove {remove} tokens, and a window of {self.window} can give "
+            f"back {max(0, self.here - self.window + 1)}: what was before them has left it. "
+            "reset() the cache and give it the tokens that stay."
+        )
+
+    def remove_last(self, remove: int) -> None:
+        left = max(0, self.here - remove)
+        self.total -= self.here - left
+        self.filled = left + _NONE
+        self.cumulative_length.fill_(left)
+        self.is_empty = self.total == _NONE
+
+    def reset(self) -> None:
+        """Empty the layer; its tensors stay."""
+        super().reset()
+        self._start()
+
+
+_NONE = 2
+
+
+def room_of(window: int) -> int:
+    """Return the room of a layer that sees so many tokens: a sixteenth more, 16 at least."""
+    return window + max(16, window // 16)
 
 
 class CodedLayer(InPlace):
@@ -438,8 +537,8 @@ def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Itera
             yield full()
         elif STATIC_LAYER_TYPE_MAPPING.get(kind) is StaticSlidingWindowLayer:
             window = given["sliding_window"]
-            is_open = window >= max_cache_len
-            yield OpenWindowLayer(max_cache_len) if is_open else WindowLayer(max_cache_len, window)
+            is_open = room_of(window) >= max_cache_len
+            yield OpenWindowLayer(max_cache_len) if is_open else WindowLayer(window)
         elif kind in STATIC_LAYER_TYPE_MAPPING:
             yield STATIC_LAYER_TYPE_MAPPING[kind](**{"max_cache_len": max_cache_len, **given})
         else:

@@ -38,6 +38,7 @@ from memeff_compile.kernels.coded_weight import (
     make_refuge,
     parse,
     refuse_step,
+    sheltered,
     side_by_side,
 )
 from memeff_compile.model.changes import require_module
@@ -72,8 +73,8 @@ class _Queue:
         self._ring: Tensor | None = None
         if weights:
             sizes = [weight.numel() for weight in weights]
-            size = min(sum(sizes), REFUGES * max(sizes))
-            self._ring = make_refuge(size + 64, weights[0].device)
+            size = min(sum(map(sheltered, sizes)), REFUGES * sheltered(max(sizes)))
+            self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
         """Return a place in the ring for so many weights; wait until there is one."""
@@ -134,8 +135,9 @@ class _Update:
         # What the optimizer holds: the weight itself, or a dense stand-in that is filled for the
         # time of a step.
         self.held = parameter
+        self.room = 0  # that a new value takes in the ring
         if isinstance(parameter, CodedWeight):
-            self.held = nn.Parameter(parameter.decode())
+            self.held, self.room = nn.Parameter(parameter.decode()), sheltered(parameter.numel())
         try:
             self.optimizer = factory(self.held)
         except TypeError as error:
@@ -163,39 +165,45 @@ class _Update:
     def run(self, max_norm: float | None) -> None:
         """Update the weight with the gradient it has, and give the gradient up."""
         self.seen = 0
-        if self.parameter.grad is None:
-            return
-        held = [self.parameter.grad]  # the list alone holds it, so that others can be counted
-        self.parameter.grad = None
+        with compat.without_torch_function():
+            if self.parameter.grad is None:
+                return
+            held = [self.parameter.grad]  # the list alone holds it, so that others can be counted
+            self.parameter.grad = None
         if self.shard is not None and held[0].is_cuda:  # made on another stream than this, maybe
             compat.local_part(held[0]).record_stream(torch.cuda.current_stream(held[0].device))
         if max_norm is not None:
             _clip(held, max_norm)
-        coded, by = self.parameter, plain_step(self.optimizer)
-        if self.is_coded and not isinstance(coded, CodedWeight):
+        coded = self.parameter
+        if isinstance(coded, CodedWeight):
+            by = plain_step(self.optimizer)
+            if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):
+                self._store(coded, held, by)
+                compat.run_hooks_after_every_step(self.optimizer)
+                return
+        elif self.is_coded:
             self._hold_itself()
         try:
             if isinstance(coded, CodedWeight):
-                if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):
-                    self._store(coded, lambda: coded.step(held.pop(), by))
-                    compat.run_hooks_after_every_step(self.optimizer)
-                    return
                 self.held.data = coded.decode()
             self.held.grad = held.pop()
             with torch.enable_grad():
                 self.optimizer.step()
             self.held.grad = None
             if isinstance(coded, CodedWeight):
-                self._store(coded, lambda: self.held.data)
+                self._store(coded, [self.held.data])
         finally:
             self.parameter.grad = None
             self._empty()
 
-    def _store(self, coded: CodedWeight, make: Callable[[], Tensor]) -> None:
-        """Make a new value and encode it; what fails while room is made leaves the old one."""
+    def _store(self, coded: CodedWeight, held: list[Tensor], by: Step | None = None) -> None:
+        """Encode the new value in a list, or what a step along the gradient in it makes; what fails
+        while room is made leaves the old one.
+        """
         with self.queue.lock:
-            place = self.queue.place_for(coded.numel())
-            self.queue.add(coded.store_soon(make(), place), coded.numel())
+            place = self.queue.place_for(self.room)
+            counts = None if by is None else coded.step(held[0], by)
+            self.queue.add(coded.store_soon(held.pop(), place, counts), self.room)
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
@@ -208,18 +216,22 @@ def _clip(held: list[Tensor], max_norm: float) -> None:
         held[0] = held[0] * factor
 
 
+_BEYOND = ("momentum", "nesterov", "maximize", "differentiable", "fused")
+"""Settings of SGD with which a step is more than a product and a sum."""
+
+
 def plain_step(optimizer: Optimizer) -> Step | None:
     """Return the step of an optimizer that is SGD and nothing else; None for any other."""
     if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
         return None
     (group,) = optimizer.param_groups
     rate, decay = group["lr"], group["weight_decay"]
-    others = ("momentum", "nesterov", "maximize", "differentiable", "fused")
-    is_plain = not any(group.get(name) for name in others)
     # The value of a tensor would have to be read.
-    is_known = all(isinstance(number, (int, float)) for number in (rate, decay))
+    is_known = isinstance(rate, (int, float)) and isinstance(decay, (int, float))
+    if not is_known or any(map(group.get, _BEYOND)):
+        return None
     is_watched = compat.optimizer_hooks(optimizer, but=refuse_step)
-    return Step(float(rate), float(decay)) if is_plain and is_known and not is_watched else None
+    return None if is_watched else Step(float(rate), float(decay))
 
 
 def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:

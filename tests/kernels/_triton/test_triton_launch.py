@@ -142,6 +142,26 @@ def test_only_so_many_launches_are_held(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(launches._compiled) <= 2
 
 
+def test_tensors_that_are_aligned_are_launched_by_their_addresses_alone(
+    device: SimpleNamespace,
+) -> None:
+    kernel, x, other = Kernel(), torch.ones(64), torch.zeros(64)
+
+    def run_plain(tensor: torch.Tensor, name: int = 32) -> None:
+        launches.launch_plain(kernel, (3,), [tensor], [48, 0.5], CONSTANTS, (name,))
+
+    for tensor in (x, other):
+        run_plain(tensor)
+    assert kernel.asked == [((3,), x, 48, 0.5, CONSTANTS)]
+    (given,) = kernel.launched
+    assert given[9:] == (other.data_ptr(), 48, 0.5, 32, True)
+    run_plain(other[1:])
+    run_plain(x, 64)
+    device.number = 1
+    run_plain(x)
+    assert len(kernel.asked) == 4, "another alignment, other constants, another GPU"
+
+
 class Packing(Kernel):
     """A kernel that takes its constants as one."""
 

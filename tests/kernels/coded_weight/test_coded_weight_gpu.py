@@ -129,9 +129,9 @@ def test_a_step_in_the_gradients_memory_has_the_bits_of_sgd(
     coded = CodedWeight(encode(weight, codec, Room(0.2, 4096)), codec, weight.shape)
     assert by is not None
     assert coded.steps(gradient)
-    found = coded.step(gradient, by)
-    assert torch.equal(bits(found), bits(held.detach()))
-    coded.store_soon(found)
+    counts = coded.step(gradient, by)
+    assert torch.equal(bits(gradient), bits(held.detach()))
+    coded.store_soon(gradient, counts=counts)
     assert torch.equal(bits(coded.decode()), bits(held.detach()))
 
 

@@ -139,19 +139,22 @@ def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool 
     else:
         constants = {"FIELD": field, "BLOCK": block, "WARPS": shapes.RANS_WARPS, **step}
         warps = shapes.RANS_WARPS
-    types = {"signs_ptr": signs, "out_ptr": "*i16"}
+    types = {"signs_ptr": signs, "out_ptr": "*bf16"}
     if codec == "rans":
         types["words_ptr"] = "*i16"
     return _compile(codec, "decode", capability, constants, warps, **types)
 
 
 def _encode(capability: int, name: str) -> Any:
-    if name == "win4":
-        return _compile("win4", "encode", capability, {}, shapes.WIN4_ENCODE_WARPS)
-    if name == "win4 patches":
-        return _compile("win4", "patches", capability, {}, shapes.PATCHES_WARPS)
-    if name == "starts":
-        return _compile("win4", "starts", capability, {"BLOCK": shapes.STARTS_BLOCK}, 8)
+    if name in ("win4", "win4 step"):
+        step = name == "win4 step"
+        constants = {"STEP": step, "HAS_DECAY": step, "PATCHES": shapes.PATCHES}
+        warps = shapes.WIN4_STEP_WARPS if step else shapes.WIN4_ENCODE_WARPS
+        return _compile("win4", "encode", capability, constants, warps, weight_ptr="*bf16")
+    if name in ("lists", "lists alone"):
+        constants = {"BLOCK": shapes.STARTS_BLOCK, "REFUGE": name == "lists"}
+        types = {"weight_ptr": "*bf16", "refuge_ptr": "*i16"}
+        return _compile("win4", "lists", capability, constants, 1, **types)
     if name == "window":
         return _compile("win4", "window", capability, {}, 4)
     if name == "tier":
@@ -205,8 +208,12 @@ def test_decoding_compiles_for_an_older_gpu(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_decoding_with_a_step_compiles_within_the_limits(capability: int, codec: str) -> None:
-    kernel = _decode(capability, codec, 8, 0, steps=True)
+def test_a_step_compiles_within_the_limits(capability: int, codec: str) -> None:
+    if codec == "win4":  # which steps where it encodes
+        kernel = _encode(capability, "win4 step")
+        assert re.search(r"ld\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow loads"
+    else:
+        kernel = _decode(capability, codec, 8, 0, steps=True)
     _check(kernel, capability)
     assert "fma.rn.f32" in kernel.asm["ptx"], "rounded twice"
 
@@ -214,7 +221,7 @@ def test_decoding_with_a_step_compiles_within_the_limits(capability: int, codec:
 @pytest.mark.parametrize(
     "name",
     [
-        *("win4", "win4 patches", "starts", "window"),
+        *("win4", "lists", "lists alone", "window"),
         *("tier", "count", "rans", "patches", "histogram", "signs", "shelter"),
     ],
 )

@@ -547,10 +547,48 @@ def test_a_crop_of_a_model_with_a_window_is_refused_before_any_layer_changes() -
     )
     cache = fill(model, KVCache(model.config, LENGTH, 4, **SHORT))
     cache.crop(0)
-    words = "WindowLayer .* reset.* Layer 1 .* no layer was changed"
+    words = "window of 8 can give back 17: .* reset.* Layer 1 .* no layer was changed"
     with pytest.raises(UnsupportedInputError, match=words):
-        cache.crop(-5)
+        cache.crop(-18)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [60, 60]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (12, 1, 1, 1),  # a prompt longer than the window of 8, shorter than its room of 24
+        (30, 1, 1),
+        (3, 1, 2, 1, 1, 5, 1, 9, 1, 1, 1, 1, 1),
+        (1, 23, 1, 1),
+        (20, 5, 17, 18, 40, 1, 24, 3),  # pieces that do not fit behind the window
+        (5, 60, 1),
+        tuple([2] + [1] * 60),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 4])
+def test_a_window_says_what_one_that_forgets_nothing_says(
+    pieces: tuple[int, ...], padding: int
+) -> None:
+    """In whatever pieces tokens come, and where some are taken back."""
+    model = make("Mistral", sliding_window=8)
+    cache, plain = KVCache(model.config, 256, 16), DynamicCache()
+    ids, start = prompt(2, sum(pieces)), 0
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    for new in pieces:
+        told = {"input_ids": ids[:, start : start + new], "attention_mask": mask[:, : start + new]}
+        found = model(**told, past_key_values=cache).logits
+        expected = model(**told, past_key_values=plain).logits
+        is_token = mask[:, start : start + new].bool()
+        torch.testing.assert_close(found[is_token], expected[is_token], rtol=1e-4, atol=1e-5)
+        start += new
+        assert cache.get_seq_length() == start
+        if 2 < new < 17:  # the last ones again
+            cache.crop(-2)
+            plain.crop(-2)
+            start -= 2
+            assert cache.get_seq_length() == start
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -238,12 +238,12 @@ def compiled_for(kv_cache: str | int, family: str, **settings: Any) -> tuple[Any
 def test_steps_of_a_model_with_windows_are_replayed(
     engine: Imitation, family: str, kv_cache: str | int
 ) -> None:
-    """Windows that fill, that are full, that the prompt is longer than; again, with padding."""
+    """Windows that fill, and move once they are full, that a prompt is longer than; padding."""
     settings = WINDOWS[family] | (ONE_LAYER if family == "Mistral" else {})
     plain = make(family, **settings)
     model, given = compiled_for(kv_cache, family, **settings)
     steps = 0
-    for tokens, new, padding in ((10, 20, 0), (30, 12, 0), (11, 16, 4), (12, 14, 0)):
+    for tokens, new, padding in ((10, 40, 0), (40, 12, 0), (11, 30, 4), (1, 8, 0)):
         ids = prompt(2, tokens)
         mask = torch.ones_like(ids)
         mask[0, :padding] = 0
@@ -251,8 +251,12 @@ def test_steps_of_a_model_with_windows_are_replayed(
         expected = plain.generate(ids, **asked)
         assert torch.equal(model.generate(ids, **asked, **given), expected)
         steps += new - 1
-    # Windows that fill and that are full are a step each, and each runs twice before it is recorded.
-    assert totals()[1] >= steps - (4 if kv_cache != "bare" else 12)
+    # Filling windows and full ones are a step each, and each runs twice before it is recorded. A
+    # move of the window comes once in seventeen steps.
+    assert totals()[1] >= steps - (6 if kv_cache != "bare" else 14)
+    if kv_cache == "static":
+        # Prompts inside of the window, beyond it and with padding, which Mistral sees alike; steps.
+        assert len(memeff_compile.graphs()) <= (4 if family == "Mistral" else 5)
 
 
 @pytest.mark.slow

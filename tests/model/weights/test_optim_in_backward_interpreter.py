@@ -24,7 +24,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     monkeypatch.setattr(op, "_uses_kernels", lambda tensor: True)
     plain, taken = codecs.step, []
 
-    def step(parts: Any, form: Format, gradient: Tensor, by: Step) -> Tensor:
+    def step(parts: Any, form: Format, gradient: Tensor, by: Step) -> Tensor | None:
         taken.append(by)
         return plain(parts, form, gradient, by)
 
