@@ -1,8 +1,8 @@
 """Measures the package: shared parts here, scripts by what they measure, raw rows in `results`.
 
-`ops`: one op at a time; `models`: whole models; `quality`: what lossy modes do to real ones;
-`ablations`: what each part of a method is worth; `data`: what makes text and pictures, which go to
-`generated`, a folder that git ignores.
+`ops`: one op at a time; `models`: whole models; `distributed`: several GPUs; `quality`: what lossy
+modes do to real ones; `ablations`: what each part of a method is worth; `data`: what makes text and
+pictures, which go to `generated`, a folder that git ignores.
 """
 
 from __future__ import annotations

@@ -129,10 +129,14 @@ def _verdict(program: Program, eager: World, ours: World) -> Verdict:
     return Verdict("same")
 
 
+_STALE = ("modified by an inplace operation", "its base has been modified inplace")
+"""How autograd calls what was written to behind what it had noted of it."""
+
+
 def _why_no_measure(program: Program, eager: World) -> str:
     """Say why what eager PyTorch returned is not what it should be, or return nothing."""
     fault = run(program.with_writes_counted().body, eager.enter())
-    if fault is not None and "modified by an inplace operation" in str(fault):
+    if fault is not None and any(map(str(fault).count, _STALE)):
         return "a write through .data changed what eager itself had saved for its backward pass"
     names = eager.enter()
     run(program.body, names)

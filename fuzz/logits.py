@@ -224,6 +224,8 @@ def _step(kind: list[str], sketch: Sketch) -> None:
         return  # a comparison may hang on rounding
     if text.endswith(".detach_()") and sketch.is_shared(text.removesuffix(".detach_()")):
         return  # see tests/fuzz: PyTorch fails where a write made a view stale before or after
+    if kind is WRITES and any(map(sketch.overlaps_itself, sketch.named_in(text))):
+        return
     if kind in (WRITES, _HOOKS, _BACKWARD):
         sketch.add(text)
     elif kind in (_METRICS, _FACTS):

@@ -67,6 +67,17 @@ class Sketch:
         places = [self.value(tensor).untyped_storage().data_ptr() for tensor in self.tensors]
         return places.count(self.value(name).untyped_storage().data_ptr()) > 1
 
+    def named_in(self, text: str) -> list[str]:
+        """Return the tensors that a line names."""
+        return [name for name in re.findall(r"\w+", text) if name in self.tensors]
+
+    def overlaps_itself(self, name: str) -> bool:
+        """Whether entries of a tensor share a place: what a write leaves there is not defined."""
+        value, places = self.value(name), torch.zeros((), dtype=torch.int64)
+        for size, stride in zip(value.shape, value.stride(), strict=True):
+            places = places.unsqueeze(-1) + stride * torch.arange(size)
+        return bool(places.unique().numel() < value.numel())
+
     def pick(self, test: Callable[[Tensor], bool] = lambda _: True) -> str | None:
         """Return one of the tensors; the latest ones are likelier."""
         found = [name for name in self.tensors if test(self.value(name))]

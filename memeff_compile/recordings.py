@@ -43,6 +43,9 @@ MAX_WAITING = 32  # sets of addresses that are remembered after one call
 # A step stops being recorded when so many recordings as are kept, twice, were replayed less.
 MIN_REPLAYS = 4
 
+_OTHER_PLACES = "the addresses of its caches or weights change in each call"
+_OTHER_NUMBER = "a number that tensors are made of, or a size, changes in each call"
+
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
@@ -125,6 +128,8 @@ class Recorder:
         self._waiting[key] = None
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popitem(last=False)
+            if not self._recordings and len({where for _, where, _ in self._waiting}) == 1:
+                self._stop(_OTHER_NUMBER)
         return None
 
     def _alignments(self, args: Sequence[Any]) -> Hashable:
@@ -176,8 +181,7 @@ class Recorder:
             self._recordings.popitem(last=False)
         if self._use.recordings > 2 * MAX_RECORDINGS and not self._pays():
             moved = len({where for _, where, _ in self._recordings}) > 1
-            what = "the addresses of its caches or weights change" if moved else "a number changes"
-            self._stop(f"{what} in each call")
+            self._stop(_OTHER_PLACES if moved else _OTHER_NUMBER)
         return recording
 
     def _stop(self, why: str) -> None:

@@ -3,6 +3,7 @@
     python benchmarks/models/serving.py --part check
     python benchmarks/models/serving.py --part time --paths eager static verb-4 all
     python benchmarks/models/serving.py --part host
+    python benchmarks/models/serving.py --part memory --paths verb-static verb-4
 
 `check`: a small model; what is generated with steps replayed as CUDA graphs, twice, against the
 same compiled steps that are not, in a loop that waits for each token, for `--kinds`: other lengths
@@ -32,6 +33,9 @@ of a loop that waits for each token, as generate() itself does.
 `host`: what the host spends on one step besides generate()'s own loop: calls in a row while the GPU
 is busy with something else.
 
+`memory`: what is alive after 10 to 200 calls of other lengths, batches and numbers of new tokens:
+tensors and the bytes of their memory, objects of Python, what CUDA's allocator holds, recordings.
+
 `--size tiny` runs everything on the CPU in seconds; there nothing is recorded.
 """
 
@@ -40,6 +44,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import random
 import sys
 import threading
 import time
@@ -83,6 +88,16 @@ WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name anoth
         "head_dim": 64,
         "vocab_size": 128256,
         "tie_word_embeddings": True,
+    },
+    "mistral-7b": {  # each layer sees a window of 4,096 tokens
+        "family": "Mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "sliding_window": 4096,
     },
     "gemma2-2b": {  # every other layer sees a window of 4,096 tokens
         "family": "Gemma2",
@@ -476,9 +491,49 @@ def host(options: argparse.Namespace) -> None:
         del model, cache
 
 
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def alive() -> dict[str, int]:
+    """Count tensors, their bytes, and objects, after a collection of garbage."""
+    gc.collect()
+    objects = gc.get_objects()
+    kinds = (Tensor, torch.nn.Parameter)
+    tensors = [t for t in objects if type(t) in kinds and t.layout is torch.strided]
+    storages = {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, tensors)}
+    on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    held = {"tensors": len(tensors), "bytes": sum(storages.values())}
+    return {**held, "objects": len(objects), "cuda_bytes": on_gpu}
+
+
+@torch.no_grad()
+def memory(options: argparse.Namespace) -> None:
+    """Count what is alive after many calls that differ."""
+    for path in options.paths:
+        clean()
+        model = build(options.size, options.layers, options.device, windows="windows" in path)
+        prepare(path, model)
+        pick = random.Random(0)
+        for call in range(1, 201):
+            batch, length, new = (
+                pick.choice((1, 2, 4)),
+                pick.randrange(2, 700),
+                pick.randrange(4, 24),
+            )
+            given = arguments(path, model, length + new)
+            model.generate(prompt(model, batch, length), max_new_tokens=new, **given)
+            if call in (10, 25, 50, 100, 150, 200):
+                counts = [g.replays for g in memeff_compile.graphs() if g.replays is not None]
+                row = {"kind": "serving memory", "path": path, "size": options.size, "calls": call}
+                row |= {"graphs": len(memeff_compile.graphs())}
+                row |= {"recordings": sum(each.recordings for each in counts)}
+                rows.write(options.out, {**row, "layers": options.layers, **alive()})
+        del model
+
+
 def main() -> None:
     """Run the parts that were asked for."""
-    parts = {"check": check, "time": measure, "host": host}
+    parts = {"check": check, "time": measure, "host": host, "memory": memory}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=parts, default=["check", "time"])
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["static", "verb-4", "all"])

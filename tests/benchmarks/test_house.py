@@ -15,7 +15,7 @@ from benchmarks import registry, rows, timing
 from tests.support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("ops", "models", "quality", "ablations", "data")
+FOLDERS = ("ops", "models", "distributed", "quality", "ablations", "data")
 MODULES = sorted((ROOT / "benchmarks").rglob("*.py"))
 SCRIPTS = [path for path in MODULES if 'if __name__ == "__main__":' in path.read_text()]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile.errors import ShardedLogitsError, StaleLogitsError, UnsupportedInputError
@@ -154,13 +156,13 @@ def codes() -> list[str]:
     return [record.code for record in memeff_compile.last_report().records]
 
 
-def assert_like_one_process(case: Case, **options: Any) -> None:
+def assert_like_one_process(case: Case, length: int = 12, **options: Any) -> None:
     one, many = Model(case), split(Model(case))
     run = compiled(many, **options)
-    expected = one(*data(case))
+    expected = one(*data(case, length))
     expected.backward()
     with context(case):
-        loss = run(*data(case))
+        loss = run(*data(case, length))
         loss.backward()
     assert codes() == ["rewrote"], memeff_compile.last_report()
     assert isinstance(loss, DTensor) == ("parallel loss" in case.layout)
@@ -193,6 +195,30 @@ def losses() -> None:
         replace(plain, targets="none"),
     ):
         assert_like_one_process(case)
+
+
+def random_cases(first: int, count: int) -> None:
+    """Whatever is drawn, ranks agree on what they gather and find what one process does."""
+    for seed in range(first, first + count):
+        draw = random.Random(seed)
+        layout = draw.choice(["gathered", "parallel loss", "sequence", "sequence, parallel loss"])
+        case = Case(layout, draw.randint(33, 200), torch.float64, draw.choice(["mean", "sum"]))
+        case = replace(case, bias=draw.random() < 0.5, targets=draw.choice(["all", "half", "low"]))
+        if "parallel loss" not in layout:
+            case = replace(
+                case,
+                reduction=draw.choice(["mean", "sum", "none"]),
+                smoothing=draw.choice([0.0, 0.1]),
+                weighted=draw.random() < 0.5,
+                softcap=draw.choice([0.0, 3.0]),
+                z_loss=draw.choice([0.0, 1e-2]),
+                entropy=draw.random() < 0.3,
+            )
+        length = draw.randint(1, 7) * 2  # the sequence is split evenly, as torch wants it
+        try:
+            assert_like_one_process(case, length)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {case}") from error
 
 
 def through_inductor() -> None:
@@ -368,6 +394,58 @@ def logits_in_parts_beside_the_loss() -> None:
     assert set(codes()) == {"rewrote", "logits_none"}
 
 
+class Alone(Model):
+    """Leaves the loss to its caller."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(ids)))  # type: ignore[no-any-return]
+
+
+class Checkpointed(Model):
+    """Head and loss inside an activation checkpoint."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, ids, target, use_reentrant=False)
+        return found
+
+
+def around_the_head() -> None:
+    """Checkpoints, autocast, frozen heads, no gradients at all, verify, and a loss outside."""
+    case = Case(bias=True)
+    one, many = Checkpointed(case), split(Checkpointed(case))
+    for each in (one, compiled(many)):
+        each(*data(case)).backward()
+    assert codes()[0] == "rewrote"
+    assert_same_gradients(gradients(many), gradients(one))
+
+    eager, many = split(Model(case)), split(Model(case))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, loss = eager(*data(case)), compiled(many)(*data(case))
+    assert codes() == ["rewrote"]
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+    for each in (expected, loss):
+        each.backward()
+    assert_same_gradients(gradients(many), gradients(eager), 2e-2)
+
+    one, many = Model(case), split(Model(case))
+    for each in (one, many):
+        each.head.requires_grad_(False)
+    run = compiled(many, **{"memeff.verify": "raise"})
+    for each in (one, run):
+        each(*data(case)).backward()
+    assert codes() == ["rewrote", "verify_not_run"]
+    assert_same_gradients(gradients(many), gradients(one))
+    with torch.no_grad():
+        torch.testing.assert_close(run(*data(case)), one(*data(case)), rtol=1e-6, atol=0)
+
+    one, many = Alone(case), split(Alone(case))
+    run = compiled(many)
+    for each in (one, run):
+        F.cross_entropy(each(*data(case)).flatten(0, 1), data(case)[1].flatten()).backward()
+    assert codes() == ["graph_break_between", "logits_not_deferrable"]
+    assert_same_gradients(gradients(many), gradients(one))
+
+
 def the_function() -> None:
     """On a head that ranks have split, with hidden states as they come: its loss, and a block's."""
     draw = torch.Generator().manual_seed(0)
@@ -430,11 +508,13 @@ CASES = [
     layouts,
     losses,
     pytest.param(through_inductor, marks=pytest.mark.slow),
+    pytest.param(partial(random_cases, 0, 12), marks=pytest.mark.slow, id="random_cases"),
     lengths_that_change,
     what_crosses_and_what_is_kept,
     a_model_of_transformers,
     logits_beside_the_loss,
     logits_in_parts_beside_the_loss,
+    around_the_head,
     the_function,
     rows_that_differ,
     an_error_on_one_rank,
@@ -442,6 +522,6 @@ CASES = [
 
 
 @pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: getattr(case, "__name__", None))
 def test_heads_split_over_ranks(case: Callable[[], None], two_processes: TwoProcesses) -> None:
     two_processes.run(case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from memeff_compile.errors import TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels import linear_cross_entropy as op_folder
-from memeff_compile.kernels.linear_cross_entropy import Shard
+from memeff_compile.kernels.linear_cross_entropy import Shard, fused, hybrid, row_pieces
+from memeff_compile.kernels.linear_cross_entropy import op as rows_op
 
 N, D = 14, 8
 DEFAULTS: dict[str, Any] = {
@@ -170,6 +172,45 @@ def test_a_target_is_judged_by_the_classes_of_all_ranks() -> None:
     op_folder.linear_cross_entropy_shard(*operands, fits, None, None, **settings)
     with pytest.raises(TargetRangeError, match=r"holds 40 \(row 1\); columns run from 0 to 39"):
         op_folder.linear_cross_entropy_shard(*operands, outside, None, None, **settings)
+
+
+ENGINES = {
+    "hybrid": (hybrid, torch.float32, 2e-5),
+    "fused": (fused, torch.float16, 4e-3),
+    "by pieces of rows": (
+        SimpleNamespace(forward=fused.forward, backward=row_pieces.backward),
+        *(torch.float16, 4e-3),
+    ),
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("settings", ["plain", "all"])
+@pytest.mark.parametrize(("engine", "dtype", "tolerance"), ENGINES.values(), ids=ENGINES)
+def test_every_engine_serves_shards(
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Any,
+    dtype: torch.dtype,
+    tolerance: float,
+    settings: str,
+) -> None:
+    """Their rows with a target elsewhere, and gradients of the log-sum-exp nobody asked for."""
+    asked = {"half ignored": SETTINGS[settings], "one rank": SETTINGS[settings]}
+    for where, how in asked.items():
+        case, exact = Case(69, dtype, where, **how), Case(69, dtype, where, **how)
+        for name in ("hidden", "weight", "bias", "column_weight"):
+            part = getattr(exact, name)
+            setattr(exact, name, None if part is None else part.double())
+        exact.factors = [each.double() for each in exact.factors]
+        whole_values, whole_gradients = exact.whole()
+        with monkeypatch.context() as patch:
+            patch.setattr(rows_op, "_engine", lambda *_: engine)
+            patch.setattr(rows_op.row_pieces, "serves", lambda *_: False)
+            values, gradients = case.merged(2)
+        both = zip((*values, *gradients), (*whole_values, *whole_gradients), strict=True)
+        for mine, whole in both:
+            bound = tolerance * max(1.0, float(whole.detach().abs().max())) if whole.numel() else 0
+            torch.testing.assert_close(mine.double(), whole, rtol=0, atol=bound)
 
 
 def test_ranks_that_have_different_rows_all_say_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -282,6 +283,34 @@ def test_a_window_longer_than_the_cache_is_an_exact_cache(engine: Imitation) -> 
         assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
     assert len(memeff_compile.graphs()) == 2
     assert totals()[1] >= 3 * (NEW - 1) - 4
+
+
+def alive() -> tuple[int, int]:
+    """Return how many tensors there are, and the bytes of their memory."""
+    gc.collect()
+    kinds = (Tensor, torch.nn.Parameter)
+    found = [each for each in gc.get_objects() if type(each) in kinds]
+    storages = {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, found)}
+    return len(found), sum(storages.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("kv_cache", ["static", 4])
+def test_memory_is_flat_over_calls_that_differ(
+    engine: Imitation, family: str, kv_cache: str | int
+) -> None:
+    """Caches are used again, and of recordings the latest are kept."""
+    settings = ONE_LAYER | ({"sliding_window": 16} if family == "Mistral" else {})
+    model, _ = compiled_for(kv_cache, family, **settings)
+    calls = [(batch, tokens, new) for batch in (1, 2) for tokens in (5, 40, 300) for new in (6, 24)]
+    held = []
+    for _ in range(9):  # the latest 8 recordings of a step are kept
+        for batch, tokens, new in calls:
+            model.generate(prompt(batch, tokens), max_new_tokens=new, do_sample=False)
+        held.append(alive())
+    assert held[-3] == held[-2] == held[-1]
+    assert totals()[1] > 0
 
 
 FAMILIES = {each.name: each for each in (*zoo.FAMILIES, *zoo.FURTHER)}

@@ -1,0 +1,40 @@
+"""`benchmarks/distributed` from end to end, over gloo."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.distributed import many_gpus
+from tests.distributed.processes import RANKS, TwoProcesses
+
+EVERY = [*many_gpus.CASES]
+
+
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize(
+    "cases", [EVERY[-3:], pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_a_case_writes_a_row_for_each_backend(
+    cases: list[str], two_processes: TwoProcesses, tmp_path: Path
+) -> None:
+    told = (
+        "--size tiny --device cpu --steps 2 --backend eager memeff --option memeff.inner=aot_eager"
+    )
+    rows = tmp_path / "rows.jsonl"
+    two_processes.run(
+        partial(many_gpus.main, [*told.split(), "--out", str(rows), "--case", *cases])
+    )
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    both = [(case, backend) for case in cases for backend in ("eager", "memeff")]
+    assert [(row["what"], row["backend"]) for row in found] == both
+    for row in found:
+        assert row["gpus"] == RANKS
+        assert "error" not in row
+        assert row["ms"]["median"] > 0
+        assert row.get("fused_losses", 1) == 1
+    split, whole = (row for row in found if "head" in row["what"] and row["backend"] == "memeff")
+    assert abs(split["gradient_norm"] - whole["gradient_norm"]) < 1e-5 * whole["gradient_norm"]

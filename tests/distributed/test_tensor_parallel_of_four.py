@@ -1,0 +1,134 @@
+"""Heads split by classes over four processes, and over two beside FSDP2 over two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import memeff_compile
+from memeff_compile.errors import ShardedLogitsError, StaleLogitsError
+from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients
+from tests.distributed.processes import TwoProcesses
+from tests.distributed.test_tensor_parallel import Case, Model, Returning, codes, data
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four processes")]
+
+
+@pytest.fixture(scope="module")
+def four_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoProcesses]:
+    four = TwoProcesses(tmp_path_factory, 4)
+    yield four
+    four.stop()
+
+
+@cache
+def square() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "classes"))
+
+
+@cache
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (4,))
+
+
+def split(model: Model, mesh: DeviceMesh) -> Any:
+    plan = {"head": ColwiseParallel(output_layouts=Replicate())}
+    return parallelize_module(model, mesh, plan)
+
+
+def compiled(model: nn.Module, **how: Any) -> Any:
+    fresh_start()
+    return torch.compile(model, backend="memeff", options=OPTIONS, **how)
+
+
+def over_four_ranks() -> None:
+    for case in (
+        Case(vocabulary=161, bias=True, softcap=3.0, dtype=torch.float64),
+        Case(vocabulary=160, smoothing=0.1, z_loss=1e-2, entropy=True, dtype=torch.float64),
+        Case(vocabulary=33, targets="half"),
+        Case(vocabulary=161, targets="low", hidden_classes=120),
+    ):
+        one, many = Model(case), split(Model(case), line())
+        expected, loss = one(*data(case)), compiled(many)(*data(case))
+        assert codes() == ["rewrote"], memeff_compile.last_report()
+        for each in (expected, loss):
+            each.backward()
+        tolerance = 1e-12 if case.dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(loss, expected, rtol=max(tolerance / 10, 1e-12), atol=0)
+        assert_same_gradients(gradients(many), gradients(one), tolerance)
+
+
+def of_rank(case: Case, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Other lengths and other numbers of tokens that count for each data-parallel rank."""
+    ids, target = data(case, (12, 9)[rank] - step)
+    if rank == 1:
+        target[:, step:] = -100  # at first no token of it counts
+    return ids, target
+
+
+def beside_fsdp(dynamic: bool) -> None:
+    """Four steps: gradients are those of one process that has seen the data of both."""
+    case = Case(reduction="sum")
+    one, many = Model(case), split(Model(case), square()["classes"])
+    fully_shard(many, mesh=square()["data"])
+    run = compiled(many, dynamic=dynamic or None)
+    models = (one, many)
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1).step for each in models]
+    for step in range(4):
+        both = [of_rank(case, rank, step) for rank in range(2)]
+        total = sum(int((target != -100).sum()) for _, target in both)
+        expected = sum(one(*each) for each in both) / total
+        loss = run(*both[square().get_local_rank("data")]) / total
+        (expected / 2).backward()  # FSDP takes the mean
+        loss.backward()
+        found = loss.detach().clone()
+        dist.all_reduce(found)
+        torch.testing.assert_close(found / 2, expected.detach(), rtol=1e-6, atol=0)
+        assert_same_gradients(gradients(many), gradients(one))
+        for each, update in zip(models, steps, strict=True):
+            update()
+            each.zero_grad()
+    assert set(codes()) == {"rewrote"}, memeff_compile.last_report()
+
+
+def static_beside_fsdp() -> None:
+    beside_fsdp(dynamic=False)
+
+
+def dynamic_beside_fsdp() -> None:
+    beside_fsdp(dynamic=True)
+
+
+def logits_beside_fsdp() -> None:
+    case = Case(bias=True)
+    one, many = Returning(case), split(Returning(case), square()["classes"])
+    fully_shard(many, mesh=square()["data"])
+    run = compiled(many)
+    (expected, kept), (loss, logits) = one(*data(case)), run(*data(case))
+    assert set(codes()) == {"rewrote", "logits_deferred"}, memeff_compile.last_report()
+    with pytest.raises(ShardedLogitsError):
+        logits.argmax(-1)
+    torch.testing.assert_close(logits[:, -1].full_tensor(), kept[:, -1])
+    for each in (expected, loss):
+        each.backward()
+    assert_same_gradients(gradients(many), gradients(one))
+    with pytest.raises(StaleLogitsError):
+        logits.full_tensor()
+
+
+CASES = [over_four_ranks, static_beside_fsdp, dynamic_beside_fsdp, logits_beside_fsdp]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_heads_split_over_four(case: Callable[[], None], four_processes: TwoProcesses) -> None:
+    four_processes.run(case)
