@@ -199,6 +199,8 @@ def compressed_shards(cut: Cut, codec: str) -> None:
     code = "distributed_linear" if cut is by_torch else "rewrote"
     records = memeff_compile.last_report().records
     mine = [r for r in records if r.pass_name == "encode_weights"]
+    if cut is by_transformers and torch.__version__ < (2, 13):  # whose closures hand weights over
+        mine = [r for r in mine if r.code != "not_a_linear"]
     assert {r.code for r in mine} == {code}
     assert sum(r.sites for r in mine) == 7
 

@@ -137,7 +137,8 @@ def weight_from_the_graph(hidden: DTensor, weight: DTensor, target: Tensor) -> T
 def test_other_uses_are_declined_by_name(function: Callable[..., Tensor], said: str) -> None:
     record = answered(function, *head([Shard(0)], [Replicate()]))
     assert record.code == "tensor_parallel_head"
-    assert said in record.sentence[0].lower() + record.sentence[1:]
+    sentence = record.sentence.replace("`prim_", "`")  # as torch before 2.13 names these calls
+    assert said in sentence[0].lower() + sentence[1:]
 
 
 def test_more_ranks_than_classes_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:

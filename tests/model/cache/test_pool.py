@@ -206,8 +206,8 @@ def test_merged_caches_of_any_length_are_served_by_two_graphs() -> None:
         for length, new in ((20, 4), (300, 12), (31, 4), (600, 4)):
             expected = generated(plain, length, max_new_tokens=new)
             assert torch.equal(generated(model, length, max_new_tokens=new), expected)
-    found = [[record.action for record in graph.records] for graph in memeff_compile.graphs()]
-    assert [actions.count("rewrote") for actions in found] == [0, 2]
+    found = [[record.pass_name for record in graph.records] for graph in memeff_compile.graphs()]
+    assert [passes.count("compress_kv_cache") for passes in found] == [0, 2]
 
 
 def test_a_long_cache_behind_a_short_one_is_asked_anew_what_pays() -> None:
