@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/distributed/many_gpus.py
     torchrun --nproc-per-node 2 benchmarks/distributed/many_gpus.py --size tiny --device cpu
+    torchrun --nproc-per-node 1 benchmarks/distributed/many_gpus.py --case blocks --size llama3.2-1b
 
 Eager PyTorch, Inductor and memeff have a model each and take turns, step by step, in one process
 group. A step is forward, backward and SGD; its time is that of the slowest rank. First each of them
@@ -47,6 +48,7 @@ class Size:
     rows: int
     depth: int
     dtype: torch.dtype = torch.bfloat16
+    is_tied: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -56,6 +58,7 @@ class Size:
 
 SIZES = {
     "full": Size(128256, 2048, 8192, 8, 32, 8, 4, 2048, 8192, 4096),
+    "llama3.2-1b": Size(128256, 2048, 8192, 16, 32, 8, 8, 2048, 8192, 4096, is_tied=True),
     "tiny": Size(160, 32, 48, 2, 4, 2, 2, 12, 24, 16, torch.float32),
 }
 BACKENDS = ("eager", "inductor", "memeff")
@@ -171,7 +174,7 @@ def _llama(size: Size, device: str) -> Any:
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.groups,
-        tie_word_embeddings=False,
+        tie_word_embeddings=size.is_tied,
         use_cache=False,
     )
     with torch.device(device):
@@ -213,10 +216,11 @@ def ddp(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
 
 
 def blocks(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
-    """Blocks compiled one by one under FSDP2, head and loss as one function."""
+    """Blocks compiled one by one, under FSDP2 if there are several ranks; head and loss as one."""
     ids = _ids(size, device)
     model = OneByOne(_llama(size, device), compiled)
-    _shard(list(model.trunk.layers), model, device)
+    if dist.get_world_size() > 1:
+        _shard(list(model.trunk.layers), model, device)
     return list(model.parameters()), lambda: model(ids, ids)
 
 
