@@ -18,6 +18,8 @@ of a loop that waits for each token, as generate() itself does.
     eager          transformers' growing cache, nothing compiled
     gpt-fast       a loop by hand over a StaticCache: the prompt eagerly, a step with its choice
                    under Inductor's reduce-overhead; each token is read while the next step runs
+    torchao-int8, torchao-int4
+                   the same loop over torchao's weights of so many bits (4: in groups of 128)
     static-config  StaticCache, CompileConfig(backend="memeff", memeff.mode=reduce-overhead)
     static         StaticCache, model.compile(backend="memeff")
     kv4-config, kv4, kv4-mode
@@ -89,6 +91,15 @@ WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name anoth
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "llama3-8b": {
+        "family": "Llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
     "mistral-7b": {  # each layer sees a window of 4,096 tokens
         "family": "Mistral",
         "hidden_size": 4096,
@@ -126,9 +137,10 @@ WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name anoth
         "vocab_size": 64,
     },
 }
+BY_HAND = ("gpt-fast", "torchao-int8", "torchao-int4")
 PATHS = (
     "eager",
-    "gpt-fast",
+    *BY_HAND,
     "static-config",
     "static",
     "kv4-config",
@@ -142,6 +154,7 @@ PATHS = (
     "win4",
     "all",
 )
+COMPILED = PATHS[1 + len(BY_HAND) :]
 VERBS: dict[str, dict[str, Any]] = {
     "verb-static": {"kv_cache": "static"},
     "verb-4": {"kv_cache": 4},
@@ -220,8 +233,21 @@ def prepare(path: str, model: Any) -> None:
         memeff_compile.compile(model, **VERBS[path])
     elif path == "win4":
         memeff_compile.compress_(model, "win4", progress=False)
+    elif path.startswith("torchao"):
+        quantise(model, path)
     if path in ("static", "kv4", "kv4-mode", "win4"):
         model.compile(backend="memeff", options=dict(MODE) if path == "kv4-mode" else None)
+
+
+def quantise(model: Any, path: str) -> None:
+    """Round the weights of a model's linears by torchao."""
+    from torchao import quantization
+
+    if path.endswith("int8"):
+        how = quantization.Int8WeightOnlyConfig()
+    else:  # as its kernels for few rows read them
+        how = quantization.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d")
+    quantization.quantize_(model, how)
 
 
 class ByHand:
@@ -377,7 +403,7 @@ def check(options: argparse.Namespace) -> None:
 def one_call(model: Any, path: str, ids: Tensor, new: int) -> dict[str, Any]:
     """Return the times of one call of generate()."""
     times = Times()
-    given = {} if path == "gpt-fast" else arguments(path, model, ids.shape[1] + new)
+    given = {} if path in BY_HAND else arguments(path, model, ids.shape[1] + new)
     timing.synchronize()
     started = time.perf_counter()
     found = model.generate(ids, max_new_tokens=new, streamer=times, **given)
@@ -426,7 +452,7 @@ def measure(options: argparse.Namespace) -> None:
         row |= {"batch": options.batch, "prompt": options.prompt, "new": options.new}
         try:
             prepare(path, model)
-            if path == "gpt-fast":
+            if path in BY_HAND:
                 model = ByHand(model, options.batch, options.prompt + options.new)
             started = time.perf_counter()
             one_call(model, path, ids, options.new)
@@ -462,7 +488,7 @@ def measure(options: argparse.Namespace) -> None:
 def host(options: argparse.Namespace) -> None:
     """Time what the host does for one step while the GPU is busy."""
     for path in options.paths:
-        if path in ("eager", "gpt-fast") or path.endswith("-config"):
+        if path in ("eager", *BY_HAND) or path.endswith("-config"):
             continue
         clean()
         model = build(options.size, options.layers, options.device)
@@ -537,7 +563,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=parts, default=["check", "time"])
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["static", "verb-4", "all"])
-    parser.add_argument("--kinds", nargs="+", choices=PATHS[2:], default=["static", "verb-4"])
+    parser.add_argument("--kinds", nargs="+", choices=COMPILED, default=["static", "verb-4"])
     parser.add_argument("--size", choices=WIDTHS, default="h200")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8)
