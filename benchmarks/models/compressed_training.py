@@ -112,6 +112,7 @@ def one(given: argparse.Namespace) -> None:
     else:
         optimizer = memeff_compile.optim_in_backward(model, sgd)
     options = {"memeff.inner": given.inner, **OPTIONS.get(given.model, {})}
+    options |= dict(pair.split("=", 1) for pair in given.option)
     model.compile(backend="memeff", options=options)
     draw = torch.Generator().manual_seed(1)
     losses: list[Any] = []
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="in all; three are never timed")
     parser.add_argument("--timed", type=int, default=8, help="of these")
     parser.add_argument("--inner", default="inductor")
+    parser.add_argument("--option", action="append", default=[], help="key=value for memeff")
     parser.add_argument(
         "--patience", type=float, default=200, help="seconds to wait for others, twice"
     )

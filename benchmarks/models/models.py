@@ -3,6 +3,7 @@
     python benchmarks/models/models.py --model llama3.2-1b gemma2-2b --backend inductor memeff
     python benchmarks/models/models.py --backend inductor "memeff mass" --attention causal
     python benchmarks/models/models.py --model llama3.2-1b --fresh --dynamic --batch 8 2 4 16 32 1
+    python benchmarks/models/models.py --layers 4 --fresh --dynamic --batch 8 2 4 16 32 1
 
 A step is forward + backward in bf16 under gradient checkpointing, with ``model(input_ids,
 labels=labels)`` returning loss and logits. The backends share one model in one process and take
@@ -40,8 +41,8 @@ BACKENDS = ("eager", "inductor", "memeff", "memeff exact", "memeff mass", "memef
 PEERS = ("liger", "liger inductor")
 
 
-def config(name: str) -> Any:
-    """Return the transformers config of a benchmark model: real sizes, random weights."""
+def config(name: str, layers: int | None = None) -> Any:
+    """Return the transformers config of a benchmark model: real sizes, maybe fewer layers."""
     from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
     if name == "llama3.2-1b":
@@ -49,7 +50,7 @@ def config(name: str) -> Any:
             vocab_size=128256,
             hidden_size=2048,
             intermediate_size=8192,
-            num_hidden_layers=16,
+            num_hidden_layers=layers or 16,
             num_attention_heads=32,
             num_key_value_heads=8,
             head_dim=64,
@@ -57,13 +58,13 @@ def config(name: str) -> Any:
             max_position_embeddings=131072,
         )
     if name == "gemma2-2b":
-        return Gemma2Config(num_hidden_layers=26)
+        return Gemma2Config(num_hidden_layers=layers or 26)
     if name == "qwen3-1.7b":
         return Qwen3Config(
             vocab_size=151936,
             hidden_size=2048,
             intermediate_size=6144,
-            num_hidden_layers=28,
+            num_hidden_layers=layers or 28,
             num_attention_heads=16,
             num_key_value_heads=8,
             head_dim=128,
@@ -74,7 +75,7 @@ def config(name: str) -> Any:
         vocab_size=2048,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers or 2,
         num_attention_heads=4,
         num_key_value_heads=2,
     )
@@ -87,13 +88,13 @@ def attention_name(model: str, wanted: str) -> str:
     return use_causal_attention() if wanted == CAUSAL else wanted
 
 
-def build(name: str, wanted: str, device: str) -> torch.nn.Module:
+def build(name: str, wanted: str, device: str, layers: int | None = None) -> torch.nn.Module:
     """Build the model for training with non-reentrant gradient checkpointing."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config(name, layers), dtype=torch.bfloat16)
     model.set_attn_implementation(attention_name(name, wanted))
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -171,6 +172,7 @@ def measure(
     backends: list[str],
     options: dict[str, str],
     steps: int,
+    layers: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Run the training steps of all backends in turn, in this process; yield a row for each.
 
@@ -184,7 +186,7 @@ def measure(
         patch_with_liger()
     memeff_compile.reset()
     length = SHAPES[name][1]
-    model = build(name, wanted, device)
+    model = build(name, wanted, device, layers)
     ready: list[Steps] = []
     for batch in batches:
         generator = torch.Generator().manual_seed(1)
@@ -201,6 +203,7 @@ def measure(
             row: dict[str, Any] = {"what": "training step", "model": name, "batch": batch}
             row |= {"length": length, "attention": wanted, "backend": run.backend.split(" ")[0]}
             row |= {"name": run.backend, "options": run.options}
+            row |= {"layers": layers} if layers else {}
             row["interleaved_with"] = [other for other in backends if other != run.backend]
             row |= run.result() if run in ready else run.row
             if row["backend"] == "memeff" and run in ready:
@@ -260,6 +263,7 @@ def main() -> None:
         help="default, causal, or a name that transformers knows, such as flex_attention",
     )
     parser.add_argument("--batch", nargs="+", type=int, help="instead of the model's own")
+    parser.add_argument("--layers", type=int, help="instead of the model's own")
     parser.add_argument("--dynamic", action="store_true", help="one compilation for all batches")
     parser.add_argument("--option", action="append", default=[], help="key=value for memeff")
     parser.add_argument("--rounds", type=int, default=1, help="repeat everything")
@@ -273,7 +277,8 @@ def main() -> None:
         name, wanted = given.model[0], given.attention[0]
         batches = given.batch or [SHAPES[name][0]]
         for some in [batches] if given.dynamic else [[batch] for batch in batches]:
-            for row in measure(name, wanted, some, given.backend, options, given.steps):
+            asked = given.backend, options, given.steps, given.layers
+            for row in measure(name, wanted, some, *asked):
                 rows.write(given.out, row)
         return
     groups = processes(given.backend, given.fresh)
@@ -283,6 +288,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--here", "--model", name, "--attention", wanted]
         command += ["--backend", *group, "--steps", str(given.steps), "--out", str(given.out)]
         command += ["--dynamic"] * given.dynamic
+        command += ["--layers", str(given.layers)] * bool(given.layers)
         if given.batch:
             command += ["--batch", *map(str, given.batch)]
         subprocess.run([*command, *(f"--option={pair}" for pair in given.option)], check=False)
