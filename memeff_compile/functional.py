@@ -110,8 +110,7 @@ def linear_cross_entropy(
         class_weight: (V,) or None, as `weight` of F.cross_entropy.
         z_loss: adds z_loss * lse**2 to each row that counts, averaged over their number by "mean".
         filter: "exact"; what `memeff.linear_cross_entropy` calls its mode.
-        return_stats: also return `Stats`, computed in the same passes over the head; not for a
-            DTensor.
+        return_stats: also return `Stats`, computed in the same passes over the head.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), a scalar or shaped like target; with
@@ -130,7 +129,7 @@ def linear_cross_entropy(
     _require_settings(numbers, tensors, reduction, ignore_index, class_weight)
     split, classes = None, weight.shape[0]
     if compat.is_dtensor(weight):
-        split, hidden, weight, bias = _of_this_rank(hidden, weight, bias, target, return_stats)
+        split, hidden, weight, bias = _of_this_rank(hidden, weight, bias, target)
     hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
     smooth = label_smoothing > 0
     operands = (hidden, weight, bias, target)
@@ -151,16 +150,16 @@ def linear_cross_entropy(
         return _total(operands, class_weight, reduction, how | filtered)
     how |= filtered | {"with_lse": return_stats or bool(z_loss), "with_logit_sum": smooth}
     column_weight = class_weight if smooth else None
+    how |= {"with_entropy": return_stats, "with_top": return_stats}
     if split is None:
-        metrics = {"with_entropy": return_stats, "with_top": return_stats}
-        found = op_folder.linear_cross_entropy(*operands, column_weight, **how, **metrics)
+        found = op_folder.linear_cross_entropy(*operands, column_weight, **how)
     else:
         shard = split.shard
         if column_weight is not None:
             column_weight = column_weight[shard.first : shard.first + shard.columns]
         how |= {"group": split.group, **shard._asdict()}
         found = op_folder.linear_cross_entropy_over_ranks(*operands, column_weight, **how)
-    nll, lse, logit_sum, entropy, *others = found
+    nll, lse, logit_sum, entropy, top = found
     kept, norm = _kept_and_norm(target, class_weight, ignore_index, nll.dtype)
     rows = nll if class_weight is None else nll * norm
     if smooth:
@@ -171,11 +170,11 @@ def linear_cross_entropy(
     if z_loss:
         squares = torch.where(kept, lse, 0.0).square()
         loss = loss + z_loss * _reduced(squares, kept, reduction)
-    return (loss, Stats(lse, entropy, others[0], -nll)) if return_stats else loss
+    return (loss, Stats(lse, entropy, top, -nll)) if return_stats else loss
 
 
 def _of_this_rank(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, return_stats: bool
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[op_folder.Split, Tensor, Tensor, Tensor | None]:
     """Return how a head is split over ranks, and what this one has of the operands."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -188,9 +187,6 @@ def _of_this_rank(
         said = "weight is a DTensor and bias is not laid out like it. Split both alike."
     elif compat.is_dtensor(target):
         said = "target is a DTensor. Pass the same plain targets on every rank."
-    elif return_stats:
-        said = "return_stats asks for the likeliest class, which no rank of a split head knows. "
-        said += "Use reduction='none' for log-probabilities."
     if isinstance(split, str) or said:
         raise UnsupportedInputError(f"linear_cross_entropy: {said}")
     whole: Any = hidden

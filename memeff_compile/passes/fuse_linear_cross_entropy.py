@@ -170,7 +170,8 @@ class FuseLinearCrossEntropy(GraphPass):
         sizes |= {"B": int(held.bytes), "W": int(held.columns)}
         after = op_folder.bytes_after(n, d, v, **call, pieces=op_folder.Pieces(b, w))
         if isinstance(split, op_folder.Split):
-            after += 8 * split.shard.ranks * n  # what is gathered from every rank
+            numbers = sum(len(gathered(group)) for group in groups_of(info, match.tails))
+            after += 4 * split.shard.ranks * numbers * n  # what is gathered from every rank
         return Gain(before, after, sizes)
 
     def anchor(self, match: Site) -> Node:

@@ -117,6 +117,20 @@ class Returning(Model):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits
 
 
+class Measured(Model):
+    """What losses of reinforcement learning and distillation ask of logits, and metrics of them."""
+
+    def forward(self, ids: Tensor, target: Tensor) -> Any:
+        logits = self.head(self.norm(self.embed(ids))).flatten(0, 1).float() * 0.5
+        target = target.flatten()
+        log_probs = logits.log_softmax(-1)
+        own = log_probs.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        with torch.no_grad():
+            right = (logits.argmax(-1) == target).float().mean()
+        return own.square().mean() + 0.1 * entropy.mean(), own, entropy, logits.argmax(-1), right
+
+
 def data(case: Case, length: int = 12) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(length)
     ids = torch.randint(case.vocabulary, (2, length), generator=draw)
@@ -228,6 +242,21 @@ def through_inductor() -> None:
     loss = compiled(split(Model(case)), **{"memeff.inner": "inductor"})(*data(case))
     with mock.patch.object(reference, "forward", side_effect=AssertionError("computed again")):
         loss.backward()
+
+
+def measured() -> None:
+    """Log-probabilities, entropies and likeliest classes of every token, accuracy, and gradients."""
+    for case in (Case(bias=True, targets="half"), Case("sequence", 160, hidden_classes=81)):
+        one, many = Measured(case), split(Measured(case))
+        expected, found = one(*data(case)), compiled(many)(*data(case))
+        assert codes() == ["rewrote"], memeff_compile.last_report()
+        (record,) = memeff_compile.last_report().records
+        assert "one all-gather of 5 numbers per row" in record.sentence
+        for mine, whole_one in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, whole_one, rtol=1e-5, atol=1e-5)
+        for each in (expected, found):
+            (each[0] + each[1].mean()).backward()
+        assert_same_gradients(gradients(many), gradients(one))
 
 
 def lengths_that_change() -> None:
@@ -474,10 +503,16 @@ def the_function() -> None:
             run(x, w, target, b, **how).backward()
             found = dict(zip("hwb", (whole(x.grad) for x in parts), strict=True))
             assert_same_gradients(found, expected, 1e-12)
+    stats, spread = function(hidden, weight, target, return_stats=True), []
+    for run in (function, compiled_one):
+        w = distribute_tensor(weight, mesh(), [Shard(0)])
+        spread.append(run(hidden, w, target, return_stats=True))
+    for loss, each in spread:
+        for mine, of_one in zip((loss, *each), (stats[0], *stats[1]), strict=True):
+            torch.testing.assert_close(mine, of_one)
     for wrong, said in (
         ({"weight": distribute_tensor(weight, mesh(), [Shard(1)])}, "not split by its classes"),
         ({"bias": bias}, "bias is not laid out like it"),
-        ({"return_stats": True}, "the likeliest class"),
     ):
         given = {"weight": distribute_tensor(weight, mesh(), [Shard(0)]), **wrong}
         with pytest.raises(UnsupportedInputError, match=said):
@@ -507,6 +542,7 @@ def an_error_on_one_rank() -> None:
 CASES = [
     layouts,
     losses,
+    measured,
     pytest.param(through_inductor, marks=pytest.mark.slow),
     pytest.param(partial(random_cases, 0, 12), marks=pytest.mark.slow, id="random_cases"),
     lengths_that_change,

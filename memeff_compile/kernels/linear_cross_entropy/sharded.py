@@ -6,7 +6,7 @@ other op merges them into what `linear_cross_entropy` returns for the whole head
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
-    nll, lse, logit_sum, entropy = linear_cross_entropy_merge(every, h, W_r, None, y, None, ...)
+    nll, lse, logit_sum, entropy, top = linear_cross_entropy_merge(every, h, W_r, None, y, ...)
 
 What ranks gather needs as many rows on each. So they first gather how many they have, one number,
 and where these differ all of them raise.
@@ -28,8 +28,11 @@ from ...errors import UnsupportedInputError
 from .. import library
 from ..checks import require, wide
 from . import op as rows_op
+from .selected import filter_level
 
 _IGNORED = -100  # no column of any rank
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as many bits
+_ROWS_AT_A_TIME = 512
 
 
 class Shard(NamedTuple):
@@ -141,15 +144,27 @@ class _Call(NamedTuple):
         return found
 
     @property
-    def asked(self) -> tuple[bool, bool]:
-        """Whether sums of logits, and entropies, are among the statistics."""
-        return self.settings["with_logit_sum"], self.settings.get("with_entropy", False)
+    def asked(self) -> tuple[bool, bool, bool]:
+        """Whether sums of logits, entropies and likeliest classes are among the statistics."""
+        given = self.settings
+        return given["with_logit_sum"], *(given.get(f"with_{k}", False) for k in ("entropy", "top"))
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a rank gives of each row: two for its likeliest class and the logit."""
+        return 2 + sum(self.asked) + self.asked[-1]
 
     @property
     def local(self) -> tuple[dict[str, Any], Tensor, Tensor, Tensor]:
-        """What the whole op is told of this rank's columns, and `Shard.places`."""
+        """What the whole op is told of this rank's columns, and `Shard.places`.
+
+        Of what a row may lose to the filter `mass`, each rank has its share.
+        """
         ignored = None if self.ignore_index is None else _IGNORED
         settings = {**self.settings, "ignore_index": ignored}
+        if (mode := settings["gradient_filter"]) == "mass":
+            level = filter_level(mode, settings.get("filter_level", 0.0))
+            settings["filter_level"] = level / self.shard.ranks
         return settings, *self.shard.places(self.target, self.ignore_index)
 
 
@@ -188,24 +203,45 @@ def _statistics(given: _Call) -> Tensor:
         _check_counts(given.counts, given.target.numel())
     rows_op.check_range(given.target.reshape(-1), given.shard.classes, given.ignore_index)
     hidden, weight, bias, _, column_weight = given.tensors
-    nll, lse, *others, _ = rows_op.linear_cross_entropy(
+    nll, lse, *others, top = rows_op.linear_cross_entropy(
         *(hidden, weight, bias, column, column_weight), **settings
     )
-    wanted = [part for part, asked in zip(others, given.asked, strict=True) if asked]
+    wanted = [part for part, asked in zip(others, given.asked[:2], strict=True) if asked]
+    if given.asked[-1]:
+        bits = (top + given.shard.first).to(_INTEGERS[lse.dtype]).view(lse.dtype)
+        wanted += [_logits_of(given, top), bits]
     stacked: Tensor = torch.stack([lse, nll.where(here, 0), *wanted])
     return stacked
+
+
+def _logits_of(given: _Call, column: Tensor) -> Tensor:
+    """Return the logit of one column for each row, summed in one order whatever rank has it: equal
+    classes of two ranks tie.
+    """
+    hidden, weight, bias, *_ = given.tensors
+    dtype, rows = wide(hidden.dtype), column.numel()
+    pieces = zip(
+        hidden.reshape(rows, hidden.shape[-1]).split(_ROWS_AT_A_TIME),
+        column.reshape(rows).split(_ROWS_AT_A_TIME),
+        strict=True,
+    )
+    products = [(some.to(dtype) * weight[at].to(dtype)).sum(-1) for some, at in pieces]
+    found: Tensor = torch.cat(products).view(column.shape)
+    if bias is not None:
+        found = found + bias[column].to(dtype)
+    found, cap = found * given.settings["scale"], given.settings["softcap"]
+    return (found / cap).tanh() * cap if cap > 0 else found
 
 
 def _fake_statistics(given: _Call) -> Tensor:
     hidden: Tensor = given.tensors[0]
     shape = given.target.shape
-    return hidden.new_empty((2 + sum(given.asked), *shape), dtype=wide(hidden.dtype))
+    return hidden.new_empty((given.numbers, *shape), dtype=wide(hidden.dtype))
 
 
 def _merge(given: _Merge) -> tuple[Tensor, ...]:
     call, target = given.call, given.call.target
-    kinds = 2 + sum(call.asked)
-    parts = iter(given.every.view(call.shard.ranks, kinds, *target.shape).unbind(1))
+    parts = iter(given.every.view(call.shard.ranks, call.numbers, *target.shape).unbind(1))
     every_lse, every_nll = next(parts), next(parts)
     lse = every_lse.logsumexp(0)
     share = every_lse - lse  # the logarithm of what a rank's classes have of the softmax
@@ -219,13 +255,18 @@ def _merge(given: _Merge) -> tuple[Tensor, ...]:
     nll = torch.where(own == -torch.inf, lse - own, nll).where(kept, 0)
     found = [nll, lse]
     nothing = lse.new_empty(0)
-    with_logit_sum, with_entropy = call.asked
+    with_logit_sum, with_entropy, with_top = call.asked
     found.append(next(parts).sum(0) if with_logit_sum else nothing)
     if with_entropy:
         mixed = (share.exp() * (next(parts) - share)).where(share > -torch.inf, 0)
         found.append(mixed.sum(0))
     else:
         found.append(nothing.clone())
+    if with_top:  # of equals the first rank's, which has the lower class
+        best = next(parts).argmax(0, keepdim=True)
+        found.append(next(parts).view(_INTEGERS[lse.dtype]).gather(0, best)[0].long())
+    else:
+        found.append(nothing.long())
     if not (call.settings["with_lse"] or with_entropy):
         found[1] = lse.where(kept, 0)
     return tuple(found)
@@ -233,8 +274,9 @@ def _merge(given: _Merge) -> tuple[Tensor, ...]:
 
 def _fake_merge(given: _Merge) -> tuple[Tensor, ...]:
     call = given.call
-    asked = (True, True, *call.asked)
-    return tuple(given.every.new_empty(call.target.shape if each else (0,)) for each in asked)
+    shapes = (call.target.shape if each else (0,) for each in (True, True, *call.asked))
+    *rows, top = map(given.every.new_empty, shapes)
+    return *rows, top.long()
 
 
 def _setup_statistics(
@@ -249,7 +291,8 @@ def _setup_merge(
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
 ) -> None:
-    _, lse, _, entropy = output
+    _, lse, _, entropy, top = output
+    ctx.mark_non_differentiable(top)
     ctx.save_for_backward(*inputs[1:], lse, entropy)
     ctx.settings = keyword_only_inputs
 
@@ -258,7 +301,7 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, lse, entropy = ctx.saved_tensors
     hidden, weight, bias, _, column_weight = tensors
     settings, column, here, elsewhere = _called(*tensors, **ctx.settings).local
-    of_nll, of_lse, *others = grads
+    of_nll, of_lse, *others = grads[:4]  # behind them are indices
     # What pulls a target elsewhere up is another rank's; what pushes all classes down is not.
     split = of_nll.where(here, 0), of_lse + of_nll.where(elsewhere, 0)
     mask = list(ctx.needs_input_grad[1:4])
@@ -286,8 +329,8 @@ _TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? c
 _KNOBS = (
     "int rank, int ranks, int classes, int? ignore_index, float scale, float softcap, "
     "bool with_lse, bool with_logit_sum, str gradient_filter, int workspace, "
-    'bool with_entropy=False, float filter_level=0.0, str filter_parts="both", '
-    "bool sort_vocabulary=False"
+    "bool with_entropy=False, bool with_top=False, float filter_level=0.0, "
+    'str filter_parts="both", bool sort_vocabulary=False'
 )
 linear_cross_entropy_shard = library.op(
     f"linear_cross_entropy_shard({_TENSORS}, Tensor? counts, *, {_KNOBS}) -> Tensor",
@@ -295,7 +338,7 @@ linear_cross_entropy_shard = library.op(
     backward=lambda ctx, _: (None,) * 6,
     setup_context=_setup_statistics,
 )
-_ROWS = "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy)"
+_ROWS = "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)"
 linear_cross_entropy_merge = library.op(
     f"linear_cross_entropy_merge(Tensor every, {_TENSORS}, *, {_KNOBS}) -> {_ROWS}",
     *library.taking(_merging, _merge, _fake_merge),

@@ -67,9 +67,7 @@ def _check_split(info: GraphInfo, site: Site) -> Decline | None:
         value, said = compat.example_value(tail.node), ""
         folded = fold(tail.chain.steps)
         vectors = () if isinstance(folded, Decline) else [each for each, _ in folded.biases]
-        if tail.kind == "top":
-            said = "the likeliest class is asked of logits that are split over ranks"
-        elif kind_among((tail.target, tail.class_weight)):
+        if kind_among((tail.target, tail.class_weight)):
             said = "the targets or class weights of a tensor parallel head are spread over ranks"
         elif compat.is_dtensor(value) and not shards.is_everywhere(value):
             said = f"`{tail.name}` of a tensor parallel head is not whole on every rank"

@@ -208,6 +208,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
     """Name what a call gathers of each row where ranks have parts of the classes."""
     extra = {"sum": any(t.label_smoothing > 0 for t in group)}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
+    extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
     return ["lse", "nll", *(name for name, wanted in extra.items() if wanted)]
 
 

@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "smoothing": {"with_logit_sum": True},
     "entropy": {"with_entropy": True},
     "all": {"with_lse": True, "with_logit_sum": True, "with_entropy": True, "softcap": 5.0},
+    "top": {"with_top": True, "with_entropy": True, "scale": -0.5, "softcap": 5.0},
     "a class is ignored": {"ignore_index": 0},
     "none is ignored": {"ignore_index": None},
 }
@@ -65,10 +66,12 @@ class Case:
 
     def whole(self) -> tuple[list[Tensor], list[Tensor]]:
         operands, trained = self.operands()
-        *found, _ = op_folder.linear_cross_entropy(*operands, **self.settings)
+        found = list(op_folder.linear_cross_entropy(*operands, **self.settings))
         return found, self.gradients(found, trained)
 
     def gradients(self, found: list[Tensor], trained: list[Tensor]) -> list[Tensor]:
+        *found, top = found
+        assert not top.requires_grad
         asked = [(part, by) for part, by in zip(found, self.factors, strict=True) if part.numel()]
         sum((part * by).sum() for part, by in asked).backward()
         return [each.grad for each in trained]
@@ -87,7 +90,7 @@ class Case:
             gradients.append(self.gradients(found[-1], trained))
         for other in found[1:]:
             for mine, theirs in zip(found[0], other, strict=True):
-                assert torch.equal(mine, theirs)
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
         of_hidden, of_weight, of_bias = zip(*gradients, strict=True)
         return found[0], [torch.stack(of_hidden).sum(0), torch.cat(of_weight), torch.cat(of_bias)]
 
@@ -154,6 +157,42 @@ def test_a_confident_target_keeps_its_digits() -> None:
     torch.testing.assert_close(nll.double(), exact, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_class_of_equals_is_the_lowest_one(dtype: torch.dtype) -> None:
+    """Whichever ranks they are on; nan counts as the largest, and -inf everywhere leaves class 0."""
+    for softcap, offset in ((0.0, 0.0), (1e-3, 100.0)):  # the cap makes all classes equal
+        case = Case(40, dtype, "half ignored", with_top=True, softcap=softcap)
+        case.weight, case.bias = case.weight[:10].repeat(4, 1), case.bias[:10].repeat(4) + offset
+        expected = (case.hidden.double() @ case.weight[:10].double().T + case.bias[:10]).argmax(-1)
+        for ranks in (2, 3, 4):
+            found = case.merged(ranks)[0][-1]
+            assert torch.equal(found, torch.zeros_like(found) if softcap else expected)
+    case.bias[:] = -torch.inf
+    assert not case.merged(2)[0][-1].any()
+    case.bias[25] = torch.nan
+    assert (case.merged(2)[0][-1] == 25).all()
+
+
+@pytest.mark.parametrize(("level", "lost"), [(0.0, 2.0**-6), (0.25, 0.25)])
+def test_a_row_loses_no_more_to_the_filters_of_all_ranks_than_to_one(
+    monkeypatch: pytest.MonkeyPatch, level: float, lost: float
+) -> None:
+    """Each rank's goes by probabilities of the whole head, so that what they leave out adds up."""
+    given: list[float] = []
+    backward = rows_op.linear_cross_entropy_backward
+
+    def watched(*operands: Any, **settings: Any) -> Any:
+        given.append(settings["filter_level"])
+        return backward(*operands, **settings)
+
+    monkeypatch.setattr(rows_op, "linear_cross_entropy_backward", watched)
+    for ranks in (2, 4):
+        given.clear()
+        how = {"gradient_filter": "mass", "filter_level": level}
+        Case(40, torch.float32, "half ignored", **how).merged(ranks)
+        assert given == [lost / ranks] * ranks
+
+
 def test_no_rows_give_no_numbers_and_no_gradients() -> None:
     operands = (torch.zeros(0, D, requires_grad=True), torch.zeros(20, D, requires_grad=True))
     operands += (None, torch.zeros(0, dtype=torch.int64), None)
@@ -185,22 +224,21 @@ ENGINES = {
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("settings", ["plain", "all"])
-@pytest.mark.parametrize(("engine", "dtype", "tolerance"), ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, asked) for name in ENGINES for asked in ("plain", "all")), ("hybrid", "top")],
+)
 def test_every_engine_serves_shards(
-    monkeypatch: pytest.MonkeyPatch,
-    engine: Any,
-    dtype: torch.dtype,
-    tolerance: float,
-    settings: str,
+    monkeypatch: pytest.MonkeyPatch, name: str, settings: str
 ) -> None:
     """Their rows with a target elsewhere, and gradients of the log-sum-exp nobody asked for."""
+    engine, dtype, tolerance = ENGINES[name]
     asked = {"half ignored": SETTINGS[settings], "one rank": SETTINGS[settings]}
     for where, how in asked.items():
         case, exact = Case(69, dtype, where, **how), Case(69, dtype, where, **how)
-        for name in ("hidden", "weight", "bias", "column_weight"):
-            part = getattr(exact, name)
-            setattr(exact, name, None if part is None else part.double())
+        for part in ("hidden", "weight", "bias", "column_weight"):
+            value = getattr(exact, part)
+            setattr(exact, part, None if value is None else value.double())
         exact.factors = [each.double() for each in exact.factors]
         whole_values, whole_gradients = exact.whole()
         with monkeypatch.context() as patch:
@@ -210,7 +248,7 @@ def test_every_engine_serves_shards(
         both = zip((*values, *gradients), (*whole_values, *whole_gradients), strict=True)
         for mine, whole in both:
             bound = tolerance * max(1.0, float(whole.detach().abs().max())) if whole.numel() else 0
-            torch.testing.assert_close(mine.double(), whole, rtol=0, atol=bound)
+            torch.testing.assert_close(mine.to(whole.dtype), whole, rtol=0, atol=bound)
 
 
 def test_ranks_that_have_different_rows_all_say_so() -> None:
