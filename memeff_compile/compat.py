@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -990,12 +991,20 @@ def is_drawn(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.name()
 
 
-def fresh_capture() -> Any:
-    """Return a context in which captures are not limited by, nor learn from, other compiles."""
-    from torch._dynamo import config
+@contextlib.contextmanager
+def fresh_capture() -> Iterator[None]:
+    """Have captures be limited by no other compiles, learn nothing from them, nor teach them: sizes
+    seen here would be dynamic in the next compile.
+    """
+    from torch._dynamo import config, pgo
 
     limits: dict[str, Any] = {"recompile_limit": NO_LIMIT, "accumulated_recompile_limit": NO_LIMIT}
-    return config.patch(**limits, automatic_dynamic_shapes=False)
+    learned, pgo._CODE_STATE = pgo.get_code_state(), defaultdict(pgo.CodeState)
+    try:
+        with config.patch(**limits, automatic_dynamic_shapes=False):
+            yield
+    finally:
+        pgo._CODE_STATE = learned
 
 
 def size_formula(size: Any) -> Any:

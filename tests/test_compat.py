@@ -1085,6 +1085,14 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
                 outside.clear()
                 assert x.view(-1).shape == (5 * width,)
                 assert not [v for v in outside if isinstance(v, Tensor)], "a view makes no tensor"
+    sizes: list[Any] = []
+
+    def look(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        sizes.extend(compat.example_value(n).shape[-1] for n in placeholders(gm)[:1])
+        return gm.forward
+
+    torch.compile(function, backend=look)(torch.ones(5, 8), nn.Linear(8, 2))
+    assert sizes == [8], "what captures saw of other sizes is not dynamic in the next compile"
     assert len(graphs) == 6
     forward, backward = graphs[-2:]
     assert any("mm" in str(n.target) for n in forward.graph.nodes)

@@ -228,6 +228,11 @@ def _fake_copy(model: Any, mode: Any) -> Any:
         return model
     model = getattr(model, "_orig_mod", model)
     memo: dict[int, Any] = {}
+    if compat.fsdp_shards().keys() & {id(parameter) for parameter in model.parameters()}:
+        raise ExplainError(
+            "The model is sharded by FSDP2 already. Explain it before fully_shard, which is a "
+            "setting of a plan: plan(gpus=8, sharding='fsdp')."
+        )
     with mode:
         for module in model.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -237,13 +242,15 @@ def _fake_copy(model: Any, mode: Any) -> Any:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor.data) is not torch.Tensor and not compat.is_fake(tensor.data):
+    local = compat.local_part(tensor.data)
+    if type(local) is not torch.Tensor and not compat.is_fake(local):
         raise ExplainError(
-            f"A parameter is a {type(tensor.data).__name__}, and explain reads plain tensors only. "
-            "Explain the model before it is sharded or quantised; sharding is a setting of "
-            "largest_batch."
+            f"A parameter is a {type(local).__name__}, and explain reads plain tensors only. "
+            "Explain the model before it is quantised."
         )
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    empty = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
+    if compat.is_dtensor(tensor):
+        empty = compat.with_local_part(tensor.data, empty)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad)
@@ -297,9 +304,10 @@ def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
 
 
 def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
-    """Return what a node calls and the sizes of its value, 0 for one that depends on data."""
+    """Return what a node calls and the sizes of its value here, 0 for one that depends on data."""
     called = getattr(node.target, "__name__", None) or str(node.target)
-    sizes = [size for tensor in tensors_in(compat.example_value(node)) for size in tensor.shape]
+    values = map(compat.local_part, tensors_in(compat.example_value(node)))
+    sizes = [size for tensor in values for size in tensor.shape]
     return f"{node.op} {called}", [size if type(size) is int else 0 for size in sizes]
 
 
@@ -310,12 +318,15 @@ def _parameters(
     of: where the model's own breaks, it calls that one `self`.
     """
     paths, root = [], ""
+    value: Any
     for value, source in zip(inputs, sources, strict=True):
         path = named.get(id(value), "")
         said = clean_module_path(source).replace("._parameters", "")
         if said and path.endswith(f".{said}"):
             root = path.removesuffix(f".{said}")
         paths.append(path)
+        if compat.is_dtensor(value):  # lowered graphs get its parts, this rank's tensor first
+            paths += [""] * (len(value.__tensor_flatten__()[0]) - 1)
     return paths, root
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from .. import compat
 from ..errors import ExplainError, first_line
 from ..options import Options
 from ..report import Record, Report, VerbReport, format_bytes
@@ -155,7 +156,8 @@ def _constants(model: object) -> set[int]:
     """Return the sizes that are a model's own: those of its parameters and of its config."""
     if not isinstance(model, nn.Module):
         return set()
-    found = {size for p in (*model.parameters(), *model.buffers()) for size in p.shape}
+    every = [*model.parameters(), *model.buffers()]
+    found = {size for p in (*every, *map(compat.local_part, every)) for size in p.shape}
     for config in configs_of(model):
         found |= {value for value in vars(config).values() if type(value) is int}
     return found
@@ -258,14 +260,15 @@ class Explanation(VerbReport):
                 free = LEFT_FREE * room if setting.accounting == "peak" else 0
                 fits = settings.largest_batch(moments, sizes.length, int(room - free))
             columns.append(Side(peak, groups, moment, fits))
-        if self.outside > LEFT_OUT * min(column.peak for column in columns):
+        before, after = columns
+        if self.outside > LEFT_OUT * min(before.peak, after.peak):
             raise ExplainError(
                 f"{self.name} makes {format_bytes(self.outside)} of tensors outside of captured "
-                f"graphs, beside {format_bytes(columns[1].peak)} in them, so its memory is not "
+                f"graphs, beside {format_bytes(after.peak)} in them, so its memory is not "
                 "known. TORCH_LOGS=graph_breaks says where its graphs break; torch.compile(model, "
                 "fullgraph=True) refuses a model that does."
             )
-        return Plan(self.name, sizes, setting, room, *columns)
+        return Plan(self.name, sizes, setting, room, before, after, self.before.facts.ranks)
 
     def __str__(self) -> str:
         try:

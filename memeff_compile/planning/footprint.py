@@ -33,7 +33,7 @@ PER_BLOCK = ("block gradients", "activations", "logits")
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
 """Words in the names of ops whose results each block has for itself."""
 
-LOSSES = tuple(f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total"))
+LOSSES = tuple(f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard"))
 
 LIBRARY_WORKSPACES = 2 * 32 * 2**20
 """What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""
@@ -77,14 +77,20 @@ def facts_of(model: object, stacks: Sequence[Stack], device: str) -> Facts:
         largest_block=max(map(_bytes, blocks), default=0),
         buffers=_bytes(model.buffers()),
         parameters=sum(p.numel() for p in every),
-        trained=sum(p.numel() for p in trained),
+        trained=sum(compat.local_part(p).numel() for p in trained),
         trained_bytes=_bytes(trained),
         library=library,
+        ranks=max((_ranks(parameter) for parameter in every), default=1),
     )
 
 
+def _ranks(parameter: torch.Tensor) -> int:
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    return 1 if mesh is None else int(mesh.size())
+
+
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(compat.local_part(tensor).nbytes for tensor in tensors)
 
 
 def vocabularies(captured: Capture) -> frozenset[int]:

@@ -36,6 +36,7 @@ class Plan:
     memory: int | None  # bytes of one GPU, or None
     before: Side  # the two columns
     after: Side  # likewise
+    ranks: int = 1  # how many GPUs share each layer, as tensor parallelism cut it
 
     @property
     def increase(self) -> float | None:
@@ -71,6 +72,8 @@ class Plan:
         """Return model, sizes and setting in one line."""
         given = self.setting
         where = "one GPU" if given.gpus == 1 else f"each of {given.gpus} GPUs"
+        if self.ranks > 1:
+            where = f"each of {given.gpus * self.ranks} GPUs, {self.ranks} of them for each layer"
         if given.sharding == "fsdp":
             where += ", FSDP"
         optimizer = {"none": "no optimizer"}.get(given.optimizer, given.optimizer)

@@ -54,6 +54,7 @@ class Facts:
     trained: int  # number and bytes of those that get a gradient
     trained_bytes: int  # likewise
     library: int = 0  # what the matrix library keeps once it has run
+    ranks: int = 1  # how many GPUs hold a part of each layer; the bytes are one's
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,11 @@ def called_op(node: Node) -> object:
 
 
 def _is_view(node: Node) -> bool:
-    if node.target is operator.getitem or op_name(node) in ("_unsafe_view", "view"):
+    name = op_name(node)
+    if node.target is operator.getitem or name in ("_unsafe_view", "view", "wait_tensor"):
         return True
+    if name == "all_reduce":  # in place, where nobody else reads what is summed
+        return len(node.all_input_nodes[0].users) == 1
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     alias = returns[0].alias_info if returns else None
     return alias is not None and not alias.is_write

@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import memeff_compile
@@ -18,6 +20,7 @@ from memeff_compile import compat
 from memeff_compile.planning.setting import value_of
 from tests.distributed.models import VOCABULARY, ids
 from tests.distributed.processes import RANKS, TwoProcesses
+from tests.distributed.test_tensor_parallel import seen_by_the_inner_compiler
 
 
 def llama() -> Any:
@@ -55,6 +58,13 @@ def held(model: nn.Module) -> tuple[int, int]:
 def states(optimizer: torch.optim.Optimizer) -> int:
     each = (state for state in optimizer.state.values())
     return nbytes(value for state in each for name, value in state.items() if name != "step")
+
+
+def saved(node: Any) -> list[torch.Tensor]:
+    """Return the tensors that a compiled function keeps, behind the loss it gave."""
+    while not hasattr(node, "saved_tensors"):
+        ((node, _), *_) = node.next_functions
+    return [compat.local_part(each) for each in node.saved_tensors]
 
 
 def a_step_under_fsdp2(parts: Mapping[str, int]) -> None:
@@ -105,6 +115,54 @@ def steps() -> None:
     found = memeff_compile.explain(llama(), input_ids=ids(), labels=ids(), device="cpu")
     a_step_under_fsdp2(planned(found, "fsdp"))
     a_step_under_ddp(planned(found, "none"))
+
+
+def cut(model: Any) -> Any:
+    """Cut attention, feed-forward and head over both processes."""
+    layer, plan = "model.layers.*.", {}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"):
+        plan[layer + name] = ColwiseParallel()
+    plan[f"{layer}mlp.up_proj"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[layer + name] = RowwiseParallel()
+    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+
+
+def a_step_of_a_model_that_is_cut() -> None:
+    """Weights, gradients and optimizer states, and all that its forward keeps for the backward."""
+    given = {"input_ids": ids(), "labels": ids()}
+    whole = memeff_compile.explain(llama(), **given, device="cpu")
+    model = cut(llama())
+    found = memeff_compile.explain(model, **given, device="cpu")
+    assert "(B" not in str(found.fixed)
+    plan = found.plan(optimizer="adamw")
+    assert "each of 2 GPUs, 2 of them for each layer" in str(plan)
+    assert plan.after.peak < whole.plan(optimizer="adamw").after.peak
+    facts = found.after.facts
+    assert facts.weights == nbytes(model.parameters())
+    assert facts.buffers == nbytes(model.buffers())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with seen_by_the_inner_compiler():
+        run = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
+        out = run(**given)
+    kept = {each.untyped_storage().data_ptr(): each for each in saved(out.loss.grad_fn)}
+    for each in (*model.parameters(), *model.buffers(), *given.values()):
+        kept.pop(compat.local_part(each).untyped_storage().data_ptr(), None)
+    planned = {name: value_of(f, *ids().shape) for name, f in found.after.kept.items()}
+    counted = sum(each.untyped_storage().nbytes() for each in kept.values())
+    assert sum(planned.values()) == pytest.approx(counted, rel=0.1)
+    out.loss.backward()
+    optimizer.step()
+    assert value_of(plan.after.moment.parts["optimizer state"], 1, 1) == states(optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("two processes")
+def test_a_plan_of_a_model_that_is_cut_has_the_bytes_of_a_process(
+    two_processes: TwoProcesses,
+) -> None:
+    two_processes.run(a_step_of_a_model_that_is_cut)
 
 
 @pytest.mark.xdist_group("two processes")
