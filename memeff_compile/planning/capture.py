@@ -318,7 +318,6 @@ def _parameters(
     of: where the model's own breaks, it calls that one `self`.
     """
     paths, root = [], ""
-    value: Any
     for value, source in zip(inputs, sources, strict=True):
         path = named.get(id(value), "")
         said = clean_module_path(source).replace("._parameters", "")
@@ -326,7 +325,8 @@ def _parameters(
             root = path.removesuffix(f".{said}")
         paths.append(path)
         if compat.is_dtensor(value):  # lowered graphs get its parts, this rank's tensor first
-            paths += [""] * (len(value.__tensor_flatten__()[0]) - 1)
+            spread: Any = value
+            paths += [""] * (len(spread.__tensor_flatten__()[0]) - 1)
     return paths, root
 
 
