@@ -26,7 +26,7 @@ from memeff_compile.kernels.coded_weight import CodedWeight
 from memeff_compile.model.cache.kv_cache import KVCache
 from memeff_compile.passes import rewrite_kv_update
 from tests.distributed.models import fresh_start, gradients
-from tests.distributed.processes import RANKS, TwoProcesses
+from tests.distributed.processes import TwoProcesses
 
 HEADS, KV_HEADS = 8, 4
 GIVEN = {"do_sample": False}
@@ -34,11 +34,11 @@ GIVEN = {"do_sample": False}
 
 @cache
 def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (RANKS,))
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def whole(**settings: Any) -> Any:
-    """A Llama of one layer, the same in both processes; two ranks have half of its heads each."""
+    """A Llama of one layer, the same in all processes, which have a part of its heads each."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 160, **settings}
     config = transformers.LlamaConfig(
@@ -57,8 +57,8 @@ def whole(**settings: Any) -> Any:
 
 @contextmanager
 def as_torchrun_starts_it() -> Iterator[None]:
-    rank = str(dist.get_rank())
-    with mock.patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(RANKS)):
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    with mock.patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks):
         yield
 
 
@@ -74,14 +74,14 @@ def by_transformers(model: Any) -> Any:
     with as_torchrun_starts_it():
         return type(model).from_pretrained(
             folder[0],
-            distributed_config=DistributedConfig(tp_size=RANKS),
+            distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
             device_map=None,
             dtype=model.dtype,
         )
 
 
-def by_torch(model: Any) -> Any:
-    """Cut a model in place by `parallelize_module`."""
+def by_torch(model: Any, over: DeviceMesh | None = None, *, looks_up_parts: bool = True) -> Any:
+    """Cut a model in place by `parallelize_module`; the embedding too, or not."""
     layer, plan = "model.layers.*.", {}
     for name in ("q_proj", "k_proj", "v_proj"):
         plan[f"{layer}self_attn.{name}"] = ColwiseParallel()
@@ -90,8 +90,9 @@ def by_torch(model: Any) -> Any:
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         plan[layer + name] = RowwiseParallel()
     plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-    return parallelize_module(model, mesh(), plan)
+    if looks_up_parts:
+        plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    return parallelize_module(model, over or mesh(), plan)
 
 
 Cut = Callable[[Any], Any]
@@ -149,7 +150,7 @@ def decoding_by_the_verb(cut: Cut, kv_cache: int | str) -> None:
     (kept,) = vars(model)["_prepare_cache_for_generation"].pool._kept
     (layer,) = kept.cache.layers
     for name in layer.buffers:
-        assert getattr(layer, name).shape[1] == KV_HEADS // RANKS
+        assert getattr(layer, name).shape[1] == KV_HEADS // dist.get_world_size()
 
 
 def a_cache_of_ones_own(cut: Cut) -> None:
@@ -255,12 +256,12 @@ CASES: list[Any] = [
 ]
 
 
-def _name(case: Any) -> str:
+def case_name(case: Any) -> str:
     given = [getattr(a, "__name__", str(a)) for a in getattr(case, "args", ())]
     return " ".join([getattr(case, "func", case).__name__, *given])
 
 
 @pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_cut_models(case: Callable[[], None], two_processes: TwoProcesses) -> None:
     two_processes.run(case)

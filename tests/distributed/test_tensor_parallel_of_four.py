@@ -1,9 +1,10 @@
-"""Heads split by classes over four processes, and over two beside FSDP2 over two."""
+"""Heads and models split over four processes, and over two beside FSDP2 over two."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,22 @@ import memeff_compile
 from memeff_compile.errors import ShardedLogitsError, StaleLogitsError
 from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients
 from tests.distributed.processes import TwoProcesses
-from tests.distributed.test_tensor_parallel import Case, Model, Returning, codes, data
+from tests.distributed.test_cut_models import (
+    by_torch,
+    by_transformers,
+    case_name,
+    decoding_by_the_verb,
+    records,
+    whole,
+)
+from tests.distributed.test_tensor_parallel import (
+    Case,
+    Model,
+    Returning,
+    codes,
+    data,
+    seen_by_the_inner_compiler,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("four processes")]
 
@@ -126,9 +142,65 @@ def logits_beside_fsdp() -> None:
         logits.full_tensor()
 
 
-CASES = [over_four_ranks, static_beside_fsdp, dynamic_beside_fsdp, logits_beside_fsdp]
+def tokens(rows: int = 2, seed: int = 0) -> Tensor:
+    return torch.randint(3, 150, (rows, 12), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def a_step_of_a_whole_model() -> None:
+    """One sum of N x D numbers per row-cut linear each way, and nothing that is larger."""
+    one, many = whole().train(), by_torch(whole()).train()
+    ids = tokens()
+    with seen_by_the_inner_compiler() as graphs:
+        found = compiled(many)(input_ids=ids, labels=ids)
+        found.loss.backward()
+    expected = one(input_ids=ids, labels=ids)
+    expected.loss.backward()
+    assert ("fuse_linear_cross_entropy", "rewrote") in records()
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    assert_same_gradients(gradients(many), gradients(one))
+    torch.testing.assert_close(found.logits.full_tensor(), expected.logits)
+
+    rows, width = ids.numel(), one.config.hidden_size
+    moved = [
+        (str(node.target).split(".")[1], node.meta["val"].numel())
+        for graph in graphs
+        for node in graph.nodes
+        if str(node.target).startswith("_c10d_functional.") and "wait" not in str(node.target)
+    ]
+    assert max(size for _, size in moved) == rows * width
+    assert sorted(size for name, size in moved if name == "all_gather_into_tensor") == [4, 8 * rows]
+    assert Counter(moved)["all_reduce", rows * width] == len(moved) - 2
+
+
+def a_step_of_a_whole_model_beside_fsdp() -> None:
+    """Layers and root sharded over two, each of which two ranks share. The embedding is whole: in a
+    graph of its own torch stops at a cut one (`Mixing fake modes`).
+    """
+    one = whole().train()
+    many = by_torch(whole(), square()["classes"], looks_up_parts=False).train()
+    for layer in many.model.layers:
+        fully_shard(layer, mesh=square()["data"])
+    fully_shard(many, mesh=square()["data"])
+    run, place = compiled(many), square().get_local_rank("data")
+    for step in range(2):
+        both = [tokens(2 + step, 2 * step + rank) for rank in range(2)]
+        losses = [one(input_ids=ids, labels=ids).loss for ids in both]
+        (sum(losses) / 2).backward()
+        loss = run(input_ids=both[place], labels=both[place]).loss
+        loss.backward()
+        torch.testing.assert_close(loss, losses[place], rtol=1e-6, atol=0)
+        assert_same_gradients(gradients(many), gradients(one))
+    assert ("fuse_linear_cross_entropy", "rewrote") in records()
+
+
+CASES: list[Any] = [
+    *(over_four_ranks, static_beside_fsdp, dynamic_beside_fsdp, logits_beside_fsdp),
+    *(a_step_of_a_whole_model, a_step_of_a_whole_model_beside_fsdp),
+    partial(decoding_by_the_verb, by_torch, 4),
+    partial(decoding_by_the_verb, by_transformers, 4),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_heads_split_over_four(case: Callable[[], None], four_processes: TwoProcesses) -> None:
     four_processes.run(case)
