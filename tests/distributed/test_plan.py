@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,10 +36,13 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def planned(found: Any, sharding: str) -> Mapping[str, int]:
-    """Return the bytes of each part of a step's largest moment on one of two GPUs."""
-    moment = found.plan(optimizer="adamw", gpus=RANKS, sharding=sharding).after.moment
-    return {name: value_of(formula, *ids().shape) for name, formula in moment.parts.items()}
+def planned(found: Any, sharding: str, batch: int = 2) -> Mapping[str, int]:
+    """Return the bytes of each part of a step's largest moment on one of two GPUs, or two of each
+    rank of a model that is cut.
+    """
+    how = {"optimizer": "adamw", "gpus": RANKS, "sharding": sharding}
+    moment = found.plan(batch=batch, **how).after.moment
+    return {n: value_of(formula, batch, ids().shape[1]) for n, formula in moment.parts.items()}
 
 
 def nbytes(tensors: Any) -> int:
@@ -51,7 +54,8 @@ def held(model: nn.Module) -> tuple[int, int]:
     modules = set(model.modules())
     every = [p for p, _ in compat._fsdp2_parameters() if p._module_info.module in modules]
     whole = (getattr(param, "_unsharded_param", None) for param in every)
-    gathered = sum(p.untyped_storage().nbytes() for p in whole if p is not None)
+    local = (compat.local_part(p) for p in whole if p is not None)
+    gathered = sum(p.untyped_storage().nbytes() for p in local)
     return gathered, nbytes(p.sharded_param.grad for p in every if p.sharded_param.grad is not None)
 
 
@@ -67,8 +71,7 @@ def saved(node: Any) -> list[torch.Tensor]:
     return [compat.local_part(each) for each in node.saved_tensors]
 
 
-def a_step_under_fsdp2(parts: Mapping[str, int]) -> None:
-    model, mesh = llama(), init_device_mesh("cpu", (RANKS,))
+def a_step_under_fsdp2(parts: Mapping[str, int], model: Any, mesh: DeviceMesh) -> None:
     blocks = [nbytes(layer.parameters()) for layer in model.model.layers]
     outside = nbytes(model.parameters()) - sum(blocks)
     for layer in model.model.layers:
@@ -113,12 +116,12 @@ def a_step_under_ddp(parts: Mapping[str, int]) -> None:
 
 def steps() -> None:
     found = memeff_compile.explain(llama(), input_ids=ids(), labels=ids(), device="cpu")
-    a_step_under_fsdp2(planned(found, "fsdp"))
+    a_step_under_fsdp2(planned(found, "fsdp"), llama(), init_device_mesh("cpu", (RANKS,)))
     a_step_under_ddp(planned(found, "none"))
 
 
-def cut(model: Any) -> Any:
-    """Cut attention, feed-forward and head over both processes."""
+def cut(model: Any, mesh: DeviceMesh) -> Any:
+    """Cut attention, feed-forward and head over processes."""
     layer, plan = "model.layers.*.", {}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"):
         plan[layer + name] = ColwiseParallel()
@@ -126,14 +129,14 @@ def cut(model: Any) -> Any:
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         plan[layer + name] = RowwiseParallel()
     plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
-    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+    return parallelize_module(model, mesh, plan)
 
 
 def a_step_of_a_model_that_is_cut() -> None:
     """Weights, gradients and optimizer states, and all that its forward keeps for the backward."""
     given = {"input_ids": ids(), "labels": ids()}
     whole = memeff_compile.explain(llama(), **given, device="cpu")
-    model = cut(llama())
+    model = cut(llama(), init_device_mesh("cpu", (RANKS,)))
     found = memeff_compile.explain(model, **given, device="cpu")
     assert "(B" not in str(found.fixed)
     plan = found.plan(optimizer="adamw")

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import memeff_compile
-from memeff_compile.errors import ShardedLogitsError, StaleLogitsError
-from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients
+from memeff_compile.errors import ExplainError, ShardedLogitsError, StaleLogitsError
+from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients, ids
 from tests.distributed.processes import TwoProcesses
 from tests.distributed.test_cut_models import (
     by_torch,
@@ -28,6 +28,7 @@ from tests.distributed.test_cut_models import (
     records,
     whole,
 )
+from tests.distributed.test_plan import a_step_under_fsdp2, cut, llama, planned
 from tests.distributed.test_tensor_parallel import (
     Case,
     Model,
@@ -149,18 +150,18 @@ def tokens(rows: int = 2, seed: int = 0) -> Tensor:
 def a_step_of_a_whole_model() -> None:
     """One sum of N x D numbers per row-cut linear each way, and nothing that is larger."""
     one, many = whole().train(), by_torch(whole()).train()
-    ids = tokens()
+    given = tokens()
     with seen_by_the_inner_compiler() as graphs:
-        found = compiled(many)(input_ids=ids, labels=ids)
+        found = compiled(many)(input_ids=given, labels=given)
         found.loss.backward()
-    expected = one(input_ids=ids, labels=ids)
+    expected = one(input_ids=given, labels=given)
     expected.loss.backward()
     assert ("fuse_linear_cross_entropy", "rewrote") in records()
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
     assert_same_gradients(gradients(many), gradients(one))
     torch.testing.assert_close(found.logits.full_tensor(), expected.logits)
 
-    rows, width = ids.numel(), one.config.hidden_size
+    rows, width = given.numel(), one.config.hidden_size
     moved = [
         (str(node.target).split(".")[1], node.meta["val"].numel())
         for graph in graphs
@@ -184,7 +185,7 @@ def a_step_of_a_whole_model_beside_fsdp() -> None:
     run, place = compiled(many), square().get_local_rank("data")
     for step in range(2):
         both = [tokens(2 + step, 2 * step + rank) for rank in range(2)]
-        losses = [one(input_ids=ids, labels=ids).loss for ids in both]
+        losses = [one(input_ids=given, labels=given).loss for given in both]
         (sum(losses) / 2).backward()
         loss = run(input_ids=both[place], labels=both[place]).loss
         loss.backward()
@@ -193,7 +194,16 @@ def a_step_of_a_whole_model_beside_fsdp() -> None:
     assert ("fuse_linear_cross_entropy", "rewrote") in records()
 
 
+def a_plan_of_a_model_that_is_cut_and_sharded() -> None:
+    model, given = cut(llama(), square()["classes"]), {"input_ids": ids(), "labels": ids()}
+    found = memeff_compile.explain(model, **given, device="cpu")
+    a_step_under_fsdp2(planned(found, "fsdp", 1), model, square()["data"])
+    with pytest.raises(ExplainError, match="sharded by FSDP2 already"):
+        memeff_compile.explain(model, **given, device="cpu")
+
+
 CASES: list[Any] = [
+    a_plan_of_a_model_that_is_cut_and_sharded,
     *(over_four_ranks, static_beside_fsdp, dynamic_beside_fsdp, logits_beside_fsdp),
     *(a_step_of_a_whole_model, a_step_of_a_whole_model_beside_fsdp),
     partial(decoding_by_the_verb, by_torch, 4),
