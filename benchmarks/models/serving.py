@@ -11,7 +11,7 @@ and batches, ends at several tokens, left padding, logits kept over all steps, f
 beams. Prints a line per case and ends with an error where one differs.
 
 `time`: random weights in the widths of a model (`--size`), greedy, in bf16. A streamer notes when
-each token is on the host. The first call compiles and is a row of its own; `step_ms` is of the last
+each token is on the host. The first call compiles (`first_call_s`, of it our passes `passes_s`); `step_ms` is of the last
 call; `host_ms` is what the host spends in the model's call of a step, and `waiting_step_ms` a step
 of a loop that waits for each token, as generate() itself does.
 
@@ -457,6 +457,7 @@ def measure(options: argparse.Namespace) -> None:
             started = time.perf_counter()
             one_call(model, path, ids, options.new)
             row["first_call_s"] = round(time.perf_counter() - started, 1)
+            row["passes_s"] = round(sum(each.seconds for each in memeff_compile.graphs()), 3)
             if options.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             for _ in range(options.repeats):
