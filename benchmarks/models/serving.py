@@ -11,9 +11,9 @@ and batches, ends at several tokens, left padding, logits kept over all steps, f
 beams. Prints a line per case and ends with an error where one differs.
 
 `time`: random weights in the widths of a model (`--size`), greedy, in bf16. A streamer notes when
-each token is on the host. The first call compiles (`first_call_s`, of it our passes `passes_s`); `step_ms` is of the last
-call; `host_ms` is what the host spends in the model's call of a step, and `waiting_step_ms` a step
-of a loop that waits for each token, as generate() itself does.
+each token is on the host. The first call compiles (`first_call_s`, of it our passes `passes_s`);
+`step_ms` is of the last call; `host_ms` is what the host spends in the model's call of a step, and
+`waiting_step_ms` a step of a loop that waits for each token, as generate() itself does.
 
     eager          transformers' growing cache, nothing compiled
     gpt-fast       a loop by hand over a StaticCache: the prompt eagerly, a step with its choice
