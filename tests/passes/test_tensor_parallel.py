@@ -100,11 +100,6 @@ def test_other_layouts_are_declined_by_name(layout: tuple[list[Any], list[Any], 
     assert "ColwiseParallel" in record.hint
 
 
-def likeliest(hidden: DTensor, weight: DTensor, target: Tensor) -> Tensor:
-    logits = gathered(F.linear(hidden, weight))
-    return F.cross_entropy(logits, target) + logits.argmax(-1).sum()
-
-
 def trained_offset(hidden: DTensor, weight: DTensor, target: Tensor) -> Tensor:
     offset = weight.to_local()[:, 0]
     return F.cross_entropy(gathered(F.linear(hidden, weight)) + offset, target)
@@ -127,7 +122,6 @@ def weight_from_the_graph(hidden: DTensor, weight: DTensor, target: Tensor) -> T
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (likeliest, "the likeliest class is asked"),
         (trained_offset, "a vector with a gradient is added"),
         (split_by_rows, "laid out as (Shard(dim=0)) where `redistribute` is called"),
         (own_gradient, "where `to_local` is called, neither whole"),
