@@ -29,7 +29,13 @@ def command() -> str:
             next(arguments, None)
         elif argument != "--here":
             kept.append(argument)
-    return shlex.join(["python", _script(), *kept])
+    return shlex.join([*_program(), _script(), *kept])
+
+
+def _program() -> list[str]:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+    return ["python"]
 
 
 def _script() -> str:

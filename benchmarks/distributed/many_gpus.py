@@ -1,23 +1,28 @@
-"""Training steps of several GPUs: FSDP2, DDP, blocks compiled one by one, a tensor-parallel head.
+"""Training steps of several GPUs: FSDP2, DDP, blocks compiled one by one, tensor parallelism.
 
     torchrun --nproc-per-node 2 benchmarks/distributed/many_gpus.py
     torchrun --nproc-per-node 2 benchmarks/distributed/many_gpus.py --size tiny --device cpu
     torchrun --nproc-per-node 1 benchmarks/distributed/many_gpus.py --case blocks --size llama3.2-1b
+    torchrun --nproc-per-node 2 benchmarks/distributed/many_gpus.py --size llama3-8b --look
 
 Eager PyTorch, Inductor and memeff have a model each and take turns, step by step, in one process
 group. A step is forward, backward and SGD; its time is that of the slowest rank. First each of them
 has to have eager's loss and gradient norm: where it has not, its row says so and has no time. Peak
-memory is the largest of any rank, without what the others keep. The whole head on one GPU is
-measured beside the one that is split. Rank 0 writes the rows.
+memory is the largest of any rank, without what the others keep; of a lone head there is also what
+comes on top of its gradients. The whole head on one GPU is measured beside the one that is split.
+`--look` adds a step that does not count, in which rank 0 notes what the collectives move, and the
+largest block that the allocator was asked for. Rank 0 writes the rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,10 +32,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows, timing
+from benchmarks.distributed import looking
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Size:
 SIZES = {
     "full": Size(128256, 2048, 8192, 8, 32, 8, 4, 2048, 8192, 4096),
     "llama3.2-1b": Size(128256, 2048, 8192, 16, 32, 8, 8, 2048, 8192, 4096, is_tied=True),
+    "llama3-8b": Size(128256, 4096, 14336, 8, 32, 8, 4, 2048, 8192, 4096),
     "tiny": Size(160, 32, 48, 2, 4, 2, 2, 12, 24, 16, torch.float32),
 }
 BACKENDS = ("eager", "inductor", "memeff")
@@ -94,8 +101,12 @@ class Subject:
     loss: Callable[[], Tensor]
     kept: int  # bytes that it keeps between steps
     row: dict[str, Any] = field(default_factory=dict)
-    samples: list[float] = field(default_factory=list)
     peak: int = 0
+
+    @property
+    def gradients(self) -> int:
+        """How many bytes the gradients take on this rank."""
+        return sum(_local(parameter).nbytes for parameter in self.parameters)
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.SGD(self.parameters, lr=1e-6)
@@ -143,16 +154,28 @@ def _device() -> str:
     return "cpu" if dist.get_backend() == "gloo" else "cuda"
 
 
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def _copies(tensor: Any) -> int:
+    """Return how many ranks hold the same numbers as this one."""
+    ranks = dist.get_world_size()
+    if not hasattr(tensor, "to_local"):
+        return ranks
+    cut = [i for i, place in enumerate(tensor.placements) if not place.is_replicate()]
+    return ranks // math.prod(tensor.device_mesh.size(i) for i in cut)
+
+
 def _norm(parameters: Sequence[nn.Parameter]) -> float:
-    """Return the norm of all gradients: of those in shards, over the ranks."""
-    whole, shards = (torch.zeros((), dtype=torch.float64, device=_device()) for _ in range(2))
+    """Return the norm of all gradients, over the ranks."""
+    total = torch.zeros((), dtype=torch.float64, device=_device())
     for parameter in parameters:
         grad: Any = parameter.grad
-        is_shard = hasattr(grad, "to_local")
-        total = shards if is_shard else whole
-        total += (grad.to_local() if is_shard else grad).double().square().sum()
-    dist.all_reduce(shards)
-    return float((whole + shards).sqrt())
+        total += _local(grad).double().square().sum() / _copies(grad)
+    dist.all_reduce(total)
+    return float(total.sqrt())
 
 
 def _compiled(backend: str, options: dict[str, str]) -> Callable[[Any], Any]:
@@ -163,7 +186,7 @@ def _compiled(backend: str, options: dict[str, str]) -> Callable[[Any], Any]:
     return partial(torch.compile, backend=backend, options=chosen or None)
 
 
-def _llama(size: Size, device: str) -> Any:
+def _llama(size: Size, device: str, *, is_checkpointed: bool = True) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -179,22 +202,46 @@ def _llama(size: Size, device: str) -> Any:
     )
     with torch.device(device):
         model = LlamaForCausalLM(config).to(size.dtype).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if is_checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def _ids(size: Size, device: str) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+def _ids(size: Size, device: str, group: int | None = None) -> Tensor:
+    """Return what a rank is given, or all ranks of one tensor-parallel group."""
+    generator = torch.Generator().manual_seed(1 + (dist.get_rank() if group is None else group))
     return torch.randint(size.vocabulary, (size.batch, size.length), generator=generator).to(device)
 
 
-def _shard(blocks: Sequence[nn.Module], root: nn.Module, device: str) -> None:
+def line(device: str) -> DeviceMesh:
+    """Return the mesh of all ranks."""
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def _shard(blocks: Sequence[nn.Module], root: nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(root, mesh=mesh)
+
+
+def cut(model: Any, mesh: DeviceMesh, *, looks_up_parts: bool = True) -> Any:
+    """Cut a Llama for tensor parallelism, in place; its embedding too, or not."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import parallel as tp
+
+    layer, plan = "model.layers.*.", dict[str, Any]()
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        plan[layer + name] = tp.ColwiseParallel()
+    for name in ("mlp.gate_proj", "mlp.up_proj"):
+        plan[layer + name] = tp.ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[layer + name] = tp.RowwiseParallel()
+    plan["lm_head"] = tp.ColwiseParallel(output_layouts=Replicate())
+    if looks_up_parts:
+        plan["model.embed_tokens"] = tp.RowwiseParallel(input_layouts=Replicate())
+    return tp.parallelize_module(model, mesh, plan)
 
 
 Made = tuple[list[nn.Parameter], Callable[[], Tensor]]
@@ -203,7 +250,32 @@ Made = tuple[list[nn.Parameter], Callable[[], Tensor]]
 def fsdp2(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
     """Layers and root in groups of their own, the model compiled around them."""
     model, ids = _llama(size, device), _ids(size, device)
-    _shard(list(model.model.layers), model, device)
+    _shard(list(model.model.layers), model, line(device))
+    run = compiled(model)
+    return list(model.parameters()), lambda: run(input_ids=ids, labels=ids).loss
+
+
+def tensor_parallel(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
+    """Every linear layer cut over the ranks, the head by its classes; one batch for all.
+
+    Not checkpointed: AOTAutograd refuses checkpoints around DTensors.
+    """
+    model = cut(_llama(size, device, is_checkpointed=False), line(device))
+    ids = _ids(size, device, 0)
+    run = compiled(model)
+    return list(model.parameters()), lambda: run(input_ids=ids, labels=ids).loss
+
+
+def both_ways(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
+    """Cut over pairs of ranks, and sharded by FSDP2 over the pairs; not checkpointed. The embedding
+    is whole: in a graph of its own torch stops at a cut one.
+    """
+    shape = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "classes"))
+    whole = _llama(size, device, is_checkpointed=False)
+    model = cut(whole, mesh["classes"], looks_up_parts=False)
+    ids = _ids(size, device, mesh.get_local_rank("data"))
+    _shard(list(model.model.layers), model, mesh["data"])
     run = compiled(model)
     return list(model.parameters()), lambda: run(input_ids=ids, labels=ids).loss
 
@@ -220,7 +292,7 @@ def blocks(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
     ids = _ids(size, device)
     model = OneByOne(_llama(size, device), compiled)
     if dist.get_world_size() > 1:
-        _shard(list(model.trunk.layers), model, device)
+        _shard(list(model.trunk.layers), model, line(device))
     return list(model.parameters()), lambda: model(ids, ids)
 
 
@@ -235,8 +307,8 @@ def head(size: Size, device: str, compiled: Callable[[Any], Any], *, is_split: b
         hidden = nn.Parameter(torch.randn(1, size.rows, size.depth, dtype=size.dtype))
         labels = torch.randint(size.vocabulary, (1, size.rows))
     if is_split:
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
-        linear = parallelize_module(linear, mesh, ColwiseParallel(output_layouts=Replicate()))
+        plan = ColwiseParallel(output_layouts=Replicate())
+        linear = parallelize_module(linear, line(device), plan)
     run = compiled(_loss)
     return [*linear.parameters(), hidden], lambda: run(linear, hidden, labels)
 
@@ -245,30 +317,40 @@ CASES: dict[str, Callable[..., Made]] = {
     "FSDP2": fsdp2,
     "DDP": ddp,
     "blocks": blocks,
+    "TP": tensor_parallel,
+    "FSDP2 x TP": both_ways,
     "TP head": head,
     "whole head": partial(head, is_split=False),
 }
 
 
-def measure(
-    case: str, size: Size, device: str, backends: Sequence[str], options: dict[str, str], steps: int
-) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class Asked:
+    """What is measured of each case."""
+
+    backends: Sequence[str]
+    options: dict[str, str]  # of memeff
+    steps: int
+    looks: bool  # at collectives and blocks, too
+
+
+def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[str, Any]]:
     """Yield a row for each backend, of steps in turns."""
     import memeff_compile
 
     torch._dynamo.reset()
     memeff_compile.reset()
-    subjects: list[Subject] = []
+    subjects, backends = list[Subject](), asked.backends
     for backend in backends:
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        made = CASES[case](size, device, _compiled(backend, options))
+        made = CASES[case](size, device, _compiled(backend, asked.options))
         kept = (torch.cuda.memory_allocated() if device == "cuda" else 0) - before
         subject = Subject(backend, *made, kept)
         subject.checked(subjects[0].row if subjects else None, size.tolerance)
         subjects.append(subject)
     right = [each for each in subjects if "error" not in each.row]
     timers = {each.backend: partial(each.timed, device) for each in right}
-    samples = timing.in_turns(timers, steps)
+    samples = timing.in_turns(timers, asked.steps)
     for each in subjects:
         row: dict[str, Any] = {"what": case, "gpus": dist.get_world_size(), "backend": each.backend}
         row |= {name: str(value) for name, value in vars(size).items() if name == "dtype"}
@@ -277,15 +359,34 @@ def measure(
         if each.backend == "memeff":
             report = memeff_compile.last_report()
             counted = [(r.code, r.sites) for r in report.records if r.action == "declined"]
-            row |= {"options": options, "declined": counted}
+            row |= {"options": asked.options, "declined": counted}
             row["fused_losses"] = report.rewrites("fuse_linear_cross_entropy")
         if each in right:
             row["ms"] = rows.percentiles(samples[each.backend])
             if device == "cuda":
                 row["peak_gib"] = round(_largest(each.peak) / 2**30, 3)
+            if device == "cuda" and "head" in case:
+                beyond = each.peak - each.kept - each.gradients
+                row["beyond_gradients_mib"] = round(_largest(beyond) / 2**20, 1)
+            if asked.looks:
+                row |= looking.at(each.step, device)
         yield row
     subjects.clear()
     gc.collect()
+
+
+@contextmanager
+def group(parser: argparse.ArgumentParser, device: str) -> Iterator[None]:
+    """Join the process group that torchrun starts, if none is there, and leave it again."""
+    if is_ours := not dist.is_initialized():
+        if "RANK" not in os.environ:
+            parser.error("start it with torchrun --nproc-per-node N")
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    yield
+    if is_ours:
+        dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -299,23 +400,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--option", action="append", default=[], help="key=value for memeff")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--look", action="store_true", help="note collectives and blocks")
     parser.add_argument("--out", type=Path, default=RESULTS / "distributed.jsonl")
     given = parser.parse_args(arguments)
-    if is_ours := not dist.is_initialized():
-        if "RANK" not in os.environ:
-            parser.error("start it with torchrun --nproc-per-node N")
-        if given.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
     options = dict(pair.split("=", 1) for pair in given.option)
-    for case in given.case:
-        for row in measure(
-            case, SIZES[given.size], given.device, given.backend, options, given.steps
-        ):
-            if dist.get_rank() == 0:
-                rows.write(given.out, row)
-    if is_ours:
-        dist.destroy_process_group()
+    asked = Asked(given.backend, options, given.steps, given.look)
+    with group(parser, given.device):
+        for case in given.case:
+            for row in measure(case, SIZES[given.size], given.device, asked):
+                if dist.get_rank() == 0:
+                    rows.write(given.out, row)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two processes that talk through gloo and call functions together, started once for many."""
+"""Processes that talk through gloo, or NCCL, and call functions together, started once for many."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ LIMIT = 400.0
 class TwoProcesses:
     """Starts when first asked, and anew after a failure: a peer may wait for what never comes."""
 
-    def __init__(self, folders: pytest.TempPathFactory, ranks: int = RANKS) -> None:
-        self._folders, self._ranks = folders, ranks
+    def __init__(
+        self, folders: pytest.TempPathFactory, ranks: int = RANKS, backend: str = "gloo"
+    ) -> None:
+        self._folders, self._ranks, self._backend = folders, ranks, backend
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -55,7 +57,7 @@ class TwoProcesses:
         for rank in range(self._ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self._ranks, theirs, meeting_point)
+                target=_serve, args=(rank, self._ranks, self._backend, theirs, meeting_point)
             )
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
@@ -77,10 +79,12 @@ class TwoProcesses:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, ranks: int, pipe: Any, meeting_point: str) -> None:
+def _serve(rank: int, ranks: int, backend: str, pipe: Any, meeting_point: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=meeting_point,
         rank=rank,
         world_size=ranks,
