@@ -17,7 +17,7 @@ SIZES = {"BFloat16": 2, "Half": 2, "Float": 4, "Double": 8, "Long": 8, "Int": 4,
 
 
 def at(step: Callable[[], object], device: str) -> dict[str, Any]:
-    """Return what this rank sees of one step, and of another its blocks; no row on a CPU."""
+    """Return what this rank sees of one step, and of another its blocks; nothing on a CPU."""
     if device != "cuda":
         step()
         return {}

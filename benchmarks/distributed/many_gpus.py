@@ -368,9 +368,10 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
             if device == "cuda" and "head" in case:
                 beyond = each.peak - each.kept - each.gradients
                 row["beyond_gradients_mib"] = round(_largest(beyond) / 2**20, 1)
-            if asked.looks:
-                row |= looking.at(each.step, device)
         yield row
+    for each in right if asked.looks else ():
+        seen = {"backend": each.backend, **looking.at(each.step, device)}
+        yield {"what": f"{case}, looked at", "gpus": dist.get_world_size(), **seen}
     subjects.clear()
     gc.collect()
 
