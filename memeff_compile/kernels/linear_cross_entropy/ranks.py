@@ -20,7 +20,10 @@ ELSEWHERE = -2
 
 
 class Ranks(NamedTuple):
-    """The ranks that an engine meets once per piece of rows, of which each has as many."""
+    """The ranks that an engine meets once per piece of rows, of which each has as many.
+
+    Pieces are of rows in the order of `counted_first`.
+    """
 
     rank: int
     ranks: int
@@ -45,7 +48,15 @@ def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
     return whole, torch.where(own == -torch.inf, whole - own, loss)
 
 
+def counted_first(target: Tensor) -> Tensor:
+    """Return the order in which ranks meet over rows: those that count, then ignored ones.
+
+    Engines that leave ignored rows out have them in this order and no other.
+    """
+    return (target == IGNORED).to(torch.int8).sort(stable=True).indices
+
+
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a column for each row that is not ignored, and where the target is here or elsewhere."""
+    """Return a column for each row that counts, and where the target is here or elsewhere."""
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere

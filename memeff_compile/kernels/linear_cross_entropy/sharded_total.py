@@ -9,9 +9,10 @@ others the two numbers of `ranks.py`, and makes its gradients with what comes of
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
-A compiler does not see that the op in the middle gathers, and may move it past collectives that have
-nothing to do with it, on each rank as its own sizes suggest. It keeps the order of those that it
-sees: the two around it, one number each, hold it where it is. All ranks get the first one's total.
+A compiler does not see that the op in the middle gathers, and may move it past collectives that
+have nothing to do with it, on each rank as its own sizes suggest. It keeps the order of those that
+it sees: the two around it, one number each, hold it where it is. All ranks get the first one's
+total.
 
 What is gathered, and how often, follows from rows, the classes of all ranks, dtype, workspace and
 the kind of device. Engines may differ from rank to rank, and nothing that does may enter here: what
@@ -49,7 +50,7 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Say the same of a head that ranks hold in parts: alike on all of them, whatever GPUs they are.
+    """Say the same of a head that ranks hold in parts, alike on all of them whatever GPUs they are.
 
     A filter's tiles would be chosen with the softmax of the whole head, which the walk that filters
     does not have.

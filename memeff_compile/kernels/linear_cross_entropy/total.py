@@ -27,8 +27,7 @@ from ..sizes import Size
 from . import op as rows_op
 from . import total_fused, total_reference
 from .call import Operands
-from .pieces import spans
-from .ranks import Ranks, own_columns
+from .ranks import Ranks, counted_first, own_columns
 from .shapes import is_minimal
 from .total_reference import Loss, Totals, total_of
 
@@ -157,7 +156,7 @@ def flattened(given: Loss) -> Loss:
 
 
 def compute(given: Loss) -> Totals:
-    """Have the engine that serves it compute a flat call; one over ranks has checked its targets."""
+    """Have an engine compute a flat call; of one over ranks, targets have been checked."""
     hidden, weight = given.hidden, given.weight
     if hidden.shape[0] == 0:
         # A total of 0, or nan where a mean of no rows is asked for.
@@ -192,8 +191,8 @@ def by_recomputing(given: Loss) -> Totals:
         of_nll = of_rows[0]
         # What pulls a target elsewhere up is another rank's; what pushes all classes down is not.
         of_rows = (of_nll.where(here, 0), of_nll.where(elsewhere, 0), nothing, entropy)
-        lse, nll = _met(ranks, lse, nll.where(here, 0))
-        nll = nll.where(here | elsewhere, 0)
+        met = _met(ranks, lse, nll.where(here, 0), counted_first(given.target))
+        lse, nll = (each.where(here | elsewhere, 0) for each in met)
     kept = (lse, entropy)
     mask = list(given.output_mask)
     gradients = rows_op.linear_cross_entropy_backward(
@@ -203,12 +202,12 @@ def by_recomputing(given: Loss) -> Totals:
     return Totals(total_of(nll, given.row_weight, given.norm), *wanted)
 
 
-def _met(ranks: Ranks, lse: Tensor, nll: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exps and losses of the whole head, piece by piece."""
-    pieces = (slice(*each) for each in spans(0, lse.shape[0], ranks.height))
-    found = [ranks.meet(lse[at], nll[at], ranks.owner[at], lse[at].shape[0]) for at in pieces]
-    of_lse, of_nll = map(torch.cat, zip(*found, strict=True))
-    return of_lse, of_nll
+def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps and losses of the whole head, met piece by piece in an order of rows."""
+    whole = torch.empty_like(lse), torch.empty_like(nll)
+    for at in order.split(ranks.height):
+        whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))
+    return whole
 
 
 def fake_forward(given: Loss) -> tuple[Tensor, ...]:

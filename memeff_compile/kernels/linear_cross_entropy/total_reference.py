@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import checks
 from .call import Knobs
 from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
-from .ranks import Ranks
+from .ranks import Ranks, counted_first
 from .reference import kept_rows
 
 # Rows of the narrowest piece: the weight is read once per piece.
@@ -109,7 +109,9 @@ def run(given: Loss) -> Totals:
     if needs_bias and bias is not None:
         bias_sums = torch.zeros_like(bias, dtype=wide)
     ranks, kept = given.ranks, kept_rows(target, given.knobs, forward=True)
-    counted = rows if kept is None else kept.numel()
+    counted, is_left_out = rows if kept is None else kept.numel(), kept is not None
+    if ranks is not None and kept is None and ignore_index is not None:
+        kept = counted_first(target)
     if ranks is None:
         per_logit = wide.itemsize * (1 + (softcap > 0))
         height = int(rows_per_piece(rows, vocab, per_logit, given.workspace, weight.device.type))
@@ -157,7 +159,7 @@ def run(given: Loss) -> Totals:
         g.scatter_(1, y, g.gather(1, y) - has_target.to(wide)).mul_(factor * scale)
         if slope is not None:
             g.mul_(slope)
-        if is_ignored is not None and kept is None:
+        if is_ignored is not None and not is_left_out:
             g.masked_fill_(is_ignored, 0)  # also where a row of nan was to be left out
         if sums is not None:
             sums.addmm_(g.t(), x)
