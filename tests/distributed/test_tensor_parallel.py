@@ -205,6 +205,8 @@ def losses() -> None:
         replace(plain, softcap=3.0, z_loss=1e-2, entropy=True, dtype=torch.float64),
         replace(plain, z_loss=1e-2, targets="half", dtype=torch.float64),
         replace(plain, hidden_classes=81, dtype=torch.float64),
+        replace(plain, weighted=True, targets="half", dtype=torch.float64),
+        replace(plain, weighted=True, reduction="sum", softcap=3.0, dtype=torch.float64),
         replace(plain, targets="low"),
         replace(plain, targets="none"),
     ):
@@ -308,6 +310,12 @@ def what_crosses_and_what_is_kept() -> None:
             found = compiled(split(kind(case)))(*data(case))
             (found if kind is Model else found[0]).backward()
         forward, backward = graphs
+        (sentence, *_) = (r.sentence for r in memeff_compile.last_report().records)
+        # 24 rows, of which half are a piece
+        assert "2 all-gathers of 2 numbers per row" in sentence
+        assert (
+            "the gradients are made in the forward, in three products instead of four" in sentence
+        )
         gathers = [n for n in forward.nodes if str(n.target).startswith("_c10d_functional.all_ga")]
         assert [n.meta["val"].shape for n in gathers][-2:] == [(RANKS,), (RANKS,)]
         before = [] if layout == "gathered" else ["reduce_scatter_tensor", "all_gather_into_tensor"]

@@ -215,6 +215,23 @@ def test_helpers_compile_within_the_limits(name: str, sizes: dict[str, Any]) -> 
     within_limits(_compile(name, constants, warps=4, stages=3), HOPPER)
 
 
+@pytest.mark.usefixtures("sizes_of_one")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("base", {"BLOCK": 16, "HAS_RANKS": True}),
+        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
+        ("ranks", {"ROWS": 8}),
+    ],
+    ids=["base", "rows", "ranks"],
+)
+def test_helpers_over_ranks_compile_for_sizes_of_one(name: str, sizes: dict[str, Any]) -> None:
+    """The second rank is one of them, and a group of one rank."""
+    for is_busy in (False, True):
+        constants = {**sizes, **EPILOGUES["bias and softcap"], "HAS_KEPT": is_busy}
+        _compile(name, constants, warps=4, stages=3)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["copy", "in place"])
 def test_scaling_compiles_within_the_limits(is_in_place: bool, kind: str) -> None:
