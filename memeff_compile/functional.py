@@ -136,18 +136,21 @@ def linear_cross_entropy(
     how: dict[str, Any] = {"ignore_index": ignore_index, "workspace": 0}
     how |= {"scale": float(scale), "softcap": float(softcap)}
     filtered = {"gradient_filter": filter, "sort_vocabulary": filter != "exact"}
+    makes_gradients_in_forward = op_folder.makes_gradients_in_forward
+    if split is not None:
+        makes_gradients_in_forward = op_folder.makes_gradients_in_forward_over_ranks
     if (
         reduction != "none"
-        and split is None
         and not (smooth or z_loss or return_stats)
         and torch.is_grad_enabled()
         and any(part is not None and part.requires_grad for part in (hidden, weight, bias))
-        and op_folder.makes_gradients_in_forward(
+        and makes_gradients_in_forward(
             *(hidden.device, hidden.dtype, index(hidden.shape[-1])),  # no symbol of a trace
             gradient_filter=filter,
         )
     ):
-        return _total(operands, class_weight, reduction, how | filtered)
+        how |= filtered if split is None else {"group": split.group, **split.shard._asdict()}
+        return _total(operands, class_weight, reduction, how, is_split=split is not None)
     how |= filtered | {"with_lse": return_stats or bool(z_loss), "with_logit_sum": smooth}
     column_weight = class_weight if smooth else None
     how |= {"with_entropy": return_stats, "with_top": return_stats}
@@ -216,6 +219,8 @@ def _total(
     class_weight: Tensor | None,
     reduction: Reduction,
     how: Mapping[str, Any],
+    *,
+    is_split: bool,
 ) -> Tensor:
     """Return a mean or a sum from the op that makes the gradients beside it."""
     hidden, *_, target = operands
@@ -224,6 +229,8 @@ def _total(
     weights = None if class_weight is None else norm, norm.sum() if reduction == "mean" else None
     needs = [part is not None and part.requires_grad for part in operands[:3]]
     op = op_folder.linear_cross_entropy_total
+    if is_split:
+        op = op_folder.linear_cross_entropy_total_over_ranks
     found: tuple[Tensor, ...] = op(*operands, *weights, output_mask=needs, **how)
     return found[0]
 

@@ -40,7 +40,7 @@ from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
 from .losses import outputs, shards
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
-from .losses.emit import emit_group, gathered, groups_of, is_total
+from .losses.emit import emit_group, gathered, groups_of, is_total, pieces_met
 from .losses.head import Chain, HeadReader
 from .losses.tails import (
     ENTROPIES,
@@ -154,14 +154,22 @@ class FuseLinearCrossEntropy(GraphPass):
                 sizes["V"] = columns  # logits that no rank gathers
         seen = (max(sizes["N"], 1), sizes["D"], columns)
         b, w = sympy.symbols("B W", integer=True, positive=True)
-        if all(is_total(info, group) for group in groups_of(info, match.tails)):
+        groups, engine = groups_of(info, match.tails), _engine_name(info, match)
+        from_ranks = sympy.Integer(0)  # what is gathered from every rank
+        if isinstance(split, op_folder.Split):
+            numbers = sum(len(gathered(group)) for group in groups)
+            from_ranks = 4 * split.shard.ranks * numbers * n
+        if all(is_total(info, group) for group in groups):
             # Gradients are made in the forward.
-            total = op_folder.total_bytes(*seen, device=hidden.device, **common)
-            after = b + op_folder.TOTAL_BYTES_PER_ROW * n
-            return Gain(before, after, sizes | {"B": int(total)})
+            if isinstance(split, op_folder.Split):
+                seen = (*seen[:2], split.shard.chunk)  # which pieces of rows go by
+            if not (isinstance(split, op_folder.Split) and engine == "hybrid"):
+                total = op_folder.total_bytes(*seen, device=hidden.device, **common)
+                after = b + op_folder.TOTAL_BYTES_PER_ROW * n + from_ranks
+                return Gain(before, after, sizes | {"B": int(total)})
         call = {
             **common,
-            "engine": _engine_name(info, match),
+            "engine": engine,
             "device_type": where_it_runs(hidden.device).type,
             "with_entropy": any(t.kind in ENTROPIES for t in match.tails),
             "training": training,
@@ -169,10 +177,7 @@ class FuseLinearCrossEntropy(GraphPass):
         held = op_folder.piece_sizes(*seen, **call)
         sizes |= {"B": int(held.bytes), "W": int(held.columns)}
         after = op_folder.bytes_after(n, d, v, **call, pieces=op_folder.Pieces(b, w))
-        if isinstance(split, op_folder.Split):
-            numbers = sum(len(gathered(group)) for group in groups_of(info, match.tails))
-            after += 4 * split.shard.ranks * numbers * n  # what is gathered from every rank
-        return Gain(before, after, sizes)
+        return Gain(before, after + from_ranks, sizes)
 
     def anchor(self, match: Site) -> Node:
         return match.tails[0].node
@@ -204,7 +209,9 @@ class FuseLinearCrossEntropy(GraphPass):
         split = shards.split_of(info, match.head)
         apart = ""
         if isinstance(split, op_folder.Split):
-            apart = shards.sentence(split, [len(gathered(group)) for group in groups])
+            pieces = [pieces_met(info, group, split.shard) for group in groups]
+            numbers = [len(gathered(group)) for group in groups]
+            apart = shards.sentence(split, numbers, sum(pieces))
         sentence = (
             f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
             f"memeff::linear_cross_entropy{times}{apart}; {engine}"

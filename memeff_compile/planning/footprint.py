@@ -33,7 +33,8 @@ PER_BLOCK = ("block gradients", "activations", "logits")
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
 """Words in the names of ops whose results each block has for itself."""
 
-LOSSES = tuple(f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard"))
+_KINDS = ("", "_backward", "_total", "_shard", "_total_shard")
+LOSSES = tuple(f"linear_cross_entropy{kind}" for kind in _KINDS)
 
 LIBRARY_WORKSPACES = 2 * 32 * 2**20
 """What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""
@@ -453,9 +454,14 @@ def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sym
         how: dict[str, Any] = {"dtype": hidden.dtype, "workspace": given["workspace"]}
         how["has_softcap"] = bool(given["softcap"])
         how["gradient_filter"] = given.get("gradient_filter", "exact")
-        if name.endswith("_total"):
+        if "_total" in name:
+            per_row = op_folder.TOTAL_BYTES_PER_ROW
+            if name.endswith("_shard"):
+                shard = op_folder.Shard(*(given[each] for each in ("rank", "ranks", "classes")))
+                vocab = shard.chunk  # which pieces of rows go by
+                per_row += 8 * shard.ranks
             held = op_folder.total_bytes(rows, depth, vocab, device=hidden.device, **how)
-            return held + op_folder.TOTAL_BYTES_PER_ROW * rows
+            return held + per_row * rows
         kind = (hidden.device, hidden.dtype, depth)
         how["engine"] = op_folder.engine_for(*kind, with_top=bool(given.get("with_top")))
         how["with_entropy"] = bool(given.get("with_entropy"))

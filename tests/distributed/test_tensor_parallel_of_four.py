@@ -169,7 +169,7 @@ def a_step_of_a_whole_model() -> None:
         if str(node.target).startswith("_c10d_functional.") and "wait" not in str(node.target)
     ]
     assert max(size for _, size in moved) == rows * width
-    assert sorted(size for name, size in moved if name == "all_gather_into_tensor") == [4, 8 * rows]
+    assert sorted(size for name, size in moved if name == "all_gather_into_tensor") == [4, 4]
     assert Counter(moved)["all_reduce", rows * width] == len(moved) - 2
 
 

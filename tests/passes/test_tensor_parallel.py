@@ -72,7 +72,7 @@ def test_classes_over_one_dimension_of_a_mesh_are_served(dims: int) -> None:
     record = answered(loss_of, *head([*others, Shard(0)], [Replicate()] * dims))
     assert record.action == "rewrote", record
     assert (
-        "memeff::linear_cross_entropy on 1 ranks, classes 0 to 39 of 40 here; one all-gather of 2 "
+        "memeff::linear_cross_entropy on 1 ranks, classes 0 to 39 of 40 here; 2 all-gathers of 2 "
         "numbers per row; engine reference"
     ) in record.sentence
 

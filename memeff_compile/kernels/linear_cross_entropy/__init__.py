@@ -37,6 +37,14 @@ from .sharded import linear_cross_entropy_over_ranks as linear_cross_entropy_ove
 from .sharded import linear_cross_entropy_shard as linear_cross_entropy_shard
 from .sharded import part_of_rank as part_of_rank
 from .sharded import split_of as split_of
+from .sharded_total import (
+    linear_cross_entropy_total_over_ranks as linear_cross_entropy_total_over_ranks,
+)
+from .sharded_total import linear_cross_entropy_total_shard as linear_cross_entropy_total_shard
+from .sharded_total import (
+    makes_gradients_in_forward_over_ranks as makes_gradients_in_forward_over_ranks,
+)
+from .sharded_total import rows_of_a_piece as rows_of_a_piece
 from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .total import linear_cross_entropy_total as linear_cross_entropy_total
 from .total import makes_gradients_in_forward as makes_gradients_in_forward

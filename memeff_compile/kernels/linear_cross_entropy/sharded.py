@@ -28,6 +28,7 @@ from ...errors import UnsupportedInputError
 from .. import library
 from ..checks import require, wide
 from . import op as rows_op
+from .ranks import merged
 from .selected import filter_level
 
 _IGNORED = -100  # no column of any rank
@@ -181,7 +182,7 @@ def _called(*given: Any, rank: int, ranks: int, classes: int, **settings: Any) -
     return _Call(tensors, shard, settings, *given[5:])
 
 
-def _check_counts(counts: Tensor, rows: int) -> None:
+def check_counts(counts: Tensor, rows: int) -> None:
     """Refuse a rank's rows where another one has more or fewer; all ranks do so alike."""
     same = (counts == rows).all()
     said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
@@ -200,7 +201,7 @@ def _merging(every: Tensor, *tensors: Any, **settings: Any) -> _Merge:
 def _statistics(given: _Call) -> Tensor:
     settings, column, here, _ = given.local
     if given.counts is not None:
-        _check_counts(given.counts, given.target.numel())
+        check_counts(given.counts, given.target.numel())
     rows_op.check_range(given.target.reshape(-1), given.shard.classes, given.ignore_index)
     hidden, weight, bias, _, column_weight = given.tensors
     nll, lse, *others, top = rows_op.linear_cross_entropy(
@@ -243,17 +244,13 @@ def _merge(given: _Merge) -> tuple[Tensor, ...]:
     call, target = given.call, given.call.target
     parts = iter(given.every.view(call.shard.ranks, call.numbers, *target.shape).unbind(1))
     every_lse, every_nll = next(parts), next(parts)
-    lse = every_lse.logsumexp(0)
-    share = every_lse - lse  # the logarithm of what a rank's classes have of the softmax
     kept = torch.ones_like(target, dtype=torch.bool)
     if call.ignore_index is not None:
         kept = target != call.ignore_index
     owner = torch.where(kept, target, 0).long() // call.shard.chunk
-    own = every_lse.gather(0, owner.unsqueeze(0))[0]
-    # No difference of two large numbers for a confident target; a class at -inf loses inf.
-    nll = every_nll.sum(0) + (every_lse - own).logsumexp(0)
-    nll = torch.where(own == -torch.inf, lse - own, nll).where(kept, 0)
-    found = [nll, lse]
+    lse, nll = merged(every_lse, every_nll, owner)
+    share = every_lse - lse  # the logarithm of what a rank's classes have of the softmax
+    found = [nll.where(kept, 0), lse]
     nothing = lse.new_empty(0)
     with_logit_sum, with_entropy, with_top = call.asked
     found.append(next(parts).sum(0) if with_logit_sum else nothing)

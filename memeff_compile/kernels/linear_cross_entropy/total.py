@@ -27,6 +27,7 @@ from ..sizes import Size
 from . import op as rows_op
 from . import total_fused, total_reference
 from .call import Operands
+from .ranks import Ranks, counted_first, own_columns
 from .shapes import is_minimal
 from .total_reference import Loss, Totals, total_of
 
@@ -113,7 +114,7 @@ def total_bytes(
     return held
 
 
-def _require_support(given: Loss) -> None:
+def require_support(given: Loss) -> None:
     hidden, weight, bias, target, row_weight, norm, *_ = given
     sentence = rows_op.supports(
         *(hidden, weight, bias, target),
@@ -136,38 +137,62 @@ def _require_support(given: Loss) -> None:
 
 
 def _forward(given: Loss) -> tuple[Tensor, ...]:
-    _require_support(given)
-    hidden, weight, bias, target, row_weight, *_ = given
+    require_support(given)
+    flat = flattened(given)
+    with without_autocast(given.hidden.device.type):
+        return results(compute(flat), given)
+
+
+def flattened(given: Loss) -> Loss:
+    """Return a call with all rows in one axis, as engines take it."""
+    hidden, _, bias, target, row_weight, *_ = given
     rows, (needs_hidden, needs_weight, needs_bias) = target.numel(), given.output_mask
-    flat = given._replace(
+    return given._replace(
         hidden=hidden.reshape(rows, hidden.shape[-1]),
         target=target.reshape(rows),
         row_weight=None if row_weight is None else row_weight.reshape(rows),
         output_mask=(needs_hidden, needs_weight, needs_bias and bias is not None),
     )
-    with without_autocast(hidden.device.type):
-        if rows == 0:
-            # A total of 0, or nan where a mean of no rows is asked for.
-            total = total_of(hidden.new_zeros(0, dtype=given.wide), flat.row_weight, given.norm)
-            found = Totals(total, *rows_op.zero_gradients(flat[:3], flat.output_mask))
-        elif _fused_serves(hidden.device, hidden.dtype, hidden.shape[-1]) and total_fused.serves(
-            weight
-        ):
-            rows_op.check_range(flat.target, weight.shape[0], given.ignore_index)
-            found = total_fused.run(flat)
-        elif kernels_serve(hidden.device, hidden.dtype):
-            found = _by_recomputing(flat)
-        else:
-            rows_op.check_range(flat.target, weight.shape[0], given.ignore_index)
-            found = total_reference.run(flat)
-    return (found.total, *rows_op.as_results(found[1:], hidden))
 
 
-def _by_recomputing(given: Loss) -> Totals:
-    """Run an engine's forward and its backward behind it, where none makes both at once."""
-    operands, settings = (*given[:4], None), given.knobs._asdict()
+def compute(given: Loss) -> Totals:
+    """Have an engine compute a flat call; of one over ranks, targets have been checked."""
+    hidden, weight = given.hidden, given.weight
+    if hidden.shape[0] == 0:
+        # A total of 0, or nan where a mean of no rows is asked for.
+        total = total_of(hidden.new_zeros(0, dtype=given.wide), given.row_weight, given.norm)
+        return Totals(total, *rows_op.zero_gradients(given[:3], given.output_mask))
+    fits = _fused_serves(hidden.device, hidden.dtype, hidden.shape[-1])
+    is_fused = fits and total_fused.serves(weight)
+    if not is_fused and kernels_serve(hidden.device, hidden.dtype):
+        return by_recomputing(given)
+    if given.ranks is None:
+        rows_op.check_range(given.target, weight.shape[0], given.ignore_index)
+    return total_fused.run(given) if is_fused else total_reference.run(given)
+
+
+def results(found: Totals, given: Loss) -> tuple[Tensor, ...]:
+    """Return what an engine found as the op does."""
+    return (found.total, *rows_op.as_results(found[1:], given.hidden))
+
+
+def by_recomputing(given: Loss) -> Totals:
+    """Run an engine's forward and its backward behind it, where none makes both at once.
+
+    Ranks with other classes are met in between, as often as where one does.
+    """
+    settings, ranks, target = given.knobs._asdict(), given.ranks, given.target
+    if ranks is not None:
+        target, here, elsewhere = own_columns(target)
+    operands = (*given[:3], target, None)
     nll, lse, nothing, entropy, _ = rows_op.linear_cross_entropy(*operands, **settings)
     of_rows = (given.row_gradients(nll.dtype), torch.zeros_like(lse), nothing, entropy)
+    if ranks is not None:
+        of_nll = of_rows[0]
+        # What pulls a target elsewhere up is another rank's; what pushes all classes down is not.
+        of_rows = (of_nll.where(here, 0), of_nll.where(elsewhere, 0), nothing, entropy)
+        met = _met(ranks, lse, nll.where(here, 0), counted_first(given.target))
+        lse, nll = (each.where(here | elsewhere, 0) for each in met)
     kept = (lse, entropy)
     mask = list(given.output_mask)
     gradients = rows_op.linear_cross_entropy_backward(
@@ -177,8 +202,16 @@ def _by_recomputing(given: Loss) -> Totals:
     return Totals(total_of(nll, given.row_weight, given.norm), *wanted)
 
 
-def _fake_forward(given: Loss) -> tuple[Tensor, ...]:
-    _require_support(given)
+def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps and losses of the whole head, met piece by piece in an order of rows."""
+    whole = torch.empty_like(lse), torch.empty_like(nll)
+    for at in order.split(ranks.height):
+        whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))
+    return whole
+
+
+def fake_forward(given: Loss) -> tuple[Tensor, ...]:
+    require_support(given)
     operands = Operands(*given[:4])
     rows_op.check_sizes(operands)
     total = given.hidden.new_empty((), dtype=given.wide)
@@ -223,7 +256,7 @@ def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(part) for part in parts)
 
 
-def _setup_context(
+def setup_context(
     ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
@@ -238,9 +271,7 @@ def _setup_context(
     ctx.save_for_backward(*gradients, *inputs[:3])
 
 
-def _link(
-    ctx: Any, grad_total: Tensor | None, *without_gradient: None
-) -> tuple[Tensor | None, ...]:
+def link(ctx: Any, grad_total: Tensor | None, *without_gradient: None) -> tuple[Tensor | None, ...]:
     if grad_total is None:
         return (None,) * 6
     *gradients, hidden, weight, bias = ctx.saved_tensors
@@ -266,9 +297,9 @@ linear_cross_entropy_total = library.op(
     "int workspace, bool[3] output_mask, "
     'str gradient_filter="exact", float filter_level=0.0, bool sort_vocabulary=False) -> '
     "(Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
-    *library.taking(Loss, _forward, _fake_forward),
-    backward=_link,
-    setup_context=_setup_context,
+    *library.taking(Loss, _forward, fake_forward),
+    backward=link,
+    setup_context=setup_context,
 )
 linear_cross_entropy_total_backward = library.op(
     "linear_cross_entropy_total_backward(Tensor grad_total, Tensor grad_hidden, "

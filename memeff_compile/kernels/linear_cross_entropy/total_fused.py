@@ -31,6 +31,7 @@ from ..device import DEFAULT_PROCESSORS, on_device, processors
 from . import fused, selected
 from .call import Gradients, Knobs, Operands
 from .pieces import MIB, spans
+from .ranks import Ranks
 from .rows import gather, row_block, select_rows
 from .shapes import Shapes, shapes_for, shapes_for_programs
 from .total_reference import Loss, Totals, total_of
@@ -217,7 +218,10 @@ class Walk(ABC):
 
     tallest = AUTO_BYTES
 
-    def __init__(self, given: Operands, knobs: Knobs, output_mask: Sequence[bool]) -> None:
+    def __init__(
+        self, given: Operands, knobs: Knobs, output_mask: Sequence[bool], *, height: int = 0
+    ) -> None:
+        """Allocate what the walk needs. A height that is given is whole tiles, as ranks agreed."""
         hidden, weight, bias, target, _ = given
         hidden = fused.aligned(hidden)
         self.hidden, self.weight, self.knobs = hidden, weight, knobs
@@ -239,7 +243,7 @@ class Walk(ABC):
         }
         tile = self.shapes.rows
         self.columns = self.shapes.gradient_columns(is_plain=fused.is_plain(bias, knobs))
-        self.height = piece_rows(
+        self.height = height or piece_rows(
             *(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns),
             blocks=selected.BLOCKS if is_filtered else 0,
             tallest=self.tallest,
@@ -373,7 +377,9 @@ class _Total(Walk):
     """The walk of engine T: logits once, and their gradients from them."""
 
     def __init__(self, given: Loss) -> None:
-        super().__init__(Operands(*given[:4]), given.knobs, given.output_mask)
+        self.ranks = given.ranks
+        height = 0 if self.ranks is None else self.ranks.height
+        super().__init__(Operands(*given[:4]), given.knobs, given.output_mask, height=height)
         self.factor = given.row_gradients(torch.float32)
         # Ignored rows, which no kernel writes, have a loss of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like
@@ -384,6 +390,7 @@ class _Total(Walk):
         if self.grad_weight is not None or self.is_compact:
             self.scaled = self.hidden.new_empty((self.height, self.depth))
         self.again = self.marks(len(self.counters), 4)
+        self.said = None if self.ranks is None else self.floats(2 * self.height)
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute the losses of these rows, their dE and what they give to dC."""
@@ -401,12 +408,15 @@ class _Total(Walk):
             *(hidden, hidden.stride(0), self.weight, self.bias, selection.target, selection.kept),
             *(self.base, first, here, self.vocab, self.depth, *self.cap),
             BLOCK=block,
+            HAS_RANKS=self.ranks is not None,
             **self.flags,
         )
         self._logits(first, here, None)
         self._rows(first, here, again, is_final=False)
         self._logits(first, here, again)
         self._rows(first, here, again, is_final=True)
+        if self.ranks is not None:
+            self._meet(self.ranks, first, here)
         if self.filter is not None:
             self.filter.choose(index, first, here)
         if self.grad_weight is not None:
@@ -465,11 +475,29 @@ class _Total(Walk):
             kernels._linear_cross_entropy_total_rows_kernel,
             (-(-here // ROWS),),
             *(self.stats, self.target_logit, selection.target, selection.order, selection.kept),
-            *(self.factor, self.base, again, self.row_scale, self.x, self.nll),
+            *(self.factor, self.base, again, self.row_scale, self.x, self.nll, self.said),
             *(first, here, self.tiles, self.width, self.vocab, *self.cap),
             FINAL=is_final,
+            HAS_RANKS=self.ranks is not None,
             ROWS=ROWS,
             TILES=TILES,
+            num_warps=4,
+            **self.flags,
+        )
+
+    def _meet(self, ranks: Ranks, first: int, here: int) -> None:
+        """Tell the other ranks what these rows have here, and finish them with what those say."""
+        from . import total_kernels as kernels
+
+        assert self.said is not None
+        every, selection = ranks.gather(self.said[: 2 * here].view(2, here)), self.selection
+        start(
+            kernels._linear_cross_entropy_total_ranks_kernel,
+            (-(-here // ROWS),),
+            *(every, self.target_logit, selection.target, ranks.owner, selection.order),
+            *(selection.kept, self.factor, self.row_scale, self.x, self.nll),
+            *(first, here, self.width, ranks.rank, ranks.ranks, *self.cap),
+            ROWS=ROWS,
             num_warps=4,
             **self.flags,
         )

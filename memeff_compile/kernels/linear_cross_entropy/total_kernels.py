@@ -6,6 +6,9 @@ the row's logits that is known before them, so nothing has to wait for the log-s
 exp(base_i - lse_i) that turns X into probabilities is one per row, and goes into the two products
 behind it. At a row's target stands (p - 1) / factor, so that nothing cancels in 16 bits.
 
+Where ranks have parts of the vocabulary, each knows a part of the log-sum-exp: they tell each other
+theirs once X is written, and the factor comes of all of them.
+
 Rows are compact where ignored rows cost nothing, and their number is read on the GPU, as in
 `fused_kernels`. Logits are in base 2. Axis letters: n rows, v columns, d features.
 """
@@ -16,10 +19,15 @@ import triton
 import triton.language as tl
 
 from .._triton.products_kernels import dot
-from .fused_kernels import LN2, _halves, _logits, _products, _quarter, _rows_here
+from .fused_kernels import LN2, LOG2E, _halves, _logits, _products, _quarter, _rows_here
 
 # How far above its base a row's largest logit may lie, in base 2: sums of 2^96 stay in fp32.
 FAR = tl.constexpr(64.0)
+# The least share that a row's own classes are taken to have where its target is among them and
+# another rank's classes have all the rest: 1 / HEAVIEST of what X sums to. X at the target is times
+# that, which 16 bits hold, and so do the rows of hidden states over it; a probability is off by
+# 2^-32 at most.
+HEAVIEST = tl.constexpr(2.0**96)
 
 
 @triton.jit
@@ -39,10 +47,15 @@ def _linear_cross_entropy_total_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Take the logit of a row's target as its base: a trained model's rows lie close above it."""
+    """Take the logit of a row's target as its base: a trained model's rows lie close above it.
+
+    Where another rank has the target, that of another class.
+    """
     row = tl.program_id(0)
     is_row = row < _rows_here(kept_ptr, first_row, piece_rows, C)
     target = tl.load(target_ptr + first_row + row, mask=is_row, other=-1)
+    if C.HAS_RANKS:
+        target = tl.where(target <= -2, -2 - target, target)
     is_class = (target >= 0) & (target < vocab)
     sums = tl.zeros((C.BLOCK,), tl.float32)
     for start in range(0, depth, C.BLOCK):
@@ -132,9 +145,10 @@ def _linear_cross_entropy_total_rows_kernel(
     factor_ptr,  # (N,) fp32, original rows: what the gradient of a row's loss is times
     base_ptr,  # (R,) fp32, in and, where it is too far off, out
     again_ptr,  # (1,) int32 out
-    row_scale_ptr,  # (R,) fp32 out: what X is times
+    row_scale_ptr,  # (R,) fp32 out: what X is times, or its sums where ranks have yet to meet
     x_ptr,  # (R, W), one element per row out
     nll_ptr,  # (N,) fp32 out, original rows
+    said_ptr,  # (2, R) fp32 out: what ranks tell each other, or None
     first_row,
     piece_rows,
     tiles,  # T
@@ -144,7 +158,10 @@ def _linear_cross_entropy_total_rows_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Merge a row's statistics in a fixed order: first whether its base will do, then the rest."""
+    """Merge a row's statistics in a fixed order: first whether its base will do, then the rest.
+
+    The rest is another kernel's where ranks have parts of the vocabulary: here they only speak.
+    """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     is_row = rows < rows_here
@@ -174,25 +191,103 @@ def _linear_cross_entropy_total_rows_kernel(
             masses += tl.sum(mass, axis=0)
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
         z2_target = tl.load(target_logit_ptr + rows, mask=is_row, other=0.0)
-        source = first_row + rows
-        if C.HAS_KEPT:
-            source = tl.load(order_ptr + source, mask=is_row, other=0)
         # (base - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
-        nll2 = (base - z2_target) + tl.log2(tl.where(is_row, masses, 1.0))
+        log_mass = tl.log2(tl.where(is_row, masses, 1.0))
+        nll2 = (base - z2_target) + log_mass
         has_target = is_row & (target >= 0) & (target < vocab)
         # A target that is no class can never look like a loss.
         nll = tl.where(has_target, nll2 * LN2, tl.where(target < 0, 0.0, float("nan")))
-        tl.store(nll_ptr + source, nll, mask=is_row)
-        factor = tl.load(factor_ptr + source, mask=is_row, other=0.0)
-        tl.store(row_scale_ptr + rows, factor / masses, mask=is_row)
-        slope = tl.zeros((C.ROWS,), tl.float32) + scale
-        if C.HAS_SOFTCAP:
-            ratio = z2_target * LN2 / softcap
-            slope *= 1.0 - ratio * ratio
-        # X at the target: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1.
-        x = (tl.exp2(-nll2) - 1.0) * masses * slope
-        x_place = rows.to(tl.int64) * width + target
-        tl.store(x_ptr + x_place, x.to(x_ptr.dtype.element_ty), mask=has_target)
+        if C.HAS_RANKS:
+            tl.store(said_ptr + rows, (base + log_mass) * LN2, mask=is_row)
+            tl.store(said_ptr + piece_rows + rows, nll, mask=is_row)
+            tl.store(row_scale_ptr + rows, masses, mask=is_row)
+        else:
+            source = first_row + rows
+            if C.HAS_KEPT:
+                source = tl.load(order_ptr + source, mask=is_row, other=0)
+            tl.store(nll_ptr + source, nll, mask=is_row)
+            factor = tl.load(factor_ptr + source, mask=is_row, other=0.0)
+            tl.store(row_scale_ptr + rows, factor / masses, mask=is_row)
+            at = (x_ptr + rows.to(tl.int64) * width + target, has_target)
+            _store_at_target(at, nll2, masses, z2_target, (scale, softcap), C)
+
+
+@triton.jit
+def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
+    """Write X at the target: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1."""
+    ptrs, mask = at
+    scale, softcap = cap
+    slope = tl.zeros((C.ROWS,), tl.float32) + scale
+    if C.HAS_SOFTCAP:
+        ratio = z2_target * LN2 / softcap
+        slope *= 1.0 - ratio * ratio
+    x = (tl.exp2(-nll2) - 1.0) * mass * slope
+    tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _linear_cross_entropy_total_ranks_kernel(
+    every_ptr,  # (P, 2, R) fp32: log-sum-exps and losses that each rank has of its classes
+    target_logit_ptr,  # (R,) fp32, base 2
+    target_ptr,  # (N,) int32, compact
+    owner_ptr,  # (N,) int32, original rows: which rank has the target
+    order_ptr,  # (N,) int32 or None
+    kept_ptr,
+    factor_ptr,  # (N,) fp32, original rows
+    row_scale_ptr,  # (R,) fp32: in, what X sums to; out, what it is times
+    x_ptr,  # (R, W), one element per row of which the target is here out
+    nll_ptr,  # (N,) fp32 out, original rows
+    first_row,
+    piece_rows,
+    width,  # W
+    rank,
+    ranks,  # P
+    scale,
+    softcap,
+    C: tl.constexpr,
+):
+    """Finish a row with what all ranks know of it, in their order: all find the same loss."""
+    rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
+    is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
+    source = first_row + rows
+    if C.HAS_KEPT:
+        source = tl.load(order_ptr + source, mask=is_row, other=0)
+    owner = tl.load(owner_ptr + source, mask=is_row, other=0)
+    peak = tl.full((C.ROWS,), float("-inf"), tl.float32)
+    nll2 = tl.zeros((C.ROWS,), tl.float32)
+    place = every_ptr + rows
+    for _each in range(0, ranks):
+        peak = tl.maximum(peak, tl.load(place, mask=is_row, other=0.0) * LOG2E)
+        nll2 += tl.load(place + piece_rows, mask=is_row, other=0.0) * LOG2E
+        place += 2 * piece_rows
+    mass = tl.zeros((C.ROWS,), tl.float32)
+    place = every_ptr + rows
+    for _each in range(0, ranks):
+        # tl.maximum passes over NaN; the sum keeps it.
+        mass += tl.exp2(tl.load(place, mask=is_row, other=0.0) * LOG2E - peak)
+        place += 2 * piece_rows
+    above = tl.log2(mass)
+    at_owner = owner.to(tl.int64) * 2 * piece_rows
+    own = tl.load(every_ptr + at_owner + rows, mask=is_row, other=0.0) * LOG2E
+    # No difference of two large numbers for a confident target; a class at -inf loses inf.
+    nll2 = tl.where(own == float("-inf"), 0.0, nll2) + ((peak - own) + above)
+    target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
+    tl.store(nll_ptr + source, tl.where(target == -1, 0.0, nll2 * LN2), mask=is_row)
+
+    at_rank = tl.cast(rank, tl.int64) * 2 * piece_rows
+    mine = tl.load(every_ptr + at_rank + rows, mask=is_row, other=0.0) * LOG2E
+    here = tl.load(row_scale_ptr + rows, mask=is_row, other=1.0)
+    heavier = here * tl.exp2((peak - mine) + above)
+    # Nothing here, as where all classes of this rank are at -inf, is nothing of what others have.
+    is_nothing = (here == 0.0) & (peak > float("-inf"))
+    heavier = tl.where(is_nothing, float("inf"), heavier)
+    has_target = is_row & (target >= 0)
+    heavier = tl.where(has_target & (heavier > HEAVIEST), HEAVIEST, heavier)
+    factor = tl.load(factor_ptr + source, mask=is_row, other=0.0)
+    tl.store(row_scale_ptr + rows, factor / heavier, mask=is_row)
+    z2_target = tl.load(target_logit_ptr + rows, mask=has_target, other=0.0)
+    at = (x_ptr + rows.to(tl.int64) * width + target, has_target)
+    _store_at_target(at, nll2, heavier, z2_target, (scale, softcap), C)
 
 
 @triton.jit

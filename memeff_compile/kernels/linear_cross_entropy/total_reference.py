@@ -1,7 +1,8 @@
 """The total and its gradients in plain PyTorch, piece by piece over the rows; any device.
 
 A piece of rows meets the whole vocabulary: its logits are made once, in fp32 or fp64, become row
-statistics, then the gradient of the logits in place, then two products. The gradient of the weight
+statistics, then the gradient of the logits in place, then two products. Where ranks have parts of
+the vocabulary, they meet once per piece, between the two. The gradient of the weight
 is summed over the pieces in that wide dtype. Rows with an ignored target are left out on a CPU,
 where looking at targets costs nothing.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from .. import checks
 from .call import Knobs
 from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
+from .ranks import Ranks, counted_first
 from .reference import kept_rows
 
 # Rows of the narrowest piece: the weight is read once per piece.
@@ -52,6 +54,8 @@ class Loss(NamedTuple):
     gradient_filter: str = "exact"
     filter_level: float = 0.0
     sort_vocabulary: bool = False
+    # who has the other classes; targets are then as `ranks` says
+    ranks: Ranks | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -104,14 +108,21 @@ def run(given: Loss) -> Totals:
     bias_sums = None
     if needs_bias and bias is not None:
         bias_sums = torch.zeros_like(bias, dtype=wide)
-    kept = kept_rows(target, given.knobs, forward=True)
-    per_logit = wide.itemsize * (1 + (softcap > 0))
-    height = int(rows_per_piece(rows, vocab, per_logit, given.workspace, weight.device.type))
-    buffer = hidden.new_empty(height, vocab, dtype=wide)
-    for first, stop in spans(0, rows if kept is None else kept.numel(), height):
+    ranks, kept = given.ranks, kept_rows(target, given.knobs, forward=True)
+    counted, is_left_out = rows if kept is None else kept.numel(), kept is not None
+    if ranks is not None and kept is None and ignore_index is not None:
+        kept = counted_first(target)
+    if ranks is None:
+        per_logit = wide.itemsize * (1 + (softcap > 0))
+        height = int(rows_per_piece(rows, vocab, per_logit, given.workspace, weight.device.type))
+    else:
+        height = ranks.height
+    buffer = hidden.new_empty(min(height, counted), vocab, dtype=wide)
+    # Ranks meet as often whatever their targets: also over pieces of which no row counts.
+    for first, stop in spans(0, counted if ranks is None else rows, height):
         here = slice(first, stop) if kept is None else kept[first:stop]
         x, y = hidden[here].to(wide), target[here].long().unsqueeze(1)
-        g = buffer[: stop - first]
+        g = buffer[: x.shape[0]]
         for start, end in _columns(weight, wide, height):
             torch.mm(x, weight[start:end].to(wide).t(), out=g[:, start:end])
         if bias is not None:
@@ -124,6 +135,8 @@ def run(given: Loss) -> Totals:
             g.mul_(softcap)
         is_ignored = None if ignore_index is None else y == ignore_index
         y = y if is_ignored is None else y.masked_fill(is_ignored, 0)
+        has_target = y >= 0  # unless another rank has it
+        y = y.where(has_target, 0)
         peak = g.amax(1, keepdim=True)
         base = peak.masked_fill(peak == -torch.inf, 0)  # a row of -inf
         at_target = g.gather(1, y)
@@ -133,12 +146,20 @@ def run(given: Loss) -> Totals:
         factor = factors[here].unsqueeze(1)
         if is_ignored is not None:
             losses = losses.masked_fill(is_ignored, 0)
+        if ranks is None:
+            g.div_(mass)
+        else:
+            given_here = base + mass.log(), losses.where(has_target, 0)
+            losses, share = _met(ranks, here, *given_here, stop - first)
+            # What has no mass, as where all classes of this rank are at -inf, has no share either.
+            g.mul_((share / mass).masked_fill((mass == 0) & (share == 0), 0))
+            if is_ignored is not None:
+                losses = losses.masked_fill(is_ignored, 0)
         nll[here] = losses.squeeze(1)
-        g.div_(mass)
-        g.scatter_(1, y, g.gather(1, y) - 1).mul_(factor * scale)
+        g.scatter_(1, y, g.gather(1, y) - has_target.to(wide)).mul_(factor * scale)
         if slope is not None:
             g.mul_(slope)
-        if is_ignored is not None and kept is None:
+        if is_ignored is not None and not is_left_out:
             g.masked_fill_(is_ignored, 0)  # also where a row of nan was to be left out
         if sums is not None:
             sums.addmm_(g.t(), x)
@@ -155,6 +176,14 @@ def run(given: Loss) -> Totals:
         None if sums is None else sums.to(weight.dtype),
         None if bias_sums is None or bias is None else bias_sums.to(bias.dtype),
     )
+
+
+def _met(
+    ranks: Ranks, here: Tensor | slice, lse: Tensor, nll: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Return losses of the whole head, and what this rank's classes have of its softmax."""
+    whole, losses = ranks.meet(lse.squeeze(1), nll.squeeze(1), ranks.owner[here], rows)
+    return losses.unsqueeze(1), (lse - whole.unsqueeze(1)).exp()
 
 
 def _columns(weight: Tensor, wide: torch.dtype, height: int) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ weights, label smoothing and casts stay ATen nodes over N numbers, for the inner
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -192,9 +193,10 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
         return False
     if tail.label_smoothing or info.parent is not None or is_silent(info, tail):
         return False
-    if compat.is_dtensor(hidden):  # a rank knows its gradients when all ranks' classes have met
-        return False
-    return op_folder.makes_gradients_in_forward(
+    makes = op_folder.makes_gradients_in_forward
+    if compat.is_dtensor(hidden):
+        makes = op_folder.makes_gradients_in_forward_over_ranks
+    return makes(
         hidden.device,
         tail.chain.head.compute_dtype,
         hidden.shape[-1],
@@ -210,6 +212,25 @@ def gathered(group: Sequence[Tail]) -> list[str]:
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
     return ["lse", "nll", *(name for name, wanted in extra.items() if wanted)]
+
+
+def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
+    """Return how often ranks with parts of the classes gather numbers of a call's rows."""
+    if not is_total(info, group):
+        return 1
+    chain, options = group[0].chain, info.options
+    hidden, folded = info.value(chain.head.hidden), fold(chain.steps)
+    sizes = map(compat.size_hint, info.value(group[0].target or chain.node).shape)
+    rows = max(math.prod(sizes), 1)
+    height = op_folder.rows_of_a_piece(
+        rows,
+        shard,
+        dtype=chain.head.compute_dtype,
+        device=hidden.device,
+        workspace=options.linear_cross_entropy_workspace,
+        has_softcap=isinstance(folded, Modifiers) and folded.softcap > 0,
+    )
+    return -(-rows // height)
 
 
 class GroupEmitter:
@@ -308,8 +329,13 @@ class GroupEmitter:
         filtered: dict[str, Any] = {}
         if options.linear_cross_entropy != "exact":
             filtered = {"gradient_filter": options.linear_cross_entropy, **filter_settings(options)}
+        op = op_folder.linear_cross_entropy_total
+        over_ranks: dict[str, Any] = {}
+        if self.split is not None:
+            op = op_folder.linear_cross_entropy_total_over_ranks
+            over_ranks = {"group": self.split.group, **self.split.shard._asdict()}
         self.op = e.call(
-            op_folder.linear_cross_entropy_total,
+            op,
             *operands,
             row_weight,
             norm,
@@ -319,6 +345,7 @@ class GroupEmitter:
             workspace=options.linear_cross_entropy_workspace,
             output_mask=[value is not None and value.requires_grad for value in trained],
             **filtered,
+            **over_ranks,
         )
         self.total = e.item(self.op, 0)
 

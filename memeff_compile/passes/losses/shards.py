@@ -29,11 +29,11 @@ HINT = (
 )
 
 
-def sentence(split: Split, numbers: Sequence[int]) -> str:
-    """Say in a report what this rank has, and how many numbers of a row each gather moves."""
+def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
+    """Say in a report what this rank has, how often ranks gather, and how many numbers of a row."""
     shard = split.shard
     last = shard.first + shard.columns - 1
-    gathers = "one all-gather" if len(numbers) == 1 else f"{len(numbers)} all-gathers"
+    gathers = "one all-gather" if count == 1 else f"{count} all-gathers"
     each = " and ".join(map(str, sorted(set(numbers))))
     return (
         f" on {shard.ranks} ranks, classes {shard.first} to {last} of {shard.classes} here; "

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.offline
 
 SLOW = pytest.mark.slow
 
-INTEGERS = ("target_ptr", "order_ptr", "kept_ptr", "again_ptr", "counter_ptr")
+INTEGERS = ("target_ptr", "order_ptr", "kept_ptr", "again_ptr", "counter_ptr", "owner_ptr")
 HALVES = ("hidden_ptr", "weight_ptr", "bias_ptr", "x_ptr", "out_ptr", "grad_hidden_ptr")
-OPTIONAL = {"bias_ptr": "HAS_BIAS", "again_ptr": "HAS_AGAIN"}
+OPTIONAL = {"bias_ptr": "HAS_BIAS", "again_ptr": "HAS_AGAIN", "said_ptr": "HAS_RANKS"}
 EPILOGUES = {
     "plain": {"HAS_BIAS": False, "HAS_SOFTCAP": False},
     "softcap": {"HAS_BIAS": False, "HAS_SOFTCAP": True},
@@ -199,9 +199,12 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("base", {"BLOCK": 4096}),
-        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": False}),
-        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True}),
+        ("base", {"BLOCK": 4096, "HAS_RANKS": False}),
+        ("base", {"BLOCK": 4096, "HAS_RANKS": True}),
+        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": False, "HAS_RANKS": False}),
+        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": False}),
+        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
+        ("ranks", {"ROWS": 8}),
         ("scale_rows", {"PAD": 128, "BLOCK": 4096}),
         ("bias", {"BLOCK": 128, "ROWS": 64}),
     ],
@@ -210,6 +213,23 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
 def test_helpers_compile_within_the_limits(name: str, sizes: dict[str, Any]) -> None:
     constants = {**sizes, **EPILOGUES["bias and softcap"], "HAS_KEPT": True}
     within_limits(_compile(name, constants, warps=4, stages=3), HOPPER)
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("base", {"BLOCK": 16, "HAS_RANKS": True}),
+        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
+        ("ranks", {"ROWS": 8}),
+    ],
+    ids=["base", "rows", "ranks"],
+)
+def test_helpers_over_ranks_compile_for_sizes_of_one(name: str, sizes: dict[str, Any]) -> None:
+    """The second rank is one of them, and a group of one rank."""
+    for is_busy in (False, True):
+        constants = {**sizes, **EPILOGUES["bias and softcap"], "HAS_KEPT": is_busy}
+        _compile(name, constants, warps=4, stages=3)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])

@@ -1,0 +1,436 @@
+"""Walks over the parts of one weight that meet per piece: together they are the walk over it all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import TargetRangeError, UnsupportedInputError
+from memeff_compile.kernels.linear_cross_entropy import (
+    Shard,
+    linear_cross_entropy_total_shard,
+    makes_gradients_in_forward,
+    makes_gradients_in_forward_over_ranks,
+    ranks,
+    rows_of_a_piece,
+    sharded_total,
+    total,
+    total_fused,
+    total_reference,
+)
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals
+
+IGNORED = -100
+Engine = Callable[[Loss], Totals]
+
+
+@dataclass
+class Meeting:
+    """Stands in for a group of processes: one thread each, of which one runs until it waits."""
+
+    ranks: int
+    said: list[Any] = field(default_factory=list)
+    sizes: list[list[tuple[int, ...]]] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.said, self.sizes = [None] * self.ranks, [[] for _ in range(self.ranks)]
+        self.barrier, self.lock = threading.Barrier(self.ranks, timeout=60), threading.Lock()
+
+    def gather(self, rank: int, said: Tensor) -> Tensor:
+        self.said[rank] = said.clone()
+        self.sizes[rank].append(tuple(said.shape))
+        self.lock.release()
+        try:
+            self.barrier.wait()
+            every = torch.cat(self.said)
+            self.barrier.wait()
+        finally:
+            self.lock.acquire()
+        return every
+
+    def run(self, walk: Callable[[int], Totals]) -> list[Totals]:
+        found: list[Any] = [None] * self.ranks
+
+        def one(rank: int) -> None:
+            try:
+                with self.lock:
+                    found[rank] = walk(rank)
+            except BaseException as error:  # told where the test runs
+                self.errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+        assert all(each == self.sizes[0] for each in self.sizes)
+        return found
+
+
+def part_of(given: Loss, shard: Shard, gather: Any) -> Loss:
+    mine = slice(shard.first, shard.first + shard.columns)
+    bias = None if given.bias is None else given.bias[mine]
+    return sharded_total.of_rank(
+        given._replace(weight=given.weight[mine], bias=bias), shard, gather
+    )
+
+
+def together(given: Loss, *engines: Engine) -> tuple[list[Tensor], int]:
+    """What ranks with these engines find together, and how often they met."""
+    meeting, classes = Meeting(len(engines)), given.weight.shape[0]
+
+    def walk(rank: int) -> Totals:
+        shard = Shard(rank, len(engines), classes)
+        return engines[rank](part_of(given, shard, lambda said: meeting.gather(rank, said)))
+
+    every = meeting.run(walk)
+    for each in every[1:]:
+        torch.testing.assert_close(each.total, every[0].total, rtol=1e-6, atol=0, equal_nan=True)
+    of_hidden = torch.stack([part.grad_hidden.double() for part in every]).sum(0)
+    found = [every[0].total, of_hidden, torch.cat([part.grad_weight for part in every])]
+    if given.bias is not None:
+        found.append(torch.cat([part.grad_bias for part in every]))
+    return found, len(meeting.sizes[0])
+
+
+def whole(given: Loss) -> list[Tensor]:
+    """What one process finds in fp64."""
+    return [part for part in total_reference.run(cast_to(given, torch.float64)) if part is not None]
+
+
+def cast_to(given: Loss, dtype: torch.dtype) -> Loss:
+    bias = None if given.bias is None else given.bias.to(dtype)
+    return given._replace(hidden=given.hidden.to(dtype), weight=given.weight.to(dtype), bias=bias)
+
+
+def loss_of(
+    rows: int = 37,
+    vocab: int = 41,
+    dtype: torch.dtype = torch.float64,
+    *,
+    ignored: float = 0.0,
+    lowest: int = 0,
+    highest: int | None = None,
+    **settings: Any,
+) -> Loss:
+    draw = torch.Generator().manual_seed(vocab)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    target = torch.randint(lowest, highest or vocab, (rows,), generator=draw)
+    target[torch.rand(rows, generator=draw) < ignored] = IGNORED
+    how = {"ignore_index": IGNORED, "scale": 0.7, "softcap": 0.0, "workspace": 1} | settings
+    norm = (target != IGNORED).sum()
+    tensors = (random(rows, 16), random(vocab, 16), random(vocab), target, None, norm)
+    return Loss(*tensors, **how, output_mask=(True, True, True))
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], budget: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        bound = budget * max(1.0, float(other.abs().max())) if other.isfinite().all() else 0.0
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=bound, equal_nan=True)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "all count": {},
+    "half ignored": {"ignored": 0.5},
+    "all ignored": {"ignored": 1.0},
+    "none is ignored": {"ignore_index": None},
+    "softcap": {"softcap": 3.0, "ignored": 0.3},
+    "all on the first rank": {"highest": 3},
+    "all on the last rank": {"lowest": 38},
+    "one row": {"rows": 1},
+    "an automatic workspace": {"workspace": 0, "ignored": 0.3},
+}
+
+
+@pytest.mark.parametrize("engine", [total_reference.run, total.by_recomputing])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_parts_of_a_weight_are_the_whole_head(case: dict[str, Any], engine: Engine) -> None:
+    for count in (1, 2, 3, 4):
+        for vocab in (40, 41):
+            given = loss_of(**{"vocab": vocab} | case)
+            found, met = together(given, *count * [engine])
+            assert_close(found, whole(given), 1e-12)
+            how = {"dtype": torch.float64, "device": torch.device("cpu")}
+            how |= {"workspace": given.workspace, "has_softcap": given.softcap > 0}
+            rows = given.target.numel()
+            assert met == -(-rows // rows_of_a_piece(rows, Shard(0, count, vocab), **how))
+
+
+def test_row_weights_count_and_a_sum_needs_no_norm() -> None:
+    given = loss_of(ignored=0.3)
+    weights = torch.rand(37, dtype=torch.float64) * (given.target != IGNORED)
+    given = given._replace(row_weight=weights, norm=None)
+    for engine in (total_reference.run, total.by_recomputing):
+        assert_close(together(given, engine, engine)[0], whole(given), 1e-12)
+
+
+def hostile() -> Iterator[Any]:
+    """Rows in which a rank has nothing, or next to nothing, of the softmax."""
+    for offset in (-500.0, -torch.inf):
+        low, high = loss_of(highest=20), loss_of(lowest=21)
+        low.bias[:21] += offset  # the targets', of which the first of two ranks has all
+        yield pytest.param(low, id=f"targets at {offset}")
+        high.bias[:21] += offset
+        yield pytest.param(high, id=f"others at {offset}")
+    one = loss_of(highest=20)
+    one.bias[:20] = -torch.inf
+    one.bias[20] = 0.0
+    yield pytest.param(one, id="all but one of a rank's, which is no target")
+    all_of_them = loss_of()
+    all_of_them.bias[:] = -torch.inf
+    yield pytest.param(all_of_them, id="all at -inf")
+
+
+@pytest.mark.parametrize("given", list(hostile()))
+def test_ranks_with_nothing_of_a_row_give_what_one_process_does(given: Loss) -> None:
+    for engine in (total_reference.run, total.by_recomputing):
+        assert_close(together(given, engine, engine)[0], whole(given), 1e-12)
+
+
+def test_a_row_of_nan_stays_in_its_row() -> None:
+    given = loss_of()
+    given.hidden[3] = torch.nan
+    for engine in (total_reference.run, total.by_recomputing):
+        (value, of_hidden, *_), _ = together(given, engine, engine)
+        assert value.isnan()
+        assert of_hidden[3].isnan().all()
+        assert not of_hidden[[0, 1, 2, *range(4, 37)]].isnan().any()
+
+
+def test_ranks_meet_as_often_whatever_their_targets() -> None:
+    """A piece of which no row counts is met over all the same."""
+    given, meeting = loss_of(), Meeting(2)
+
+    def walk(rank: int) -> Totals:
+        mine = given
+        if rank == 1:
+            mine = given._replace(target=torch.full_like(given.target, IGNORED))
+        shard = Shard(rank, 2, 41)
+        return total_reference.run(part_of(mine, shard, lambda said: meeting.gather(rank, said)))
+
+    meeting.run(walk)
+    assert len(meeting.sizes[0]) == 37
+
+
+def test_a_column_of_a_target_elsewhere_is_never_taken_for_an_ignored_one() -> None:
+    """Ranks of more than a hundred classes, of which some would be written as -100."""
+    given = loss_of(64, 230, lowest=200, highest=220)
+    local = part_of(given, Shard(0, 2, 230), None)
+    assert bool((local.target == ranks.ELSEWHERE - 98).any())
+    column, here, elsewhere = ranks.own_columns(local.target)
+    assert bool(elsewhere.all())
+    assert not here.any()
+    assert bool(((column >= 0) & (column < 115)).all())
+    assert_close(together(given, *2 * [total_reference.run])[0], whole(given), 1e-12)
+
+
+def test_pieces_follow_from_nothing_that_a_rank_has_for_itself() -> None:
+    cuda, how = torch.device("cuda"), {"dtype": torch.bfloat16, "workspace": 0}
+    for rows, classes, count in ((8192, 128256, 2), (8192, 128257, 3), (5000, 50257, 4)):
+        heights = {
+            rows_of_a_piece(rows, Shard(rank, count, classes), device=cuda, **how)
+            for rank in range(count)
+        }
+        assert len(heights) == 1
+        assert heights.pop() % 128 == 0  # whole tiles of engine T
+    assert rows_of_a_piece(8192, Shard(0, 2, 128256), device=cuda, **how) == 2048
+
+
+def test_which_form_is_taken_depends_on_no_table_and_no_kind_of_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def asked(*_: object, **__: object) -> Any:
+        raise AssertionError("a rank's own")
+
+    for name in ("tuned", "kernels_serve"):
+        monkeypatch.setattr(total, name, asked)
+    monkeypatch.setattr(total.rows_op, "engine_for", asked)
+    decide, cuda = makes_gradients_in_forward_over_ranks, torch.device("cuda")
+    assert decide(cuda, torch.bfloat16, 64)
+    assert not decide(cuda, torch.bfloat16, 63)
+    assert not decide(cuda, torch.float32, 64)
+    assert not decide(cuda, torch.bfloat16, 64, gradient_filter="mass")
+    assert not decide(cuda, torch.bfloat16, 64, workspace=1 << 20)
+    assert decide(torch.device("cpu"), torch.float32, 63)
+    assert not decide(torch.device("cpu"), torch.float16, 64)
+    with pytest.raises(AssertionError, match="own"):
+        makes_gradients_in_forward(cuda, torch.bfloat16, 64)
+
+
+SETTINGS = {
+    "group": "nobody",
+    "ignore_index": IGNORED,
+    "scale": 1.0,
+    "softcap": 0.0,
+    "workspace": 0,
+    "output_mask": [True, True, False],
+}
+
+
+def operands(*targets: int) -> list[Any]:
+    return [torch.zeros(2, 8), torch.zeros(20, 8), None, torch.tensor(targets), None, None]
+
+
+def test_what_ranks_cannot_share_is_refused_before_they_meet() -> None:
+    counts, settings = torch.tensor([2, 2]), SETTINGS | Shard(0, 2, 40)._asdict()
+    with pytest.raises(UnsupportedInputError, match=r"different numbers of rows \(2, 3\)"):
+        linear_cross_entropy_total_shard(*operands(3, 39), torch.tensor([2, 3]), **settings)
+    with pytest.raises(TargetRangeError, match=r"holds 40 \(row 1\); columns run from 0 to 39"):
+        linear_cross_entropy_total_shard(*operands(3, 40), counts, **settings)
+    given, wrong = operands(3, 39), SETTINGS | Shard(1, 2, 41)._asdict()
+    given[1] = torch.zeros(21, 8)
+    with pytest.raises(UnsupportedInputError, match="rank 1 of 2 with 41 classes holds 20"):
+        linear_cross_entropy_total_shard(*given, counts, **wrong)
+
+
+def test_no_rows_meet_nobody() -> None:
+    settings = SETTINGS | Shard(1, 2, 40)._asdict()
+    given = operands()
+    given[0] = torch.zeros(0, 8)
+    given[3] = torch.zeros(0, dtype=torch.int64)
+    value, of_hidden, of_weight, _ = linear_cross_entropy_total_shard(
+        *given, torch.tensor([0, 0]), **settings
+    )
+    assert value == 0
+    assert of_hidden.shape == (0, 8)
+    assert not of_weight.any()
+
+
+def on_a_gpu(given: Loss) -> Totals:
+    """Stands for the reference where looking at targets would wait for the GPU."""
+    return total_reference.run(given._replace(filter_level=1.0))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_rows = total_reference.kept_rows
+
+    def kept(target: Tensor, knobs: Any, *, forward: bool) -> Tensor | None:
+        return None if knobs.filter_level else kept_rows(target, knobs, forward=forward)
+
+    monkeypatch.setattr(total_reference, "kept_rows", kept)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+def test_engines_have_rows_in_one_order(ignored: float) -> None:
+    """Whether they leave ignored ones out, compute them last, or all rows before the first meeting."""
+    given = loss_of(ignored=ignored, workspace=5 * 8 * 14)
+    found, met = together(given, total_reference.run, total.by_recomputing, on_a_gpu)
+    assert met == 8
+    assert_close(found, whole(given), 1e-12)
+
+
+# --- engine T, in the interpreter ---------------------------------------------------------------
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of one tile of the interpreter's."""
+    monkeypatch.setattr(sharded_total, "rows_of_a_piece", lambda *_, **__: 32)
+
+
+INTERPRETED: dict[str, dict[str, Any]] = {
+    "all count": {},
+    "half ignored": {"ignored": 0.5},
+    "bias and softcap": {"softcap": 3.0, "ignored": 0.3},
+    "none is ignored": {"ignore_index": None},
+    "all on one rank": {"highest": 30},
+    "one row": {"rows": 1},
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiles", "nan_filled_empty")
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("case", INTERPRETED.values(), ids=INTERPRETED)
+def test_engine_t_of_every_rank_gives_the_whole_head(case: dict[str, Any], count: int) -> None:
+    given = loss_of(**{"rows": 50, "vocab": 189, "dtype": torch.float32} | case)
+    found, met = together(given, *count * [total_fused.run])
+    assert_close(found, whole(given), 1e-5)
+    assert met == -(-given.target.numel() // 32)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiles")
+def test_engine_t_in_bf16() -> None:
+    """The interpreter cuts off where a GPU rounds."""
+    given = loss_of(50, 189, torch.bfloat16, ignored=0.3)
+    assert_close(together(given, *3 * [total_fused.run])[0], whole(given), 1e-2)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiles")
+def test_all_ignored_in_engine_t() -> None:
+    given = loss_of(50, 189, torch.float32, ignored=1.0)
+    (value, *gradients), met = together(given, *2 * [total_fused.run])
+    assert value.isnan()
+    assert met == 2
+    assert not any(part.any() for part in gradients)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiles", "gpus")
+def test_ranks_may_have_engines_of_their_own() -> None:
+    """Engine T, one that recomputes and the reference say the same in the same order."""
+    given = loss_of(70, 189, torch.float32, ignored=0.3)
+    engines = (total_fused.run, total.by_recomputing, on_a_gpu)
+    assert_close(together(given, *engines)[0], whole(given), 1e-5)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiles", "nan_filled_empty")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given", list(hostile()))
+def test_engine_t_with_nothing_of_a_row(given: Loss, dtype: torch.dtype) -> None:
+    """A target far below what another rank has would be times more than 16 bits hold."""
+    given = cast_to(given, dtype)
+    budget = 1e-5 if dtype == torch.float32 else 1e-2
+    assert_close(together(given, *2 * [total_fused.run])[0], whole(given), budget)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiles")
+def test_a_row_of_nan_in_engine_t_stays_in_its_row_and_spoils_the_weight() -> None:
+    given = loss_of(40, 189, torch.float32)
+    given.hidden[3] = torch.nan
+    (value, of_hidden, of_weight, _), _ = together(given, *2 * [total_fused.run])
+    assert value.isnan()
+    assert of_hidden[3].isnan().all()
+    assert not of_hidden[[0, 1, 2, *range(4, 40)]].isnan().any()
+    assert of_weight.isnan().all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("offset", [-100.0, 100.0])
+def test_logits_far_from_zero_are_computed_once(
+    monkeypatch: pytest.MonkeyPatch, offset: float
+) -> None:
+    """Where another rank has the target, some class of the rank's own says where logits lie."""
+    seen: list[bool] = []
+    rows = total_fused._Total._rows
+
+    def watched(walk: Any, first: int, here: int, again: Tensor, *, is_final: bool) -> None:
+        rows(walk, first, here, again, is_final=is_final)
+        seen.append(bool(again.any()))
+
+    monkeypatch.setattr(total_fused._Total, "_rows", watched)
+    given = loss_of(40, 189, torch.float32)
+    given.bias[:] += offset
+    assert_close(together(given, *2 * [total_fused.run])[0], whole(given), 1e-4)
+    assert seen
+    assert not any(seen)
