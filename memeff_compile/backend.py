@@ -24,6 +24,7 @@ from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
 from .kernels.library import direct_in_inductor
 from .model.cache.pool import forget_caches, is_cut_elsewhere
+from .model.sharded_layers import compile_layers
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES, in_order
@@ -152,7 +153,8 @@ def compile(
     """Compile with `backend="memeff"`, checking the options now and not at the first call.
 
     `torch.compile` does not look at the options of a backend until the first call, and refuses
-    `mode` next to `options`; this does neither.
+    `mode` next to `options`; this does neither. Layers that FSDP2 shards, and that a checkpoint
+    around its hooks keeps out of every graph, it compiles one by one, in place.
 
     Args:
         model: A module or function; leave it out to use the call as a decorator.
@@ -196,6 +198,8 @@ def compile(
     if kv_cache is not None:
         _compile_for_generation(model, kv_cache, given)
         return cast("Compilable", model)
+    if isinstance(model, torch.nn.Module):
+        compile_layers(model, given)
     wrapped: Any = torch.compile(model, **given)
     return cast("Compilable | Callable[[Compilable], Compilable]", wrapped)
 

@@ -861,12 +861,32 @@ def shards_by_fsdp2() -> bool:
     return next(_fsdp2_parameters(), None) is not None
 
 
+def is_fsdp2_module(module: torch.nn.Module) -> bool:
+    """Return whether FSDP2 has hooks around ``module``."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return states is not None and states._get_module_fsdp_state(module) is not None
+
+
+def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
+    """Return the modules that FSDP2 gathers together with ``weight``; none if it did not."""
+    _, group = _fsdp2_owner(weight)
+    return () if group is None else tuple(group.modules)
+
+
+def sharded_with(weight: torch.Tensor) -> list[torch.nn.Module]:
+    """Return all modules that FSDP2 shards under the root of the one that ``weight`` belongs to."""
+    for state in _fsdp2_states():
+        if any(module in state._modules for module in fsdp_group(weight)):
+            return [module for each in state._state_ctx.all_states for module in each._modules]
+    return []
+
+
 def _find_fsdp2_shard(weight: torch.Tensor) -> Any:
     return next((p for p, _ in _fsdp2_parameters() if p.sharded_param is weight), None)
 
 
-def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
-    """Yield FSDP2's objects for every parameter it shards, and for its group."""
+def _fsdp2_states() -> Iterator[Any]:
+    """Yield FSDP2's objects for the modules that it shards."""
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if states is None:
         return
@@ -874,8 +894,13 @@ def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
 
     for entry in list(_module_state_mapping.values()):
         state = entry() if isinstance(entry, weakref.ref) else entry
-        if not isinstance(state, states.FSDPState):
-            continue
+        if isinstance(state, states.FSDPState):
+            yield state
+
+
+def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's objects for every parameter it shards, and for its group."""
+    for state in _fsdp2_states():
         groups = getattr(state, "_fsdp_param_groups", None)  # one group, unnumbered, before 2.12
         for group in (state._fsdp_param_group,) if groups is None else groups:
             for param in () if group is None else group.fsdp_params:

@@ -19,6 +19,7 @@ from . import compat, cuda_graphs, report
 from .errors import MemeffError
 from .kernels.coded_weight import CodedWeight
 from .logits.attach import accept, attach
+from .model import sharded_layers
 from .options import Options
 from .passes.attention.mask_reader import hand_over
 from .passes.graph import cuts
@@ -65,6 +66,7 @@ class Trip:
         self._guard(info)
         self._cut(info)
         self._hand_over(info)
+        self._look_for_layers(info)
         report.record_graph(self.outcome.report)
         enforce_strict(options, self.outcome.report)
         if self.outcome.changed:
@@ -106,6 +108,22 @@ class Trip:
             hand_over(info)
         except Exception:  # later pieces find notes of none
             log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
+
+    def _look_for_layers(self, info: GraphInfo) -> None:
+        """Say which layers of a sharded model are in no graph, once its head is in one."""
+        if not compat.shards_by_fsdp2():
+            return
+        done = self.outcome.report
+        has_head = any(each.pass_name == "fuse_linear_cross_entropy" for each in done.records)
+        inputs = map(compat.example_input, info.placeholders)
+        try:
+            gathered = sharded_layers.notice(inputs)
+            found = sharded_layers.left_out(gathered) if has_head and done.training else None
+        except Exception:  # the graph runs all the same
+            log.warning("memeff_compile: internal error, layers were not counted", exc_info=True)
+            return
+        if found is not None:
+            self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
         """Guard each compressed weight by one number, where no gradient can be asked for."""

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,10 @@ class Subject:
         return sum(_local(parameter).nbytes for parameter in self.parameters)
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.SGD(self.parameters, lr=1e-6)
+        # In one group the foreach form would be given plain tensors and DTensors together.
+        kinds = [[p for p in self.parameters if hasattr(p, "to_local") == k] for k in (False, True)]
+        groups = [{"params": some} for some in kinds if some]
+        self.optimizer = torch.optim.SGD(groups, lr=1e-6)
 
     def step(self) -> None:
         """Do one step."""
@@ -247,10 +251,18 @@ def cut(model: Any, mesh: DeviceMesh, *, looks_up_parts: bool = True) -> Any:
 Made = tuple[list[nn.Parameter], Callable[[], Tensor]]
 
 
-def fsdp2(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
-    """Layers and root in groups of their own, the model compiled around them."""
+def fsdp2(
+    size: Size, device: str, compiled: Callable[[Any], Any], *, is_layerwise: bool = False
+) -> Made:
+    """Layers and root in groups of their own, the model compiled around them.
+
+    Layer by layer, too, as `memeff_compile.compile` does it: transformers before 5.23 checkpoints
+    around FSDP2's hooks, and Dynamo leaves such layers out of the graphs of a whole model.
+    """
     model, ids = _llama(size, device), _ids(size, device)
     _shard(list(model.model.layers), model, line(device))
+    for layer in model.model.layers if is_layerwise else ():
+        layer.forward = compiled(layer.forward)
     run = compiled(model)
     return list(model.parameters()), lambda: run(input_ids=ids, labels=ids).loss
 
@@ -315,6 +327,7 @@ def head(size: Size, device: str, compiled: Callable[[Any], Any], *, is_split: b
 
 CASES: dict[str, Callable[..., Made]] = {
     "FSDP2": fsdp2,
+    "FSDP2 by layers": partial(fsdp2, is_layerwise=True),
     "DDP": ddp,
     "blocks": blocks,
     "TP": tensor_parallel,
@@ -397,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--case", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--backend", nargs="+", default=[*BACKENDS], choices=BACKENDS)
-    parser.add_argument("--size", default="full", choices=[*SIZES])
+    parser.add_argument("--size", nargs="+", default=["full"], choices=[*SIZES])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--option", action="append", default=[], help="key=value for memeff")
     parser.add_argument("--steps", type=int, default=20)
@@ -407,10 +420,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = dict(pair.split("=", 1) for pair in given.option)
     asked = Asked(given.backend, options, given.steps, given.look)
     with group(parser, given.device):
-        for case in given.case:
-            for row in measure(case, SIZES[given.size], given.device, asked):
+        for case, size in product(given.case, given.size):
+            for row in measure(case, SIZES[size], given.device, asked):
                 if dist.get_rank() == 0:
-                    rows.write(given.out, row)
+                    rows.write(given.out, {"size": size, **row})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Layers that FSDP2 shards, where Dynamo leaves them out of every graph.
+
+FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. Where a checkpoint stands
+around the hooks, as transformers had it before 5.23, it gives the layer up: under any backend that
+compiles the whole model such layers run op by op. Compiled one by one they have graphs of their
+own, inside their checkpoints.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import compat
+from ..report import Record
+
+_in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Sharded modules of whose weights a graph has been seen."""
+
+
+def notice(inputs: Iterable[object]) -> list[Tensor]:
+    """Return the gathered weights among the inputs of a graph, and remember whose they are."""
+    weights = [each for each in inputs if isinstance(each, Tensor) and compat.fsdp_group(each)]
+    for weight in weights:
+        _in_graphs.update(compat.fsdp_group(weight))
+    return weights
+
+
+def left_out(weights: Sequence[Tensor]) -> Record | None:
+    """Return what there is to say of layers that no graph has been seen of, behind the graph of a
+    head with these gathered weights.
+
+    Layers of one class share a graph: where one of them was in it, all are.
+    """
+    every = compat.sharded_with(weights[0]) if weights else []
+    every = [each for each in every if not _is_compiled_by_itself(each)]
+    seen = {type(each) for each in every if each in _in_graphs}
+    named = [type(each).__name__.removeprefix("FSDP") for each in every if type(each) not in seen]
+    if not named:
+        return None
+    counted = " and ".join(f"{count} {name}" for name, count in Counter(named).items())
+    sentence = (
+        f"{counted} run op by op: no graph has their weights. FSDP2 has hooks around each, where "
+        "Dynamo ends a graph, and inside a checkpoint that stands around the hooks it gives up."
+    )
+    hint = (
+        "Compile by memeff_compile.compile(model), behind fully_shard and with checkpointing on: "
+        "it compiles such layers one by one. Or call layer.compile(backend='memeff') on each."
+    )
+    return Record("backend", "declined", "layers_left_out", sentence, hint, sites=len(named))
+
+
+def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
+    """Compile layers one by one, in place, that a graph of the whole model cannot have.
+
+    Args:
+        model: what is going to be compiled.
+        given: the arguments of `torch.compile` for it.
+
+    Returns:
+        How many there are.
+    """
+    found = [each for each in model.modules() if _is_checkpointed_around_hooks(each)]
+    for layer in found:
+        layer.compile(**{**given, "fullgraph": False})  # its hooks end a graph
+    return len(found)
+
+
+def _is_compiled_by_itself(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "forward" in vars(module)
+
+
+def _is_checkpointed_around_hooks(module: nn.Module) -> bool:
+    return (
+        compat.is_fsdp2_module(module)
+        and getattr(module, "gradient_checkpointing", False) is True
+        and type(module).__call__ is not nn.Module.__call__
+        and not _is_compiled_by_itself(module)
+    )
