@@ -867,6 +867,11 @@ def is_fsdp2_module(module: torch.nn.Module) -> bool:
     return states is not None and states._get_module_fsdp_state(module) is not None
 
 
+def is_compiled_by_itself(module: torch.nn.Module) -> bool:
+    """Return whether a module runs compiled, or as someone wishes, wherever it is called from."""
+    return module._compiled_call_impl is not None or "forward" in vars(module)
+
+
 def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
     """Return the modules that FSDP2 gathers together with ``weight``; none if it did not."""
     _, group = _fsdp2_owner(weight)

@@ -110,15 +110,16 @@ class Trip:
             log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
 
     def _look_for_layers(self, info: GraphInfo) -> None:
-        """Say which layers of a sharded model are in no graph, once its head is in one."""
+        """Say which layers of a sharded model are in no graph, once its loss is in one."""
         if not compat.shards_by_fsdp2():
             return
         done = self.outcome.report
-        has_head = any(each.pass_name == "fuse_linear_cross_entropy" for each in done.records)
+        returned = map(info.tensor, info.output.all_input_nodes)
+        has_loss = any(value is not None and value.dim() == 0 for value in returned)
         inputs = map(compat.example_input, info.placeholders)
         try:
             gathered = sharded_layers.notice(inputs)
-            found = sharded_layers.left_out(gathered) if has_head and done.training else None
+            found = sharded_layers.left_out(gathered) if has_loss and done.training else None
         except Exception:  # the graph runs all the same
             log.warning("memeff_compile: internal error, layers were not counted", exc_info=True)
             return

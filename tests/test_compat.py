@@ -686,7 +686,7 @@ def test_plain_tensors_belong_to_no_group() -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
 @probes("shards_by_fsdp2", "is_fsdp_shard", "put_fsdp_shard", "with_local_part", "fsdp_shards")
-@probes("is_tensor_parallel")
+@probes("is_tensor_parallel", "is_fsdp2_module", "fsdp_group", "sharded_with")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -716,6 +716,11 @@ def test_parameters_of_fsdp2_are_found() -> None:
         inner.unshard()
         model.unshard()
         assert isinstance(compat.fsdp_shard(outer.weight), Tensor)
+        assert compat.fsdp_group(inner.weight) == (inner,)
+        assert compat.fsdp_group(torch.ones(1)) == ()
+        assert compat.sharded_with(torch.ones(1)) == []
+        assert compat.is_fsdp2_module(inner)
+        assert not compat.is_fsdp2_module(nn.Linear(2, 2))
         assert compat.fsdp_frees_after_forward(inner.weight)
         assert compat.is_sharded_by_fsdp(inner.weight)
         assert compat.is_sharded_by_fsdp(outer.weight)
@@ -723,6 +728,9 @@ def test_parameters_of_fsdp2_are_found() -> None:
         assert not compat.is_fsdp_shard(outer.weight)
         assert not compat.put_fsdp_shard(outer, "weight", doubled)
         model(torch.ones(1, 4)).sum().backward()
+        model.unshard()
+        assert set(compat.sharded_with(outer.weight)) == {inner, model}  # once the root has run
+        model.reshard()
 
         both = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
         cut = parallelize_module(nn.Linear(4, 4), both["tensor"], ColwiseParallel())
@@ -734,6 +742,16 @@ def test_parameters_of_fsdp2_are_found() -> None:
         assert not compat.is_tensor_parallel(inner.weight)
     finally:
         dist.destroy_process_group()
+
+
+@probes("is_compiled_by_itself")
+def test_modules_that_are_compiled_by_themselves_are_known() -> None:
+    module, wrapped = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert not compat.is_compiled_by_itself(module)
+    module.compile(backend="eager")
+    assert compat.is_compiled_by_itself(module)
+    wrapped.forward = torch.compile(wrapped.forward, backend="eager")  # type: ignore[method-assign]
+    assert compat.is_compiled_by_itself(wrapped)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")

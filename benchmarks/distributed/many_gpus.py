@@ -21,11 +21,11 @@ import gc
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class Subject:
     backend: str
     parameters: list[nn.Parameter]
     loss: Callable[[], Tensor]
-    kept: int  # bytes that it keeps between steps
+    kept: int = 0  # bytes that it keeps between steps
     row: dict[str, Any] = field(default_factory=dict)
     peak: int = 0
 
@@ -345,6 +345,7 @@ class Asked:
     options: dict[str, str]  # of memeff
     steps: int
     looks: bool  # at collectives and blocks, too
+    libraries: int  # bytes that cuBLAS took for itself, which count for each of them
 
 
 def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[str, Any]]:
@@ -353,14 +354,17 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
 
     torch._dynamo.reset()
     memeff_compile.reset()
-    subjects, backends = list[Subject](), asked.backends
+    subjects, backends, begun = list[Subject](), asked.backends, time.perf_counter()
     for backend in backends:
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        gc.collect()
+        before = _allocated(device)
         made = CASES[case](size, device, _compiled(backend, asked.options))
-        kept = (torch.cuda.memory_allocated() if device == "cuda" else 0) - before
-        subject = Subject(backend, *made, kept)
+        subject = Subject(backend, *made)
         subject.checked(subjects[0].row if subjects else None, size.tolerance)
+        gc.collect()
+        subject.kept = _allocated(device) - before  # weights, and DDP's buckets
         subjects.append(subject)
+    del made, subject
     right = [each for each in subjects if "error" not in each.row]
     timers = {each.backend: partial(each.timed, device) for each in right}
     samples = timing.in_turns(timers, asked.steps)
@@ -368,6 +372,7 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
         row: dict[str, Any] = {"what": case, "gpus": dist.get_world_size(), "backend": each.backend}
         row |= {name: str(value) for name, value in vars(size).items() if name == "dtype"}
         row |= {name: value for name, value in vars(size).items() if name != "dtype"}
+        row["compiled_and_timed_s"] = round(time.perf_counter() - begun, 1)
         row |= {"interleaved_with": [b for b in backends if b != each.backend], **each.row}
         if each.backend == "memeff":
             report = memeff_compile.last_report()
@@ -377,7 +382,7 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
         if each in right:
             row["ms"] = rows.percentiles(samples[each.backend])
             if device == "cuda":
-                row["peak_gib"] = round(_largest(each.peak) / 2**30, 3)
+                row["peak_gib"] = round((_largest(each.peak) + asked.libraries) / 2**30, 3)
             if device == "cuda" and "head" in case:
                 beyond = each.peak - each.kept - each.gradients
                 row["beyond_gradients_mib"] = round(_largest(beyond) / 2**20, 1)
@@ -386,7 +391,29 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
         seen = {"backend": each.backend, **looking.at(each.step, device)}
         yield {"what": f"{case}, looked at", "gpus": dist.get_world_size(), **seen}
     subjects.clear()
-    gc.collect()
+    right.clear()
+    timers.clear()
+
+
+def _allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def _of_libraries(device: str) -> int:
+    """Have cuBLAS allocate its workspace; return the bytes."""
+    one = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+    _ = one @ one
+    del one, _
+    return _allocated(device)
+
+
+def tried(found: Iterator[dict[str, Any]], case: str) -> Iterator[dict[str, Any]]:
+    """Yield rows, or what stopped a case: that is a result, and others come behind it."""
+    try:
+        yield from found
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"[:300]
+        yield {"what": case, "gpus": dist.get_world_size(), "error": said}
 
 
 @contextmanager
@@ -408,7 +435,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--case", nargs="+", default=[*CASES], choices=[*CASES])
+    every = [*CASES, *(f"{case}@{size}" for case in CASES for size in SIZES)]
+    parser.add_argument("--case", nargs="+", default=[*CASES], choices=every, metavar="CASE[@SIZE]")
     parser.add_argument("--backend", nargs="+", default=[*BACKENDS], choices=BACKENDS)
     parser.add_argument("--size", nargs="+", default=["full"], choices=[*SIZES])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -418,12 +446,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "distributed.jsonl")
     given = parser.parse_args(arguments)
     options = dict(pair.split("=", 1) for pair in given.option)
-    asked = Asked(given.backend, options, given.steps, given.look)
     with group(parser, given.device):
-        for case, size in product(given.case, given.size):
-            for row in measure(case, SIZES[size], given.device, asked):
-                if dist.get_rank() == 0:
-                    rows.write(given.out, {"size": size, **row})
+        asked = Asked(given.backend, options, given.steps, given.look, _of_libraries(given.device))
+        for asked_for in given.case:
+            case, _, named = asked_for.partition("@")
+            for size in [named] if named else given.size:
+                for row in tried(measure(case, SIZES[size], given.device, asked), case):
+                    if dist.get_rank() == 0:
+                        rows.write(given.out, {"size": size, **row})
 
 
 if __name__ == "__main__":

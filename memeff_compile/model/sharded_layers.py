@@ -37,7 +37,7 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
     Layers of one class share a graph: where one of them was in it, all are.
     """
     every = compat.sharded_with(weights[0]) if weights else []
-    every = [each for each in every if not _is_compiled_by_itself(each)]
+    every = [each for each in every if not compat.is_compiled_by_itself(each)]
     seen = {type(each) for each in every if each in _in_graphs}
     named = [type(each).__name__.removeprefix("FSDP") for each in every if type(each) not in seen]
     if not named:
@@ -70,14 +70,10 @@ def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
     return len(found)
 
 
-def _is_compiled_by_itself(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "forward" in vars(module)
-
-
 def _is_checkpointed_around_hooks(module: nn.Module) -> bool:
     return (
         compat.is_fsdp2_module(module)
         and getattr(module, "gradient_checkpointing", False) is True
         and type(module).__call__ is not nn.Module.__call__
-        and not _is_compiled_by_itself(module)
+        and not compat.is_compiled_by_itself(module)
     )
