@@ -197,6 +197,13 @@ def test_a_program_that_hangs_on_the_last_bits_or_on_a_write_unseen_is_no_differ
         unseen += (f"z = {made}", "if ours: z = 2 * z", "y.data.mul_(2)")
         unseen += ("seen.append(torch.autograd.grad(z.sum(), x))",)
         assert judge(Program((), unseen)).kind == kind, made
+    # Of a view the history is made anew behind a write that is noticed, and nothing raises.
+    view = ("x = torch.ones(3).double().requires_grad_()", "y = (2 * x).view_as(x)", "z = y.exp()")
+    asked = "seen.append(torch.autograd.grad({}.sum(), y, allow_unused=True))"
+    for product, kind in {"z": "same", "(y * y)": "invalid"}.items():
+        made = (*view, f"w = {product}", "if ours: w = w * (1 + {})", "y.data.mul_(2)")
+        body = tuple(line.format(0 if product == "z" else 1) for line in made)
+        assert judge(Program((), (*body, asked.format("w")))).kind == kind, product
 
 
 def test_a_distance_is_rounding_as_far_as_the_last_bits_of_what_is_named_reach() -> None:
