@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import memeff_compile
 from tests.distributed.models import (
     OPTIONS,
     TRAINING,
@@ -98,6 +99,7 @@ def same_as_one_process(
     prefetch: bool = False,
     half: bool = False,
     root: bool | None = None,  # reshard_after_forward of the root
+    by_the_verb: bool = False,
     **settings: Any,
 ) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -111,13 +113,17 @@ def same_as_one_process(
     if prefetch:
         prefetched(model)
     fresh_start()
-    model.compile(backend="memeff", options=OPTIONS)
+    run = memeff_compile.compile(model, options=OPTIONS) if by_the_verb else model
+    if not by_the_verb:
+        model.compile(backend="memeff", options=OPTIONS)
+        if checkpoint and type(model.model.layers[0]).__call__ is not nn.Module.__call__:
+            expected = expected | {"layers_left_out"}  # transformers before 5.23
     tolerance = 3e-2 if half else 1e-5
     for valid in ((LENGTH, LENGTH), (LENGTH, 5), (LENGTH, 0)):
         mine = batches(valid)
         loss, wanted = of_one_process(plain, mine)
         model.zero_grad()
-        found = model(**mine[dist.get_rank()]).loss
+        found = run(**mine[dist.get_rank()]).loss
         found.backward()
         total = whole(found.detach()) / RANKS
         dist.all_reduce(total)
@@ -130,7 +136,7 @@ def same_as_one_process(
     model.zero_grad()
     for place, batch in enumerate(micro):
         model.set_requires_gradient_sync(place == len(micro) - 1)
-        model(**batch[dist.get_rank()]).loss.backward()
+        run(**batch[dist.get_rank()]).loss.backward()
     assert_same_gradients(gradients(model), wanted, tolerance)
 
 
@@ -139,6 +145,10 @@ CASES = {
     "layers and root": (partial(same_as_one_process, layers, TRAINING), False),
     "one group": (partial(same_as_one_process, no_layers, TRAINING), True),
     "checkpointed": (partial(same_as_one_process, layers, TRAINING, checkpoint=True), False),
+    "checkpointed, by the verb": (
+        partial(same_as_one_process, layers, TRAINING, checkpoint=True, by_the_verb=True),
+        True,
+    ),
     "kept after the forward": (
         partial(same_as_one_process, layers, TRAINING, reshard_after_forward=False),
         True,
