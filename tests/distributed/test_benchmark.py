@@ -12,7 +12,7 @@ from benchmarks.distributed import many_gpus
 from tests.distributed.processes import RANKS, TwoProcesses
 
 EVERY = [*many_gpus.CASES]
-SOME = ["TP", "TP head", "whole head"]
+SOME = ["TP head", "whole head"]
 
 
 @pytest.mark.xdist_group("two processes")

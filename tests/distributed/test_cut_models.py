@@ -248,7 +248,7 @@ CASES: list[Any] = [
     partial(decoding_by_the_verb, by_torch, "static"),
     pytest.param(partial(decoding_by_the_verb, by_torch, 4), marks=SLOW),
     pytest.param(partial(a_cache_of_ones_own, by_torch), marks=SLOW),
-    partial(compressed_shards, by_transformers, "win4"),
+    pytest.param(partial(compressed_shards, by_transformers, "win4"), marks=SLOW),
     partial(compressed_shards, by_torch, "win4"),
     pytest.param(partial(compressed_shards, by_transformers, "tier"), marks=SLOW),
     pytest.param(partial(compressed_shards, by_torch, "rans"), marks=SLOW),

@@ -332,9 +332,9 @@ def what_crosses_and_what_is_kept() -> None:
             assert not is_of_rows or shape[-1] < 80, node
 
 
-def a_model_of_transformers() -> None:
+def a_model_of_transformers(*ties: bool) -> None:
     """Its own plan splits the head; a tied table is one parameter, looked up and multiplied."""
-    for tied in (False, True):
+    for tied in ties:
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
             vocab_size=160,
@@ -556,9 +556,12 @@ CASES = [
     pytest.param(partial(random_cases, 0, 12), marks=pytest.mark.slow, id="random_cases"),
     lengths_that_change,
     what_crosses_and_what_is_kept,
-    a_model_of_transformers,
+    pytest.param(partial(a_model_of_transformers, True), id="a_tied_model_of_transformers"),
+    pytest.param(
+        partial(a_model_of_transformers, False), marks=pytest.mark.slow, id="an_untied_model"
+    ),
     logits_beside_the_loss,
-    logits_in_parts_beside_the_loss,
+    pytest.param(logits_in_parts_beside_the_loss, marks=pytest.mark.slow),
     around_the_head,
     the_function,
     rows_that_differ,
