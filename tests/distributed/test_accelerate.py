@@ -119,7 +119,7 @@ def the_trainer(accumulate: int) -> None:
 
 CASES: list[Any] = [
     pytest.param(fsdp2_as_accelerate_groups_it, marks=pytest.mark.slow),
-    fsdp2_sharded_before_prepare,
+    pytest.param(fsdp2_sharded_before_prepare, marks=pytest.mark.slow),
     partial(the_trainer, 1),
     pytest.param(partial(the_trainer, 3), marks=pytest.mark.slow),
 ]

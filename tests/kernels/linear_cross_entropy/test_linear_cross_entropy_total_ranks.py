@@ -355,7 +355,7 @@ INTERPRETED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles", "nan_filled_empty")
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", INTERPRETED.values(), ids=INTERPRETED)
 def test_engine_t_of_every_rank_gives_the_whole_head(case: dict[str, Any], count: int) -> None:
     given = loss_of(**{"rows": 50, "vocab": 189, "dtype": torch.float32} | case)
