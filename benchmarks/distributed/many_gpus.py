@@ -82,10 +82,12 @@ class OneByOne(nn.Module):
             layer.forward = compiled(layer.forward)
         self.loss = compiled(_loss)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
         """Return the mean loss of the next tokens."""
-        hidden = self.trunk(input_ids=input_ids).last_hidden_state[:, :-1]
-        found: Tensor = self.loss(self.head, hidden, labels[:, 1:])
+        trunk = self.trunk(input_ids=input_ids, attention_mask=attention_mask)
+        found: Tensor = self.loss(self.head, trunk.last_hidden_state[:, :-1], labels[:, 1:])
         return found
 
 
@@ -139,7 +141,7 @@ class Subject:
         dist.barrier()
         took, peak = timing.with_peak(self.step, is_cuda=device == "cuda")
         self.peak = max(self.peak, peak - before + self.kept)
-        return _largest(took)
+        return slowest(took)
 
 
 def _mean(value: float) -> float:
@@ -148,7 +150,7 @@ def _mean(value: float) -> float:
     return float(total) / dist.get_world_size()
 
 
-def _largest(value: float) -> float:
+def slowest(value: float) -> float:
     largest = torch.tensor(value, dtype=torch.float64, device=_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
@@ -299,13 +301,24 @@ def ddp(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
     return list(model.parameters()), lambda: run(input_ids=ids, labels=ids).loss
 
 
-def blocks(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
-    """Blocks compiled one by one, under FSDP2 if there are several ranks; head and loss as one."""
-    ids = _ids(size, device)
+def blocks(
+    size: Size, device: str, compiled: Callable[[Any], Any], *, is_padded: bool = False
+) -> Made:
+    """Blocks compiled one by one, under FSDP2 if there are several ranks; head and loss as one.
+
+    Padded, each sequence but the first ends a sixteenth of the length earlier than the one before.
+    transformers makes a mask of it outside of the blocks' graphs, and gives it to each of them.
+    """
+    ids, mask, labels = _ids(size, device), None, None
+    if is_padded:
+        shorter = max(size.length // 16, 1)
+        lengths = size.length - torch.arange(size.batch) * shorter
+        mask = (torch.arange(size.length) < lengths[:, None]).to(device)
+        labels = ids.masked_fill(~mask, -100)
     model = OneByOne(_llama(size, device), compiled)
     if dist.get_world_size() > 1:
         _shard(list(model.trunk.layers), model, line(device))
-    return list(model.parameters()), lambda: model(ids, ids)
+    return list(model.parameters()), lambda: model(ids, ids if labels is None else labels, mask)
 
 
 def head(size: Size, device: str, compiled: Callable[[Any], Any], *, is_split: bool = True) -> Made:
@@ -330,6 +343,7 @@ CASES: dict[str, Callable[..., Made]] = {
     "FSDP2 by layers": partial(fsdp2, is_layerwise=True),
     "DDP": ddp,
     "blocks": blocks,
+    "padded blocks": partial(blocks, is_padded=True),
     "TP": tensor_parallel,
     "FSDP2 x TP": both_ways,
     "TP head": head,
@@ -382,10 +396,10 @@ def measure(case: str, size: Size, device: str, asked: Asked) -> Iterator[dict[s
         if each in right:
             row["ms"] = rows.percentiles(samples[each.backend])
             if device == "cuda":
-                row["peak_gib"] = round((_largest(each.peak) + asked.libraries) / 2**30, 3)
+                row["peak_gib"] = round((slowest(each.peak) + asked.libraries) / 2**30, 3)
             if device == "cuda" and "head" in case:
                 beyond = each.peak - each.kept - each.gradients
-                row["beyond_gradients_mib"] = round(_largest(beyond) / 2**20, 1)
+                row["beyond_gradients_mib"] = round(slowest(beyond) / 2**20, 1)
         yield row
     for each in right if asked.looks else ():
         seen = {"backend": each.backend, **looking.at(each.step, device)}

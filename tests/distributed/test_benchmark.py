@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.distributed import many_gpus
+from benchmarks.distributed import many_gpus, merging
 from tests.distributed.processes import RANKS, TwoProcesses
 
 EVERY = [*many_gpus.CASES]
@@ -40,3 +40,13 @@ def test_a_case_writes_a_row_for_each_backend(
         assert row.get("fused_losses", 1) == 1
     split, whole = (row for row in found if "head" in row["what"] and row["backend"] == "memeff")
     assert abs(split["gradient_norm"] - whole["gradient_norm"]) < 1e-5 * whole["gradient_norm"]
+
+
+@pytest.mark.xdist_group("two processes")
+def test_merges_are_timed_alone(two_processes: TwoProcesses, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    told = f"--device cpu --rows 48 --samples 1 --out {out}"
+    two_processes.run(partial(merging.main, told.split()))
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert (row["what"], row["gpus"], row["pieces"]) == ("merge", RANKS, 2)
+    assert row["ms"]["median"] > 0
