@@ -28,7 +28,7 @@ from memeff_compile import compat
 from memeff_compile.kernels.linear_cross_entropy import sharded, sharded_total
 from memeff_compile.kernels.linear_cross_entropy.ranks import Ranks
 
-REPEATS = 20
+REPEATS = 5
 CLASSES = 128256
 
 
