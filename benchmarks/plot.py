@@ -136,6 +136,39 @@ def batch(rows: list[Row]) -> Any:
     return figure
 
 
+def gpus(rows: list[Row]) -> Any:
+    """Draw time and peak memory of a step under FSDP2 against the GPUs, a column per model."""
+    rows = [row for row in rows if row.get("what") == "FSDP2 by layers" and "peak_gib" in row]
+    sizes = [s for s in unique(r["size"] for r in rows) if len(_counts(rows, s)) > 1]
+    if not sizes:
+        return None
+    figure, axes = pyplot.subplots(2, len(sizes), figsize=(4.5 * len(sizes), 6), squeeze=False)
+    for column, size in zip(axes.T, sizes, strict=True):
+        backends = sorted(unique(r["backend"] for r in rows if r["size"] == size), key=_rank)
+        counts = _counts(rows, size)
+        for backend in backends:
+            here = [r for r in rows if (r["size"], r["backend"]) == (size, backend)]
+            last = {row["gpus"]: row for row in here}
+            steps = [last[count]["ms"]["median"] for count in sorted(last)]
+            peaks = [last[count]["peak_gib"] for count in sorted(last)]
+            for axis, heights in zip(column, (steps, peaks), strict=True):
+                axis.plot(sorted(last), heights, "o-", label=backend, color=colour(backend))
+        for axis, label in zip(column, ("time of a step, ms", "peak memory, GiB"), strict=True):
+            axis.set_ylim(0, 1.1 * axis.dataLim.y1)
+            axis.set_xticks(counts)
+            tidy(axis, "GPUs", label)
+        batch, length = (here[0][name] for name in ("batch", "length"))
+        column[0].set_title(f"{size}, {batch} x {length} tokens a GPU", fontsize=9)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    title = f"FSDP2, layers compiled one by one, checkpointed\n{caption(rows)}"
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def _counts(rows: list[Row], size: str) -> list[int]:
+    return sorted({row["gpus"] for row in rows if row["size"] == size})
+
+
 def head_and_loss(rows: list[Row]) -> Any:
     """Draw time against memory beyond the gradients, one panel per shape and data."""
     rows = [row for row in rows if "both_ms" in row and memory_of(row) is not None]
@@ -453,6 +486,7 @@ _POINTS = {"textcoords": "offset points", "fontsize": 7}
 PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "models.jsonl": (training_steps, "training-step"),
     "batch.jsonl": (batch, "peak-memory-by-batch"),
+    "distributed.jsonl": (gpus, "gpus"),
     "linear_cross_entropy.jsonl": (head_and_loss, "linear-cross-entropy"),
     "head-and-loss.jsonl": (head_and_loss, "head-and-loss"),
     "scaling.jsonl": (scaling, "scaling"),

@@ -61,6 +61,8 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     step = {"model": "m", "length": 8, "backend": "memeff", "ms": {"median": 1.0}, **STATED}
     write(folder / "models.jsonl", [{**step, "peak_gib": 1.0}])
     write(folder / "batch.jsonl", [{**step, "batch": b, "peak_gib": b} for b in (1, 2)])
+    many = {**step, "what": "FSDP2 by layers", "size": "m", "batch": 1, "peak_gib": 1.0}
+    write(folder / "distributed.jsonl", [{**many, "gpus": count} for count in (1, 2)])
     curve: list[dict[str, Any]] = []
     for method, shift in (("inductor", 0.0), ("mass", 0.1)):
         for seed in (0, 1):
