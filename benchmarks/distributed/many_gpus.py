@@ -224,11 +224,14 @@ def line(device: str) -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def _shard(blocks: Sequence[nn.Module], root: nn.Module, mesh: DeviceMesh) -> None:
+def _shard(
+    blocks: Sequence[nn.Module], root: nn.Module, mesh: DeviceMesh, *, keeps_last: bool = False
+) -> None:
     from torch.distributed.fsdp import fully_shard
 
     for block in blocks:
-        fully_shard(block, mesh=mesh)
+        is_kept = keeps_last and block is blocks[-1]
+        fully_shard(block, mesh=mesh, reshard_after_forward=not is_kept)
     fully_shard(root, mesh=mesh)
 
 
@@ -254,15 +257,21 @@ Made = tuple[list[nn.Parameter], Callable[[], Tensor]]
 
 
 def fsdp2(
-    size: Size, device: str, compiled: Callable[[Any], Any], *, is_layerwise: bool = False
+    size: Size,
+    device: str,
+    compiled: Callable[[Any], Any],
+    *,
+    is_layerwise: bool = False,
+    keeps_last: bool = False,
 ) -> Made:
     """Layers and root in groups of their own, the model compiled around them.
 
     Layer by layer, too, as `memeff_compile.compile` does it: transformers before 5.23 checkpoints
-    around FSDP2's hooks, and Dynamo leaves such layers out of the graphs of a whole model.
+    around FSDP2's hooks, and Dynamo leaves such layers out of the graphs of a whole model. The last
+    layer, which the backward needs first, may be kept whole from the forward.
     """
     model, ids = _llama(size, device), _ids(size, device)
-    _shard(list(model.model.layers), model, line(device))
+    _shard(list(model.model.layers), model, line(device), keeps_last=keeps_last)
     for layer in model.model.layers if is_layerwise else ():
         layer.forward = compiled(layer.forward)
     run = compiled(model)
@@ -341,6 +350,7 @@ def head(size: Size, device: str, compiled: Callable[[Any], Any], *, is_split: b
 CASES: dict[str, Callable[..., Made]] = {
     "FSDP2": fsdp2,
     "FSDP2 by layers": partial(fsdp2, is_layerwise=True),
+    "FSDP2 by layers, last kept": partial(fsdp2, is_layerwise=True, keeps_last=True),
     "DDP": ddp,
     "blocks": blocks,
     "padded blocks": partial(blocks, is_padded=True),
