@@ -53,7 +53,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": None,
     }
-    for package in ("triton", "transformers", "cut_cross_entropy", "liger_kernel"):
+    for package in ("triton", "transformers", "cut_cross_entropy", "liger_kernel", "torchao"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
     if torch.cuda.is_available():

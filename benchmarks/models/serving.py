@@ -20,6 +20,7 @@ each token is on the host. The first call compiles (`first_call_s`, of it our pa
                    under Inductor's reduce-overhead; each token is read while the next step runs
     torchao-int8, torchao-int4
                    the same loop over torchao's weights of so many bits (4: in groups of 128)
+    inductor       StaticCache, which generate() compiles by itself: Inductor, reduce-overhead
     static-config  StaticCache, CompileConfig(backend="memeff", memeff.mode=reduce-overhead)
     static         StaticCache, model.compile(backend="memeff")
     kv4-config, kv4, kv4-mode
@@ -31,6 +32,11 @@ each token is on the host. The first call compiles (`first_call_s`, of it our pa
                    the verb, every other layer sees 64 tokens (`check` alone)
     win4           compressed weights and StaticCache, in place
     all            compressed weights, KVCache of 4 bits, attention in 8 bits, by the verb
+
+Each path in each of `--batch` and `--prompt`, one model after the other; `read_gb` is what a step
+has to read: weights and the tokens that are there, in the bits that they are held in. Where several
+processes share a GPU, `--turns FILE` has one of them on it at a time; they compile beside one
+another, so that `compile_s` is longer than alone. `--brief` leaves out the loops behind `step_ms`.
 
 `host`: what the host spends on one step besides generate()'s own loop: calls in a row while the GPU
 is busy with something else.
@@ -45,7 +51,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import gc
+import itertools
 import random
 import sys
 import threading
@@ -120,6 +128,17 @@ WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name anoth
         "vocab_size": 256000,
         "tie_word_embeddings": True,
     },
+    "gemma3-4b": {  # five of six layers see a window of 1,024 tokens
+        "family": "Gemma3",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+    },
     "small": {
         "hidden_size": 1024,
         "intermediate_size": 2048,
@@ -136,11 +155,24 @@ WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name anoth
         "head_dim": 16,
         "vocab_size": 64,
     },
+    "tiny-windows": {
+        "family": "Gemma3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 64,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
+ON_CPU = ("tiny", "tiny-windows")
 BY_HAND = ("gpt-fast", "torchao-int8", "torchao-int4")
 PATHS = (
     "eager",
     *BY_HAND,
+    "inductor",
     "static-config",
     "static",
     "kv4-config",
@@ -154,7 +186,7 @@ PATHS = (
     "win4",
     "all",
 )
-COMPILED = PATHS[1 + len(BY_HAND) :]
+COMPILED = PATHS[2 + len(BY_HAND) :]
 VERBS: dict[str, dict[str, Any]] = {
     "verb-static": {"kv_cache": "static"},
     "verb-4": {"kv_cache": 4},
@@ -178,7 +210,8 @@ def build(size: str, layers: int, device: str, *, windows: bool = False) -> Any:
         kinds = ["sliding_attention", "full_attention"]
         widths |= {"layer_types": [kinds[i % 2] for i in range(layers)], "sliding_window": 64}
         widths["use_sliding_window"] = True
-    config = getattr(transformers, f"{family}Config")(
+    settings = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, settings)(
         **widths,
         num_hidden_layers=layers,
         max_position_embeddings=40960,
@@ -187,7 +220,7 @@ def build(size: str, layers: int, device: str, *, windows: bool = False) -> Any:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    dtype = torch.float32 if size == "tiny" else torch.bfloat16
+    dtype = torch.float32 if size in ON_CPU else torch.bfloat16
     with torch.device(device):
         kind = getattr(transformers, f"{family}ForCausalLM")
         model: Any = kind._from_config(config, dtype=dtype)
@@ -288,7 +321,7 @@ def arguments(path: str, model: Any, tokens: int) -> dict[str, Any]:
     given: dict[str, Any] = {"do_sample": False}
     if path.endswith("-config"):
         given["compile_config"] = CompileConfig(backend="memeff", options=MODE, mode=None)
-    if path in ("static", "static-config", "win4"):
+    if path in ("inductor", "static", "static-config", "win4"):
         given["cache_implementation"] = "static"
     elif path.startswith("kv4"):
         given["past_key_values"] = memeff_compile.KVCache(model.config, tokens, bits=4)
@@ -370,7 +403,7 @@ def replaying(is_on: bool, *, waits: bool = False) -> Iterator[None]:
 def check(options: argparse.Namespace) -> None:
     """Compare replayed steps with the same compiled steps that are not."""
     wrong = 0
-    size = "tiny" if options.size == "tiny" else "small"
+    size = "tiny" if options.device == "cpu" else "small"
     for kind in options.kinds:
         clean()
         model = build(size, 2, options.device, windows="windows" in kind)
@@ -438,51 +471,139 @@ def host_times(model: Any) -> Iterator[list[float]]:
         model._compiled_call_impl = call
 
 
+class Turns:
+    """The GPU, which this process has to itself but for the time in which it compiles."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.held = None if file is None else file.open("w")
+        self.compile_s = self.started = 0.0
+        self.take()
+
+    def start(self) -> None:
+        """Forget what was compiled, and Dynamo's notes of whom it tells."""
+        from torch._dynamo import callback
+
+        clean()
+        callback.on_compile_start(self.begin)
+        callback.on_compile_end(self.end)
+
+    def take(self) -> None:
+        """Wait for the GPU."""
+        if self.held is not None:
+            fcntl.flock(self.held, fcntl.LOCK_EX)
+
+    def give(self) -> None:
+        """Let another process have it."""
+        if self.held is not None:
+            timing.synchronize()
+            fcntl.flock(self.held, fcntl.LOCK_UN)
+
+    def begin(self, trigger: Any) -> None:
+        """Start to compile; CUDA graphs that Inductor records need the GPU, and are compilation."""
+        self.started = time.perf_counter()
+        if "DYNAMO" in str(trigger):
+            self.give()
+
+    def end(self, trigger: Any) -> None:
+        """Go on with what was compiled."""
+        self.compile_s += time.perf_counter() - self.started
+        if "DYNAMO" in str(trigger):
+            self.take()
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """Return how many bytes a tensor is held in, where it is made of others too."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return tensor.nbytes
+    names = tensor.__tensor_flatten__()[0]
+    return sum(held_bytes(getattr(tensor, name)) for name in names)
+
+
+def read_gb(path: str, model: Any, batch: int, tokens: int) -> dict[str, float]:
+    """Return the gigabytes that a step reads: of weights, and of a cache with so many tokens."""
+    config = model.config
+    linears = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or tokens
+    is_coded = path.startswith("kv4") or path in ("verb-4", "all")
+    per_token = 2 * batch * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    cache = 0.0
+    for kind in kinds:
+        is_full = kind == "full_attention"
+        share = 4.5 / (8 * model.dtype.itemsize) if is_full and is_coded else 1
+        cache += per_token * (tokens if is_full else min(tokens, window)) * share
+    return {
+        "weights": round(sum(map(held_bytes, linears)) / 1e9, 3),
+        "cache": round(cache / 1e9, 3),
+    }
+
+
 @torch.no_grad()
 def measure(options: argparse.Namespace) -> None:
     """Time paths, each on a model of its own."""
-    exact: Tensor | None = None
+    exact: dict[tuple[int, int], Tensor] = {}
+    turns = Turns(options.turns)
     for path in options.paths:
-        clean()
+        turns.start()
         model = build(options.size, options.layers, options.device)
-        ids = prompt(model, options.batch, options.prompt)
         row: dict[str, Any] = {"kind": "serving", "path": path, "layers": options.layers}
         if options.size != "h200":
             row["size"] = options.size
-        row |= {"batch": options.batch, "prompt": options.prompt, "new": options.new}
         try:
             prepare(path, model)
-            if path in BY_HAND:
-                model = ByHand(model, options.batch, options.prompt + options.new)
-            started = time.perf_counter()
-            one_call(model, path, ids, options.new)
-            row["first_call_s"] = round(time.perf_counter() - started, 1)
-            row["passes_s"] = round(sum(each.seconds for each in memeff_compile.graphs()), 3)
-            if options.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            for _ in range(options.repeats):
-                result = one_call(model, path, ids, options.new)
-            if "_compiled_call_impl" in vars(model) and model._compiled_call_impl is not None:
-                with host_times(model) as spent:
-                    one_call(model, path, ids, options.new)
-                row["host_ms"] = rows.percentiles(spent[3:])  # the first two are prompt and fill
-                with replaying(True, waits=True):
-                    waited = one_call(model, path, ids, options.new)
-                row["waiting_step_ms"] = waited["step_ms"]
         except Exception as error:  # a path that fails is a result
             rows.write(options.out, {**row, "error": f"{type(error).__name__}: {error}"[:300]})
             continue
-        tokens = result.pop("tokens")
-        exact = tokens if exact is None else exact
-        if options.device == "cuda":
-            row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        row["same_as_first_path"] = round(float((tokens == exact).float().mean()), 4)
-        row["graphs"] = len(memeff_compile.graphs())
-        rows.write(options.out, {**row, **result})
+        for batch, length in itertools.product(options.batch, options.prompt):
+            cell = {**row, "batch": batch, "prompt": length, "new": options.new}
+            try:
+                found, tokens = measured(path, model, batch, length, turns, options)
+            except Exception as error:
+                found, tokens = {"error": f"{type(error).__name__}: {error}"[:300]}, None
+            if tokens is not None and len(options.paths) > 1:
+                first = exact.setdefault((batch, length), tokens)
+                found["same_as_first_path"] = round(float((tokens == first).float().mean()), 4)
+            rows.write(options.out, {**cell, **found})
         if options.verbose:
             print(memeff_compile.last_report().details())
-        del model, ids, tokens
+        del model
     clean()
+    turns.give()
+
+
+def measured(
+    path: str, model: Any, batch: int, length: int, turns: Turns, options: argparse.Namespace
+) -> tuple[dict[str, Any], Tensor]:
+    """Return what a path takes for so many prompts of a length, and the tokens that it finds."""
+    row: dict[str, Any] = {}
+    if path in (*BY_HAND, "inductor") or path.endswith("-config"):  # not for any length, or batch
+        turns.start()
+    ids, new = prompt(model, batch, length), options.new
+    called: Any = ByHand(model, batch, length + new) if path in BY_HAND else model
+    passes, turns.compile_s = sum(each.seconds for each in memeff_compile.graphs()), 0.0
+    started = time.perf_counter()
+    one_call(called, path, ids, new)
+    if options.turns is None:
+        row["first_call_s"] = round(time.perf_counter() - started, 1)
+    row["compile_s"] = round(turns.compile_s, 1)
+    row["passes_s"] = round(sum(each.seconds for each in memeff_compile.graphs()) - passes, 3)
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(options.repeats):
+        result = one_call(called, path, ids, new)
+    if options.device == "cuda":
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    if getattr(model, "_compiled_call_impl", None) is not None and not options.brief:
+        with host_times(model) as spent:
+            one_call(called, path, ids, new)
+        row["host_ms"] = rows.percentiles(spent[3:])  # the first two are prompt and fill
+        with replaying(True, waits=True):
+            waited = one_call(called, path, ids, new)
+        row["waiting_step_ms"] = waited["step_ms"]
+    tokens: Tensor = result.pop("tokens")
+    row["graphs"] = len(memeff_compile.graphs())
+    row["read_gb"] = read_gb(path, model, batch, length + new)
+    return {**row, **result}, tokens
 
 
 @torch.no_grad()
@@ -500,7 +621,7 @@ def host(options: argparse.Namespace) -> None:
             from transformers import StaticCache
 
             cache = StaticCache(config=model.config, max_cache_len=length)
-        token = prompt(model, options.batch, 64)
+        token = prompt(model, options.batch[0], 64)
         model(input_ids=token, past_key_values=cache, use_cache=True)
         token = token[:, :1].contiguous()
         for _ in range(8):
@@ -514,7 +635,7 @@ def host(options: argparse.Namespace) -> None:
             model(input_ids=token, past_key_values=cache, use_cache=True)
             samples.append(1e3 * (time.perf_counter() - started))
         row = {"kind": "serving host", "path": path, "layers": options.layers}
-        rows.write(options.out, {**row, "batch": options.batch, "ms": rows.percentiles(samples)})
+        rows.write(options.out, {**row, "batch": options.batch[0], "ms": rows.percentiles(samples)})
         del model, cache
 
 
@@ -567,14 +688,16 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=COMPILED, default=["static", "verb-4"])
     parser.add_argument("--size", choices=WIDTHS, default="h200")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=12000)
+    parser.add_argument("--batch", type=int, nargs="+", default=[8])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[12000])
+    parser.add_argument("--turns", type=Path, help="a file that processes on a GPU share")
+    parser.add_argument("--brief", action="store_true")
     parser.add_argument("--new", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="print the report of each path")
     parser.add_argument("--out", type=Path, default=Path("serving.jsonl"))
     options = parser.parse_args()
-    options.device = "cpu" if options.size == "tiny" else "cuda"
+    options.device = "cpu" if options.size in ON_CPU else "cuda"
     for part in options.part:
         parts[part](options)
 

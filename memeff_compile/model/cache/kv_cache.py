@@ -28,6 +28,7 @@ from memeff_compile.model.cache.layers import (
     InPlace,
     Place,
     Starts,
+    WindowLayer,
     layers_of,
     refuse,
     remaining,
@@ -197,6 +198,10 @@ class KVCache(Cache):
                 compat.keep_address(changed)
                 setattr(owner, name, changed)
 
+    def windows(self) -> list[WindowLayer]:
+        """Return the layers that see a window of tokens."""
+        return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
+
     @property
     def is_empty(self) -> bool:
         """Whether no layer of ours has tokens."""
@@ -309,7 +314,10 @@ def _check(
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call whose first graphs serve prompts, and caches, of any length."""
+    """Return a compiled call whose first graphs serve prompts, and caches, of any length.
+
+    Windows are moved before a step, which then is the same one whether they are full or not.
+    """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
@@ -317,13 +325,17 @@ def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
         if isinstance(cache, KVCache) and isinstance(ids, Tensor) and ids.dim() > 1:
             masks = kwargs.get("attention_mask")
             masks = masks.values() if isinstance(masks, Mapping) else [masks]
-            length = cache.get_max_length()
+            windows = cache.windows()
+            for layer in windows:
+                layer.require_room(ids.shape[1])
+                layer.make_room(ids.shape[1])
+            lengths = {cache.get_max_length(), *(layer.room for layer in windows)}
             if cache.is_empty and ids.shape[1] > 1:
-                length = ids.shape[1]
+                lengths = {ids.shape[1]}
                 compat.mark_varying(ids, 1)
             for each in (*masks, kwargs.get("position_ids")):
                 for dim in range(1, each.dim()) if isinstance(each, Tensor) else ():
-                    if each.shape[dim] == length:
+                    if each.shape[dim] in lengths:
                         compat.mark_varying(each, dim)
         return call(*args, **kwargs)
 

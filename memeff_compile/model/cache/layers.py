@@ -235,30 +235,26 @@ class ExactLayer(InPlace, StaticLayer):
         self.is_empty = True
 
 
-class OpenWindowLayer(ExactLayer):
-    """A layer whose window is hardly shorter than the cache, or longer: no token ever leaves it."""
-
-    is_sliding = True
-
-
 class WindowLayer(InPlace, StaticLayer):
     """A layer that sees a window of tokens, and has room for some more of them.
 
     New tokens are written behind the others. Where there is no room the window moves to the front,
     once in as many steps as there is room beside it; masks say which tokens are seen. How far it is
     filled is counted on the host, for masks, and on the device, for the places that are written to.
+    In a cache that is no longer than that, no token ever leaves the layer.
     """
 
-    buffers = held = "keys", "values"
+    buffers = held = long = "keys", "values"
     is_sliding = True
-    is_croppable = False  # tokens that have left the window do not come back
     keys: Any
     values: Any
     passing: tuple[Tensor, Tensor] | None = None  # keys and values of more than there is room for
 
-    def __init__(self, window: int) -> None:
-        super().__init__(max_cache_len=room_of(window))
+    def __init__(self, window: int, max_cache_len: int) -> None:
+        super().__init__(max_cache_len=min(room_of(window), max_cache_len))
         self.window = window
+        # Tokens that have left the window do not come back.
+        self.is_croppable = self.holds_all = max_cache_len <= room_of(window)
         self._start()
 
     def _start(self) -> None:
@@ -272,8 +268,10 @@ class WindowLayer(InPlace, StaticLayer):
         return min(self.filled - _NONE, self.max_cache_len)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        room, new, length = self.max_cache_len, key_states.shape[2], self.cumulative_length
+        room, new, length = self.room, key_states.shape[2], self.cumulative_length
         states = key_states, value_states
+        if not torch.compiler.is_compiling():
+            self.require_room(new)
         self.total += new
         if self.is_empty:  # the last ones, of a prompt of any length
             length.add_(new)
@@ -284,23 +282,50 @@ class WindowLayer(InPlace, StaticLayer):
             length.clamp_(max=room)
             self.filled += new  # more than there is room for: the next step moves the window
             return
+        self.make_room(new)
         if self.filled + new > room + _NONE:
-            kept = min(self.filled - _NONE, self.window - 1)
-            places = torch.arange(kept, device=self.device) + (length - kept)
-            older = self.keys.index_select(2, places), self.values.index_select(2, places)
-            if kept + new > room:
-                keys, values = (torch.cat(pair, 2) for pair in zip(older, states, strict=True))
-                self.passing, self.filled = (keys, values), room + _NONE
-                self.keys.copy_(keys[:, :, -room:])
-                self.values.copy_(values[:, :, -room:])
-                length.fill_(room)
-                return
-            self.keys[:, :, :kept].copy_(older[0])
-            self.values[:, :, :kept].copy_(older[1])
-            length.fill_(kept)
-            self.filled = kept + _NONE
+            older = self._latest(self.kept)
+            keys, values = (torch.cat(pair, 2) for pair in zip(older, states, strict=True))
+            self.passing, self.filled = (keys, values), room + _NONE
+            self.keys.copy_(keys[:, :, -room:])
+            self.values.copy_(values[:, :, -room:])
+            length.fill_(room)
+            return
         self.filled += new
         StaticLayer.update(self, *states)
+
+    @property
+    def kept(self) -> int:
+        """The tokens that stay where the window moves: what the next one sees of those here."""
+        return min(self.filled - _NONE, self.window - 1)
+
+    def _latest(self, kept: int) -> tuple[Tensor, Tensor]:
+        places = torch.arange(kept, device=self.device) + (self.cumulative_length - kept)
+        return self.keys.index_select(2, places), self.values.index_select(2, places)
+
+    def make_room(self, new: int) -> None:
+        """Move the window to the front where so many tokens do not fit behind those that are here.
+
+        Done before a compiled step, so that there is one step: that which writes behind the others.
+        """
+        if self.is_empty or self.filled + new <= self.room + _NONE or self.kept + new > self.room:
+            return
+        kept = self.kept
+        keys, values = self._latest(kept)
+        self.keys[:, :, :kept].copy_(keys)
+        self.values[:, :, :kept].copy_(values)
+        self.cumulative_length.fill_(kept)
+        self.filled = kept + _NONE
+
+    def require_room(self, new: int) -> None:
+        """Refuse more tokens than a cache has room for that is no longer than the window."""
+        there = self.total - _NONE
+        if self.holds_all and there + new > self.max_cache_len:
+            behind = f"{there} tokens and {new} more" if there else f"{new} tokens"
+            refuse(
+                f"{behind} were given to a cache of max_cache_len={self.max_cache_len}. Make a "
+                "longer one."
+            )
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if self.passing is None:
@@ -312,10 +337,9 @@ class WindowLayer(InPlace, StaticLayer):
         """Return length and offset of the keys that the mask is about: as the next tokens go."""
         if self.is_empty:
             return query_length, 0
-        if self.filled + query_length <= self.max_cache_len + _NONE:
-            return self.max_cache_len, self.total - self.filled
-        kept = min(self.filled - _NONE, self.window - 1)
-        return max(kept + query_length, self.max_cache_len), self.total - _NONE - kept
+        if self.filled + query_length <= self.room + _NONE:
+            return self.room, self.total - self.filled
+        return max(self.kept + query_length, self.room), self.total - _NONE - self.kept
 
     def get_seq_length(self) -> int:
         """Return the tokens that have been in the cache."""
@@ -536,9 +560,7 @@ def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Itera
         if kind == "full_attention":
             yield full()
         elif STATIC_LAYER_TYPE_MAPPING.get(kind) is StaticSlidingWindowLayer:
-            window = given["sliding_window"]
-            is_open = room_of(window) >= max_cache_len
-            yield OpenWindowLayer(max_cache_len) if is_open else WindowLayer(window)
+            yield WindowLayer(given["sliding_window"], max_cache_len)
         elif kind in STATIC_LAYER_TYPE_MAPPING:
             yield STATIC_LAYER_TYPE_MAPPING[kind](**{"max_cache_len": max_cache_len, **given})
         else:

@@ -591,7 +591,43 @@ def test_a_window_says_what_one_that_forgets_nothing_says(
             assert cache.get_seq_length() == start
 
 
+@torch.no_grad()
+def test_a_window_that_was_moved_beforehand_says_the_same() -> None:
+    model = make("Mistral", sliding_window=8)
+    ids, found = prompt(2, 90), []
+    for is_moved in (False, True):
+        cache = KVCache(model.config, 256, 16)
+        logits = [model(input_ids=ids[:, :30], past_key_values=cache).logits]
+        for place in range(30, 90):
+            if is_moved:
+                for layer in cache.windows():
+                    layer.make_room(1)
+                    assert layer.here < layer.room
+            step = ids[:, place : place + 1]
+            logits.append(model(input_ids=step, past_key_values=cache).logits)
+        found.append(torch.cat(logits, 1))
+    assert torch.equal(*found)
+
+
 # --- refusals -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_window_as_long_as_the_cache_forgets_nothing_and_refuses_what_does_not_fit() -> None:
+    model = make("Mistral", sliding_window=64)
+    cache = KVCache(model.config, 40, 16)
+    assert [(layer.holds_all, layer.is_croppable) for layer in cache.windows()] == [
+        (True, True)
+    ] * 2
+    fill(model, cache, 38)
+    cache.crop(-8)
+    assert cache.get_seq_length() == 30
+    fill(model, cache, 10)
+    with pytest.raises(UnsupportedInputError, match="40 tokens and 1 more were given to a"):
+        fill(model, cache, 1)
+    cache.reset()
+    with pytest.raises(UnsupportedInputError, match="41 tokens were given to a cache"):
+        fill(model, cache, 41)
 
 
 def test_a_model_that_keeps_no_keys_is_refused() -> None:

@@ -252,12 +252,12 @@ def test_steps_of_a_model_with_windows_are_replayed(
         expected = plain.generate(ids, **asked)
         assert torch.equal(model.generate(ids, **asked, **given), expected)
         steps += new - 1
-    # Filling windows and full ones are a step each, and each runs twice before it is recorded. A
-    # move of the window comes once in seventeen steps.
-    assert totals()[1] >= steps - (6 if kv_cache != "bare" else 14)
+    # A step runs twice before it is recorded; with transformers' layer, filling windows and full ones
+    # are a step each, and so are those of other caches.
+    assert totals()[1] >= steps - (2 if kv_cache != "bare" else 14)
     if kv_cache == "static":
-        # Prompts inside of the window, beyond it and with padding, which Mistral sees alike; steps.
-        assert len(memeff_compile.graphs()) <= (4 if family == "Mistral" else 5)
+        # Prompts inside of the window, beyond it and with padding, which Mistral sees alike; a step.
+        assert len(memeff_compile.graphs()) <= (3 if family == "Mistral" else 4)
 
 
 @pytest.mark.slow
@@ -273,16 +273,20 @@ def test_beams_over_windows_are_replayed(engine: Imitation, sequences: int) -> N
     assert totals()[1] >= 2 * 19 - 4
 
 
-def test_a_window_longer_than_the_cache_is_an_exact_cache(engine: Imitation) -> None:
-    """The step serves caches of any length, as one without windows does."""
-    plain = make("Mistral", sliding_window=1024, **ONE_LAYER)
-    model, _ = compiled_for("static", "Mistral", sliding_window=1024, **ONE_LAYER)
-    for tokens in (20, 300, 31):
-        ids = prompt(2, tokens)
+@pytest.mark.parametrize("tokens", [(20, 300, 31, 700, 33), (700, 31, 20)])
+def test_windows_shorter_and_longer_than_the_cache_share_their_graphs(
+    engine: Imitation, tokens: tuple[int, ...]
+) -> None:
+    """Prompts inside of the window and beyond it, and one step for caches of any length."""
+    plain = make("Mistral", sliding_window=500, **ONE_LAYER)
+    model, _ = compiled_for("static", "Mistral", sliding_window=500, **ONE_LAYER)
+    for length in tokens:
+        ids = prompt(2, length)
         expected = plain.generate(ids, max_new_tokens=NEW, do_sample=False)
         assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
-    assert len(memeff_compile.graphs()) == 2
-    assert totals()[1] >= 3 * (NEW - 1) - 4
+    assert len(memeff_compile.graphs()) == 3
+    # The first step of a cache is recorded with it, and the first of all runs as it is, twice.
+    assert totals()[1] >= len(tokens) * (NEW - 1) - 6
 
 
 def alive() -> tuple[int, int]:
