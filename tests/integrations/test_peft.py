@@ -1,4 +1,4 @@
-"""PEFT adapters: a frozen head costs no gradient product, an adapted head is left alone."""
+"""PEFT adapters: a frozen head costs no gradient product, with an adapter of its own or without."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from tests.integrations.tiny import (
     llama,
 )
 
+BACKWARDS = (
+    "memeff.linear_cross_entropy_backward.default",
+    "memeff.linear_cross_entropy_adapted_backward.default",
+)
+
 
 class BackwardCalls(TorchDispatchMode):
     """Notes which gradients each backward of the fused loss was asked for."""
@@ -31,22 +36,30 @@ class BackwardCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if str(func) == "memeff.linear_cross_entropy_backward.default":
+        if str(func) in BACKWARDS:
             self.asked.append(list(kwargs["output_mask"]))
         return func(*args, **kwargs)
 
 
-def adapted(*targets: str, save: tuple[str, ...] = (), **settings: object) -> nn.Module:
-    model = llama(**settings)
+def adapted(
+    *targets: str,
+    save: tuple[str, ...] = (),
+    adapters: int = 1,
+    dtype: torch.dtype = torch.float32,
+    lora: dict[str, Any] | None = None,
+    **settings: object,
+) -> nn.Module:
+    model = llama(**settings).to(dtype)
     torch.manual_seed(1)
-    config = LoraConfig(
-        r=4,
-        target_modules=list(targets),
-        modules_to_save=list(save) or None,
-        init_lora_weights=False,
-        lora_dropout=0.0,
-    )
-    return get_peft_model(model, config)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"r": 4, "init_lora_weights": False, "lora_dropout": 0.0, **(lora or {})}
+    how |= {"target_modules": list(targets), "modules_to_save": list(save) or None}
+    found = get_peft_model(model, LoraConfig(**how))  # type: ignore[arg-type]
+    names = ["default", *(f"further {i}" for i in range(1, adapters))]
+    for name in names[1:]:
+        found.add_adapter(name, LoraConfig(**how))
+    if names[1:]:
+        found.base_model.set_adapter(names)  # type: ignore[operator]
+    return found
 
 
 def frozen_trunk() -> nn.Module:
@@ -93,15 +106,50 @@ def test_only_the_gradients_that_someone_trains_are_computed(make: Any, asked: l
     torch.testing.assert_close(out.logits + 0, expected.logits)
 
 
-def test_an_adapted_head_is_declined_with_a_reason() -> None:
-    reference, model = adapted("q_proj", "lm_head"), adapted("q_proj", "lm_head")
+@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("adapters", [1, 2])
+def test_an_adapted_head_is_served(adapters: int, is_tied: bool) -> None:
+    def make() -> nn.Module:
+        return adapted("q_proj", "lm_head", adapters=adapters, tie_word_embeddings=is_tied)
+
+    reference, model = make(), make()
     expected, _ = step(reference)
-    model.compile(backend="memeff", options=OPTIONS)
-    out, _ = step(model)
-    assert codes() == {"logits_combined"}
-    assert "adds to the logits" in memeff_compile.last_report().records[0].sentence
-    assert torch.equal(out.loss, expected.loss)
+    model.compile(backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
+    out, calls = step(model)
+    assert codes() == {"rewrote", "logits_none"}
+    assert calls.asked == [[True, False, False, True, True]]
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
     assert_same_gradients(gradients(model), gradients(reference))
+
+
+def test_an_adapter_in_fp32_on_a_head_in_16_bits_is_served() -> None:
+    def make() -> nn.Module:
+        return adapted("q_proj", "lm_head", dtype=torch.bfloat16)
+
+    exact, reference, model = make().double(), make(), make()
+    for each in (exact, reference):
+        step(each)
+    model.compile(backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
+    step(model)
+    assert codes() == {"rewrote", "logits_none"}
+    found, eager, wanted = map(gradients, (model, reference, exact))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert found[name].dtype == torch.float32
+        ours, theirs = ((g[name] - gradient).norm() for g in (found, eager))
+        assert ours <= 1.1 * theirs, name
+
+
+@pytest.mark.slow
+def test_dora_and_a_bias_of_b_are_declined() -> None:
+    for settings in ({"use_dora": True}, {"lora_bias": True}):
+        memeff_compile.reset()
+        torch._dynamo.reset()
+        model = adapted("q_proj", "lm_head", lora=settings)
+        model.compile(backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
+        step(model)
+        assert codes() <= {"logits_combined", "scale_not_constant"}, settings
+        assert codes()
 
 
 def test_skip_and_report_know_the_head_by_its_name() -> None:

@@ -11,12 +11,16 @@ engines and the formula of the bytes it saves. Per row of the hidden states it r
     top        the index of the largest z_j, the first of equals
 
 with z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), all differentiable once but
-the last.
+the last. memeff::linear_cross_entropy_adapted has a low-rank product beside the head's.
 Means, sums, class weights of the target and shifts stay outside, in ordinary ops on N numbers.
 """
 
 from __future__ import annotations
 
+from .adapted import linear_cross_entropy_adapted as linear_cross_entropy_adapted
+from .adapted import (
+    linear_cross_entropy_adapted_backward as linear_cross_entropy_adapted_backward,
+)
 from .memory import Pieces as Pieces
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before

@@ -173,7 +173,7 @@ def compute(given: Loss) -> Totals:
 
 def results(found: Totals, given: Loss) -> tuple[Tensor, ...]:
     """Return what an engine found as the op does."""
-    return (found.total, *rows_op.as_results(found[1:], given.hidden))
+    return (found.total, *rows_op.as_results(found[1:], Operands(*given[:4])))
 
 
 def by_recomputing(given: Loss) -> Totals:

@@ -24,7 +24,7 @@ from ..graph.canonical import aten, call_of, named, read_one
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, Region, same_shape, written_by
 from . import shards
-from .head import fold, replay_rows
+from .head import Step, fold, replay_rows
 from .softmax import class_position
 from .tails import ENTROPIES, STATISTICS, Tail, is_silent
 
@@ -193,6 +193,8 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
         return False
     if tail.label_smoothing or info.parent is not None or is_silent(info, tail):
         return False
+    if tail.chain.head.parts:
+        return False
     makes = op_folder.makes_gradients_in_forward
     if compat.is_dtensor(hidden):
         makes = op_folder.makes_gradients_in_forward_over_ranks
@@ -268,6 +270,7 @@ class GroupEmitter:
         column_weight = self.with_target.class_weight if smoothing and self.with_target else None
         options = self.info.options
         operands = [self.hidden, weight, bias, self.target]
+        low_rank = self._low_rank(key_steps)
         if is_total(self.info, self.group):
             self._total_call(operands)
             return
@@ -277,6 +280,7 @@ class GroupEmitter:
         self.op = self._call(
             *operands,
             column_weight and self._columns(column_weight),
+            *low_rank,
             ignore_index=self.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
@@ -296,7 +300,8 @@ class GroupEmitter:
         """Insert the op, or the one of ranks that have some of the classes each."""
         e, split = self.editor, self.split
         if split is None:
-            return e.call(op_folder.linear_cross_entropy, *operands, **settings)
+            whole, adapted = op_folder.linear_cross_entropy, op_folder.linear_cross_entropy_adapted
+            return e.call(adapted if self.head.parts else whole, *operands, **settings)
         settings |= {"group": split.group, **split.shard._asdict()}
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
@@ -305,6 +310,22 @@ class GroupEmitter:
         if self.split is None:
             return node
         return shards.here(self.editor, self.head, node, summed)
+
+    def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
+        """Return what the low-rank parts of the head multiply, and what they multiply it with.
+
+        Several are one of as many ranks as all of them; scales go where N numbers stand, not V.
+        """
+        e, lows, ups = self.editor, list[Node](), list[Node]()
+        for part in self.head.parts:
+            rank = compat.known_size(self.info.value(part.low).shape[-1])
+            low = e.cast(replay_rows(e, part.low, steps, rank), self.head.low_dtype)
+            up = e.cast(part.up, self.head.low_dtype)
+            lows.append(low if part.scale == 1 else e.call(aten.mul.Scalar, low, part.scale))
+            ups.append(e.call(aten.t.default, up) if part.transposed else up)
+        if len(lows) < 2:
+            return [*lows, *ups]
+        return [e.call(aten.cat.default, lows, -1), e.call(aten.cat.default, ups, -1)]
 
     def _columns(self, vector: Node) -> Node:
         """Return what belongs to this rank's classes of a vector over all."""

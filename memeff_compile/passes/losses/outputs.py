@@ -68,6 +68,8 @@ def returned_logits(info: GraphInfo) -> list[Returned]:
         value = info.tensor(node)
         if isinstance(chain, Decline) or value is None or not value.requires_grad:
             continue
+        if chain.head.parts:
+            continue
         if reader.is_wide(chain.head):
             found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain))
     return [Returned(head, outputs) for head, outputs in found.items()]
@@ -171,6 +173,8 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
         return "torch.export needs plain tensors as outputs"
     for output in outputs:
         head = output.chain.head
+        if head.parts:
+            return "an adapter of the head adds a low-rank product to them"
         if compat.is_dtensor(info.value(output.node)):
             return "they are returned in parts, one on each rank"
         if compat.is_dtensor(info.value(head.node)) and not info.needs_grad:
