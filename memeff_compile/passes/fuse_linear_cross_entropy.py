@@ -8,6 +8,8 @@
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
+LoRA adapters of the head are low-rank products beside its own, and join the call.
+
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
 A *site* is one head and every loss-like consumer of its logits: cross_entropy, log_softmax +
@@ -15,9 +17,9 @@ nll_loss or gather, logsumexp (z-loss), and the metrics beside them: argmax, ent
 a gradient. Consumers that use the same rows and targets share one op call. The reductions stay ATen
 nodes, so an empty or all-ignored batch gives nan as in eager.
 
-Declined, never guessed: class-probability targets, other uses of the logits inside the graph,
-logits or operands written in place in between, mixed grad regions, subclass or integer weights,
-scales that are tensors, heads in another graph. The docs page lists every code.
+Declined, never guessed: class-probability targets, other sums and uses of the logits inside the
+graph, logits or operands written in place in between, mixed grad regions, subclass or integer
+weights, scales that are tensors, heads in another graph. The docs page lists every code.
 """
 
 from __future__ import annotations
@@ -215,9 +217,10 @@ class FuseLinearCrossEntropy(GraphPass):
             apart = shards.sentence(split, numbers, sum(pieces))
         head, name = node_name(match.head.node), "linear_cross_entropy"
         if match.head.parts:
-            head = f"linear with {len(match.head.parts)} low-rank part(s)"
-            name = "linear_cross_entropy_adapted"
-            engine += "; its backward makes the logits again, W's gradient only if W is trained"
+            several = len(match.head.parts) > 1
+            head = f"linear with {len(match.head.parts) if several else 'a'} low-rank part"
+            head, name = f"{head}{'s' * several}", "linear_cross_entropy_adapted"
+            engine += "; beside an adapter its speed is not measured"
         sentence = (
             f"{head} + {' + '.join(dict.fromkeys(spellings))} -> memeff::{name}{times}{apart}; "
             f"{engine}"

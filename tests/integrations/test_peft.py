@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memeff_compile
+from memeff_compile.errors import StaleLogitsError
 from tests.integrations.tiny import (
     OPTIONS,
     TRAINING,
@@ -21,6 +22,7 @@ from tests.integrations.tiny import (
     llama,
 )
 
+DECLINED = {"logits_not_deferrable"}
 BACKWARDS = (
     "memeff.linear_cross_entropy_backward.default",
     "memeff.linear_cross_entropy_adapted_backward.default",
@@ -114,12 +116,42 @@ def test_an_adapted_head_is_served(adapters: int, is_tied: bool) -> None:
 
     reference, model = make(), make()
     expected, _ = step(reference)
-    model.compile(backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
+    model.compile(backend="memeff", options=OPTIONS)
     out, calls = step(model)
-    assert codes() == {"rewrote", "logits_none"}
+    assert codes() == TRAINING
     assert calls.asked == [[True, False, False, True, True]]
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
     assert_same_gradients(gradients(model), gradients(reference))
+    assert torch.equal(out.logits + 0, expected.logits)
+
+
+@pytest.mark.parametrize("name", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("through_data", [False, True])
+def test_logits_of_an_adapted_head_are_refused_once_an_adapter_changed(
+    name: str, through_data: bool
+) -> None:
+    model = adapted("lm_head", lora={"r": 1})
+    model.compile(backend="memeff", options=OPTIONS)
+    out, _ = step(model)
+    (changed,) = (p for n, p in model.named_parameters() if name in n)
+    with torch.no_grad():
+        (changed.data if through_data else changed).mul_(2)
+    with pytest.raises(StaleLogitsError):
+        out.logits.sum()
+
+
+def test_dropout_before_an_adapter_is_served_where_nobody_reads_logits() -> None:
+    for logits, expected in (("none", {"rewrote", "logits_none"}), ("deferred", DECLINED)):
+        memeff_compile.reset()
+        torch._dynamo.reset()
+        reference, model = (adapted("lm_head", lora={"lora_dropout": 0.2}) for _ in range(2))
+        model.compile(backend="memeff", options={**OPTIONS, "memeff.logits": logits})
+        for each in (reference, model):
+            each.train()
+            torch.manual_seed(0)
+            step(each)
+        assert codes() == expected
+        assert_same_gradients(gradients(model), gradients(reference))
 
 
 def test_an_adapter_in_fp32_on_a_head_in_16_bits_is_served() -> None:

@@ -143,7 +143,7 @@ def test_the_report_counts_the_rank() -> None:
     (record,) = (r for r in records if r.bytes_after is not None)
     assert record.sizes["R"] == R + 2
     assert "R" in map(str, record.bytes_after.free_symbols)
-    assert "2 low-rank part(s)" in record.sentence
+    assert "2 low-rank parts" in record.sentence
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -173,6 +173,58 @@ def test_an_adapter_in_fp32_keeps_its_precision(dtype: torch.dtype) -> None:
     assert memeff_compile.last_report().rewrites("fuse_linear_cross_entropy") == 1
     for eager, ours in zip(*errors, strict=True):
         assert ours <= 1.1 * eager
+
+
+RETURNED: dict[str, Callable[[Any], Any]] = {
+    "logits": adapted,
+    "an adapter scaled by 1": lambda x: F.linear(x.h, x.w) + adapter(x, 1.0),
+    "a bias inside and one behind": lambda x: F.linear(x.h, x.w, x.bias) + adapter(x) + x.bias,
+    "two adapters": two_adapters,
+    "a softcap, in fp32": lambda x: (30 * torch.tanh(adapted(x) / 30)).float(),
+    "last position": lambda x: adapted(x)[:, -1:],
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_returned_logits_are_deferred_and_equal_eager(name: str) -> None:
+    """Values, and gradients that come back through them beside the loss's."""
+
+    def function(x: Any) -> tuple[Tensor, Tensor]:
+        logits = RETURNED[name](x)
+        return loss_of(logits, x.y[:, : logits.shape[1]]), logits
+
+    exact = "fp32" not in name
+    outcome = compare(function, **({} if exact else {"rtol": 1e-5, "atol": 1e-5}))
+    assert (outcome.fired, outcome.codes) == (1, []), outcome.report.details()
+    assert "logits_deferred" in {r.code for r in outcome.report.records}
+
+
+KEPT: dict[str, Callable[[Any], Tensor]] = {
+    "another input of A": lambda x: F.linear(x.h, x.w) + F.linear(F.linear(x.h.sin(), x.a), x.b),
+    "dropout": lambda x: (
+        F.linear(x.h, x.w) + F.linear(F.linear(F.dropout(x.h, 0.5, True, False), x.a), x.b)
+    ),
+    "scaled twice": lambda x: F.linear(x.h, x.w) + adapter(x) / 3,
+    "computed adapter": lambda x: F.linear(x.h, x.w) + F.linear(F.linear(x.h, x.a.sin()), x.b),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_returned_logits_are_declined(name: str) -> None:
+    def function(x: Any) -> tuple[Tensor, Tensor]:
+        logits = KEPT[name](x)
+        return loss_of(logits, x.y), logits
+
+    outcome = compare(function)
+    assert (outcome.fired, outcome.codes) == (0, ["logits_not_deferrable"])
+    alone = compare(lambda x: function(x)[0])
+    assert (alone.fired, alone.codes) == (1, []), alone.report.details()
+
+
+def test_logits_without_a_loss_stay_as_they_are() -> None:
+    """No op would serve a loss of them outside the graph."""
+    outcome = compare(adapted)
+    assert not [r for r in outcome.report.records if r.action == "deferred"]
 
 
 def learned_scale(x: Any) -> Tensor:  # as DoRA's

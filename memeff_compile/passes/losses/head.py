@@ -55,6 +55,7 @@ class LowRank:
     transposed: bool  # up is (R, V)
     scale: float
     dtype: torch.dtype  # in which the product runs
+    links: tuple[Node, ...]  # what scales and casts the product, from the last on, and the product
     symbols: tuple[Node, ...] = ()  # numbers of the user's in the scale, held constant
 
 
@@ -256,15 +257,15 @@ class HeadReader:
         if len(shapes) < 3 or not all(same_shape(shape, shapes[2]) for shape in shapes):
             return None
         for base, other in ((left, right), (right, left)):
-            found = self._low_rank(other)
+            part = self._low_rank(other)
             # In a residual stream the search would go on and on.
-            if found is None or not self._is_narrow(found[0].low, shapes[2][-1]):
+            if part is None or not self._is_narrow(part.low, shapes[2][-1]):
                 continue
-            (part, nodes), (head, casts) = found, self._cast_head(base)
+            head, casts = self._cast_head(base)
             depth = None if head is None else self.info.value(head.hidden).shape[-1]
             if head is None or not self._is_narrow(part.low, depth):
                 continue
-            before = (*head.nodes, *casts, *nodes)
+            before = (*head.nodes, *casts, *part.links)
             # Parts without a gradient in a sum that has one would get one.
             is_alike = all(self.info.regions[n] == self.info.regions[node] for n in before)
             head = replace(head, node=node, parts=(*head.parts, part))
@@ -278,8 +279,8 @@ class HeadReader:
         rank = compat.known_size(self.info.value(low).shape[-1])
         return rank is not None and compat.statically_true(rank < width)
 
-    def _low_rank(self, node: Node) -> tuple[LowRank, list[Node]] | None:
-        """Read a product behind casts and scales by numbers, and the nodes that make it."""
+    def _low_rank(self, node: Node) -> LowRank | None:
+        """Read a product behind casts and scales by numbers."""
         nodes, symbols, scale = list[Node](), list[Node](), 1.0
         while (call := read_one(node)) is not None and len(nodes) < _MAX_STEPS:
             nodes.append(node)
@@ -296,7 +297,8 @@ class HeadReader:
                 if not isinstance(head, Head) or head.bias is not None:
                     return None
                 made_of = head.hidden, head.weight, head.transposed
-                return LowRank(*made_of, scale, head.compute_dtype, tuple(symbols)), nodes
+                links = tuple(nodes), tuple(symbols)
+                return LowRank(*made_of, scale, head.compute_dtype, *links)
             node = call.args["self"]
         return None
 
