@@ -165,7 +165,12 @@ class FuseLinearCrossEntropy(GraphPass):
             # Gradients are made in the forward.
             if isinstance(split, op_folder.Split):
                 seen = (*seen[:2], split.shard.chunk)  # which pieces of rows go by
-            if not (isinstance(split, op_folder.Split) and engine == "hybrid"):
+            if head.parts and engine == "hybrid":
+                how = {"dtype": head.compute_dtype, "workspace": common["workspace"]}
+                held = op_folder.adapted_total_bytes(*seen[::2], sizes["R"], **how)
+                after = b + op_folder.TOTAL_BYTES_PER_ROW * n
+                return Gain(before, after, sizes | {"B": int(held)})
+            if not (head.parts or (isinstance(split, op_folder.Split) and engine == "hybrid")):
                 total = op_folder.total_bytes(*seen, device=hidden.device, **common)
                 after = b + op_folder.TOTAL_BYTES_PER_ROW * n + from_ranks
                 return Gain(before, after, sizes | {"B": int(total)})
@@ -220,6 +225,7 @@ class FuseLinearCrossEntropy(GraphPass):
             several = len(match.head.parts) > 1
             head = f"linear with {len(match.head.parts) if several else 'a'} low-rank part"
             head, name = f"{head}{'s' * several}", "linear_cross_entropy_adapted"
+            name += "_total" if is_all_totals else ""
             engine += "; beside an adapter its speed is not measured"
         sentence = (
             f"{head} + {' + '.join(dict.fromkeys(spellings))} -> memeff::{name}{times}{apart}; "

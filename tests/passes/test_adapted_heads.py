@@ -114,6 +114,12 @@ def test_gradients_equal_eager_whatever_is_frozen(frozen: tuple[str, ...]) -> No
     assert compare(SERVED["bias"], inputs(torch.float64, *frozen)).fired == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two adapters", "z-loss and entropy"])
+def test_under_inductor(name: str) -> None:
+    assert compare(SERVED[name], inner="inductor").fired == 1
+
+
 def test_a_call_without_gradients_is_served() -> None:
     outcome = compare(SERVED["bias"], inputs(torch.float64, *"h w bias a b a2 b2".split()))
     assert outcome.fired == 1
@@ -269,6 +275,12 @@ def weight_written_between(x: Any) -> Tensor:
     return loss_of(base + adapter(x), x.y)
 
 
+def adapter_in_more_bits(x: Any) -> Tensor:
+    """fp64 beside a base in fp32, where the op would have less."""
+    base = F.linear(x.h.float(), x.w.float())
+    return loss_of(base + adapter(x).float(), x.y).double()
+
+
 def of_full_rank(x: Any) -> Tensor:
     return loss_of(F.linear(x.h, x.w) + F.linear(x.h.sin(), x.w), x.y)
 
@@ -286,6 +298,7 @@ DECLINED = {
     rows_broadcast: "logits_combined",
     added_in_place: "no_linear_head",
     weight_written_between: "mutated",
+    adapter_in_more_bits: "logits_combined",
     of_full_rank: "logits_combined",
     subtracted: "no_linear_head",
 }

@@ -21,6 +21,12 @@ from .adapted import linear_cross_entropy_adapted as linear_cross_entropy_adapte
 from .adapted import (
     linear_cross_entropy_adapted_backward as linear_cross_entropy_adapted_backward,
 )
+from .adapted_total import (
+    linear_cross_entropy_adapted_total as linear_cross_entropy_adapted_total,
+)
+from .adapted_total import (
+    makes_gradients_in_forward_adapted as makes_gradients_in_forward_adapted,
+)
 from .memory import Pieces as Pieces
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
@@ -53,3 +59,4 @@ from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .total import linear_cross_entropy_total as linear_cross_entropy_total
 from .total import makes_gradients_in_forward as makes_gradients_in_forward
 from .total import total_bytes as total_bytes
+from .total_hybrid import adapted_total_bytes as adapted_total_bytes

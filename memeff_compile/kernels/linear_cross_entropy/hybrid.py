@@ -37,7 +37,7 @@ STATE = 5
 
 def forward(given: Operands, knobs: Knobs) -> Rows:
     """Compute what is asked for of every row, of bf16, fp16 or fp32 and a weight of any strides."""
-    given = _readable(given)
+    given = readable(given)
     hidden, weight, *_ = given
     rows, vocab = hidden.shape[0], weight.shape[0]
     widths = _widths(hidden, weight, knobs)
@@ -47,7 +47,7 @@ def forward(given: Operands, knobs: Knobs) -> Rows:
     with on_device(hidden):
         for first, stop in spans(0, vocab, widths.strip):
             s = window(strip, rows, stop - first)
-            _products(given, first, stop, s)
+            products(given, first, stop, s)
             launch_statistics(s, given, state, found, first, knobs)
     return found
 
@@ -57,7 +57,7 @@ def backward(
 ) -> Gradients:
     """Compute the gradients that `output_mask` asks for."""
     bias = given.bias
-    given = _readable(given)
+    given = readable(given)
     hidden, weight, *_, low, up = given
     rows, vocab = hidden.shape[0], weight.shape[0]
     grads = RowGradients(*(grad.contiguous() for grad in grads))
@@ -93,7 +93,7 @@ def backward(
             g = window(piece, rows, stop - first)
             for start, end in spans(first, stop, widths.strip):
                 s = window(strip, rows, end - start)
-                _products(given, start, end, s)
+                products(given, start, end, s)
                 g_strip = g[:, start - first : end - first]
                 launch_gradient(s, s if is_apart else g_strip, given, kept, grads, start, knobs)
                 if is_apart:
@@ -115,7 +115,7 @@ def backward(
     return grad_hidden, grad_weight, grad_bias, grad_low, grad_up
 
 
-def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
+def products(given: Operands, first: int, stop: int, out: Tensor) -> None:
     """Write what the columns [first, stop) of the head give into fp32 `out`."""
     product(given.hidden, given.weight[first:stop].t(), out)
     if given.low is not None and given.up is not None:
@@ -199,7 +199,7 @@ def _widths(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Widths:
     return hybrid_widths(*sizes, processors(hidden.device))
 
 
-def _readable(given: Operands) -> Operands:
+def readable(given: Operands) -> Operands:
     """Copy what a kernel or a library product could not read as it is: once, not per piece."""
     hidden, weight, bias, target, column_weight, low, up = given
     return Operands(

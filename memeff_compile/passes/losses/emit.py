@@ -194,7 +194,12 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
     if tail.label_smoothing or info.parent is not None or is_silent(info, tail):
         return False
     if tail.chain.head.parts:
-        return False
+        return op_folder.makes_gradients_in_forward_adapted(
+            hidden.device,
+            tail.chain.head.compute_dtype,
+            trains_weight=info.value(tail.chain.head.weight).requires_grad,
+            workspace=info.options.linear_cross_entropy_workspace,
+        )
     makes = op_folder.makes_gradients_in_forward
     if compat.is_dtensor(hidden):
         makes = op_folder.makes_gradients_in_forward_over_ranks
@@ -272,7 +277,7 @@ class GroupEmitter:
         operands = [self.hidden, weight, bias, self.target]
         low_rank = self._low_rank(key_steps)
         if is_total(self.info, self.group):
-            self._total_call(operands)
+            self._total_call(operands, low_rank)
             return
         # What a call without metrics leaves at its defaults is not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
@@ -335,7 +340,7 @@ class GroupEmitter:
         stop = shard.first + shard.columns
         return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
-    def _total_call(self, operands: Sequence[Node | None]) -> None:
+    def _total_call(self, operands: Sequence[Node | None], low_rank: Sequence[Node]) -> None:
         """Insert the op that returns the loss itself, and the gradients beside it."""
         e, tail = self.editor, self.group[0]
         row_weight = norm = None
@@ -345,12 +350,14 @@ class GroupEmitter:
                 wide = torch.float64 if self.head.compute_dtype == torch.float64 else torch.float32
                 norm = row_weight = self._row_weights(tail.class_weight, kept, wide)
             norm = e.call(aten.sum.default, norm) if tail.reduction == 1 else None
-        trained = map(self.info.tensor, operands[:3])
+        trained = map(self.info.tensor, (*operands[:3], *low_rank))
         options = self.info.options
         filtered: dict[str, Any] = {}
-        if options.linear_cross_entropy != "exact":
+        if options.linear_cross_entropy != "exact" and not low_rank:
             filtered = {"gradient_filter": options.linear_cross_entropy, **filter_settings(options)}
         op = op_folder.linear_cross_entropy_total
+        if low_rank:
+            op = op_folder.linear_cross_entropy_adapted_total
         over_ranks: dict[str, Any] = {}
         if self.split is not None:
             op = op_folder.linear_cross_entropy_total_over_ranks
@@ -360,6 +367,7 @@ class GroupEmitter:
             *operands,
             row_weight,
             norm,
+            *low_rank,
             ignore_index=tail.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,

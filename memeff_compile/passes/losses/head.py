@@ -269,7 +269,8 @@ class HeadReader:
             # Parts without a gradient in a sum that has one would get one.
             is_alike = all(self.info.regions[n] == self.info.regions[node] for n in before)
             head = replace(head, node=node, parts=(*head.parts, part))
-            is_served = self.info.value(node).dtype in (head.compute_dtype, head.low_dtype)
+            dtype = self.info.value(node).dtype
+            is_served = part.dtype.itemsize <= head.low_dtype.itemsize >= dtype.itemsize
             if is_alike and is_served and len(head.parts) <= _MAX_PARTS:
                 order = self.info.positions.__getitem__
                 return replace(head, summed=tuple(sorted(before, key=order)))

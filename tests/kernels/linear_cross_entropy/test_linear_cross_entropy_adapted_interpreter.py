@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import hybrid
+from memeff_compile.kernels.linear_cross_entropy import hybrid, total_hybrid
+from memeff_compile.kernels.linear_cross_entropy.adapted_total import by_recomputing
 from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
+from tests.support.live_bytes import LiveBytes
 from tests.support.oracles import CASES, Case, assert_matches_oracle, make_inputs
 
 pytestmark = pytest.mark.interpreter
@@ -72,6 +75,66 @@ def test_values_and_gradients_match_the_oracle(
 ) -> None:
     inputs = make_inputs(case, dtype=dtype, kind="peaked")
     assert_matches_oracle(engine_h(low_dtype), inputs, case.arguments(NARROW_PIECES), slack=2)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, 0.0), (-1.5, 3.0)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "low_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("workspace", [0, 4 * 201 * 6])
+def test_the_total_and_its_gradients_equal_those_of_two_passes(
+    workspace: int, dtype: torch.dtype, low_dtype: torch.dtype, scale: float, softcap: float
+) -> None:
+    """A walk over the rows against engine R's forward and backward."""
+    case = Case("bias", has_bias=True, ignored_share=0.3)
+    inputs = make_inputs(case, dtype=dtype, kind="peaked")
+    hidden, weight, bias, target, _ = inputs.tensors()
+    low, up = (torch.randn(n, RANK).to(low_dtype) for n in (target.numel(), weight.shape[0]))
+    given = Loss(
+        *(hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1)),
+        torch.rand(target.numel()),
+        torch.tensor(7.0),
+        case.ignore_index,
+        *(scale, softcap, workspace),
+        (True, False, True, True, True),
+    )._replace(low=low, up=up)
+    total, found = total_hybrid.run(given)
+    expected, wanted = by_recomputing(given)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+    for ours, theirs, of in zip(found, wanted, given.operands.trained, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is None or theirs is None or of is None:
+            continue
+        assert (ours.shape, ours.dtype) == (of.shape, of.dtype)
+        allowed = 1e-5 if dtype == torch.float32 or ours.dtype != dtype else 1.5e-2
+        assert (ours - theirs).norm() <= allowed * theirs.norm()
+
+
+def test_the_formula_bounds_what_a_total_holds() -> None:
+    rows, vocab = 64, 3000
+    inputs = make_inputs(PLAIN, shape=(rows,), vocab=vocab)
+    hidden, weight, _, target, _ = inputs.tensors()
+    low, up = torch.randn(rows, RANK), torch.randn(vocab, RANK)
+    workspace = 8 * vocab * 4
+    given = Loss(hidden, weight, None, target, None, None, None, 1.0, 0.0, workspace, _FROZEN)
+    with LiveBytes() as counted:
+        _, found = total_hybrid.run(given._replace(low=low, up=up))
+    returned = sum(each.untyped_storage().nbytes() for each in found if each is not None)
+    bound = total_hybrid.adapted_total_bytes(
+        rows, vocab, RANK, dtype=torch.float32, workspace=workspace
+    )
+    assert counted.peak - returned <= int(bound) + 64 * rows
+    assert int(bound) < rows * vocab
+
+
+_FROZEN = (True, False, False, True, True)
 
 
 def test_a_frozen_weight_has_no_gradient_and_changes_no_other() -> None:
