@@ -28,7 +28,7 @@ _REMEDY_GATHERED = (
     'compile with options={"memeff.logits": "eager"}.'
 )
 
-_EDITED = "the head's weight changed since then, through .data or outside PyTorch"
+_EDITED = "the head's weight, or an adapter, changed since then, through .data or outside PyTorch"
 
 _reading: list[str] = []
 

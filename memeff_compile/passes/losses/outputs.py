@@ -208,6 +208,7 @@ def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] |
     the model's own bits; or why they cannot.
     """
     said = "what an adapter of the head adds to them is not a number times B(A(hidden states))"
+    said += ", as where a dropout stands before A"
     if any(call_of(node, aten.to.dtype) for node in head.summed):
         return "a product of the head or of its adapter is cast"
     found: list[tuple[Node, Node, Adapter]] = []

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import memeff_compile
+import memeff_compile.kernels.linear_cross_entropy as op_folder
 from memeff_compile.errors import DoubleBackwardError
 from memeff_compile.kernels.linear_cross_entropy import (
     adapted_total,
@@ -161,3 +162,19 @@ def test_the_pass_asks_for_it_where_the_head_is_frozen(
     assert ("linear_cross_entropy_adapted_total" in after) == frozen
     (record,) = (r for r in outcome.report.records if r.action == "rewrote")
     assert ("the gradients are made in the forward" in record.sentence) == frozen
+
+
+def test_the_report_counts_a_piece_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapted_total, "tuned", lambda *_: "forward")
+    monkeypatch.setattr(op_folder, "engine_for", lambda *_, **__: "hybrid")
+    hidden, weight, _, target, low, up = inputs(torch.float64, torch.float64, has_bias=False)
+
+    def function(h: Tensor, w: Tensor, low: Tensor, up: Tensor, y: Tensor) -> Tensor:
+        logits = F.linear(h, w) + F.linear(low, up)
+        return F.cross_entropy(logits.view(-1, 101), y.view(-1))
+
+    outcome = compare_with_eager(function, hidden, weight, low, up, target)
+    (record,) = (r for r in outcome.report.records if r.action == "rewrote")
+    bound = op_folder.adapted_total_bytes(21, 101, RANK, dtype=torch.float64)
+    assert record.sizes["B"] == int(bound)
+    assert "_adapted_total;" in record.sentence
