@@ -35,7 +35,7 @@ def defer(
     hidden: Tensor,  # (..., hidden), what enters the head
     weight: Tensor,  # the head's weight, oriented as `recipe` says
     bias: Tensor | None,  # (vocabulary,) or None
-    vectors: Sequence[Tensor],  # the tensors that the recipe's bias steps add
+    vectors: Sequence[Tensor],  # what the recipe's steps add, or make it of
     recipe: LogitsRecipe,  # how the logits come from the hidden states
     *,
     remedy: str = REMEDY,  # what to do about stale logits, the end of the error's sentence

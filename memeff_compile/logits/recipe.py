@@ -27,12 +27,54 @@ from torch.nn import functional as F
 from memeff_compile.compat import pytree
 
 _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a LoRA adapter of the head adds: ``scale * B(A(x))``, of the hidden states x."""
+
+    scale: float
+    down: torch.dtype  # in which the product with A runs
+    up: torch.dtype  # in which that with B runs
+    total: torch.dtype  # of the logits with what is added
+
+    def product(self, hidden: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Return what is added, as the model spells it."""
+        low = F.linear(hidden.to(self.down), a.to(self.down))
+        product = F.linear(low.to(self.up), b.to(self.up))
+        return product if self.scale == 1 else product * self.scale
+
+    def gradients(
+        self,
+        grad: Tensor,  # (..., vocabulary) of `total`
+        made_of: tuple[Tensor, Tensor, Tensor],  # hidden states, A and B
+        needs: Sequence[bool],  # one for each
+    ) -> list[Tensor | None]:
+        """Return the gradients of hidden states, A and B that are needed."""
+        hidden, a, b = made_of
+        rows = grad.to(self.up).reshape(-1, grad.shape[-1])
+        rows = rows if self.scale == 1 else rows * self.scale
+        states = hidden.to(self.down).reshape(-1, hidden.shape[-1])
+        found: list[Tensor | None] = [None, None, None]
+        if needs[0] or needs[1]:
+            of_low = (rows @ b.to(self.up)).to(self.down)
+        if needs[0]:
+            found[0] = (of_low @ a.to(self.down)).view(hidden.shape).to(hidden.dtype)
+        if needs[1]:
+            found[1] = (of_low.T @ states).to(a.dtype)
+        if needs[2]:
+            low = F.linear(states, a.to(self.down)).to(self.up)
+            found[2] = (rows.T @ low).to(b.dtype)
+        return found
+
+
 _STEPS: _Steps = {
     "to": lambda x, dtype: x.to(dtype),
     "mul": lambda x, factor: x * factor,
     "div": lambda x, factor: x / factor,
     "tanh": lambda x, _: x.tanh(),
     "bias": lambda x, vector: x + vector,
+    "adapter": lambda x, product: x + product,
     "log_softmax": lambda x, _: x.log_softmax(-1),
     "exp": lambda x, _: x.exp(),
     "times_exp": lambda x, _: x.exp() * x,
@@ -51,8 +93,9 @@ class LogitsRecipe:
 
     Its pointwise steps behind the product are, in order: ("to", dtype), ("mul", number),
     ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors` and names
-    the new dtype if it changes. Code outside the graph makes ("log_softmax", None), ("exp", None)
-    and ("times_exp", None), x * exp(x); the recipes of graphs, which know gradients, have none.
+    the new dtype if it changes; before them ("adapter", Adapter), of the next two, A and B. Code
+    outside the graph makes ("log_softmax", None), ("exp", None) and ("times_exp", None),
+    x * exp(x); the recipes of graphs, which know gradients, have none.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -90,7 +133,8 @@ class LogitsRecipe:
         hidden: Tensor,  # (..., hidden), any floating dtype
         weight: Tensor,  # (vocabulary, hidden), or (hidden, vocabulary) when transposed
         bias: Tensor | None,  # (vocabulary,) or None, the bias inside the product
-        vectors: Sequence[Tensor] = (),  # one per bias step, broadcastable to (vocabulary,)
+        # one per bias step, broadcastable to (vocabulary,), and A and B per adapter
+        vectors: Sequence[Tensor] = (),
         # makes the product of all classes of that with `weight`, where this has some of them
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
@@ -116,12 +160,19 @@ class LogitsRecipe:
             tanhs: list[Tensor] = []
             if any(name == "tanh" for name, _ in self.steps):
                 self._forward((hidden, weight, bias, vectors), tanhs)
-            remaining = list(enumerate(vectors, 3))
+            remaining, through_adapters = list(enumerate(vectors, 3)), list[Tensor]()
             for (name, value), before in zip(self.steps[::-1], self._dtypes[-2::-1], strict=True):
                 if name == "bias":
                     place, vector = remaining.pop()
                     if needs[place]:
                         result[place] = grad.sum_to_size(vector.shape).to(vector.dtype)
+                if name == "adapter":
+                    (of_b, b), (of_a, a) = remaining.pop(), remaining.pop()
+                    asked = [needs[place] for place in (0, of_a, of_b)]
+                    of_hidden, result[of_a], result[of_b] = value.gradients(
+                        grad, (hidden, a, b), asked
+                    )
+                    through_adapters += [] if of_hidden is None else [of_hidden]
                 if name in ("mul", "div"):
                     grad = _STEPS[name](grad, value)
                 elif name == "tanh":
@@ -129,6 +180,8 @@ class LogitsRecipe:
                 else:
                     grad = grad.to(before)
             result[:3] = self._product_gradients(grad, (hidden, weight, bias), needs)
+            for part in through_adapters:
+                result[0] = part if result[0] is None else result[0] + part
         return tuple(result)
 
     @cached_property
@@ -136,6 +189,9 @@ class LogitsRecipe:
         """Dtype of the product and behind every step."""
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
+            if name == "adapter":
+                dtypes.append(value.total)
+                continue
             changes = name in ("to", "bias") and value is not None
             dtypes.append(value if changes else dtypes[-1])
         return tuple(dtypes)
@@ -162,7 +218,11 @@ class LogitsRecipe:
         value = value if gather is None else gather(value)
         run, remaining = _IN_PLACE if reuses else _STEPS, iter(vectors)
         for name, argument in self.steps:
-            value = run[name](value, next(remaining) if name == "bias" else argument)
+            if name == "bias":
+                argument = next(remaining)
+            elif name == "adapter":
+                argument = argument.product(made_of[0], next(remaining), next(remaining))
+            value = run[name](value, argument)
             if name == "tanh" and tanhs is not None:
                 tanhs.append(value)
         assert value.dtype == self.dtype, f"recipe says {self.dtype}, product gave {value.dtype}"
@@ -203,7 +263,7 @@ class DeferredOutput:
     output: int  # index of the output
     weight: int  # index of the head's weight among the graph's arguments
     bias: int | None  # index of the bias inside the product, or None
-    vectors: tuple[int, ...]  # indices of the tensors that the recipe's bias steps add, in order
+    vectors: tuple[int, ...]  # indices of what the recipe's steps add, or make it of, in order
     recipe: LogitsRecipe  # how the logits come from the hidden states
     detached: bool = False  # the model detaches these logits before it returns them
     # eager PyTorch returns a view of a tensor that nobody else has; a write to a part of a view

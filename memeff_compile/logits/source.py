@@ -28,7 +28,7 @@ _REMEDY_GATHERED = (
     'compile with options={"memeff.logits": "eager"}.'
 )
 
-_EDITED = "the head's weight changed since then, through .data or outside PyTorch"
+_EDITED = "the head's weight, or an adapter, changed since then, through .data or outside PyTorch"
 
 _reading: list[str] = []
 
@@ -53,7 +53,7 @@ class LogitsSource:
         hidden: Tensor,  # (..., hidden), what enters the head
         weight: Tensor,  # the head's weight
         bias: Tensor | None,  # the bias inside the product, or None
-        vectors: Sequence[Tensor],  # the tensors that the recipe's bias steps add
+        vectors: Sequence[Tensor],  # what the recipe's steps add, or make it of
         remedy: str,  # the end of the error's sentence
         # how a loss outside the graph is fused, or None where it is not
         loss: LossSettings | None = None,
@@ -77,7 +77,7 @@ class LogitsSource:
             weakref.ref(tensor) for tensor in (*operands, *self._shards) if tensor.requires_grad
         ]
         names = ["the head's weight", *["the head's bias"] * (bias is not None)]
-        names += ["a vector added to them"] * len(vectors)
+        names += ["an adapter" if _is_matrix(v) else "a vector added to them" for v in vectors]
         self._seen: list[tuple[str, Tensor, int | None, int | None]] = [
             ("the hidden states they come from", self.hidden, *_stamp(self.hidden))
         ]
@@ -89,7 +89,7 @@ class LogitsSource:
         self._shard_stamps = [_shard_stamp(shard) for shard in self._spread]
         self._sample: Tensor | None = None
         if self.parameters:
-            self._sample = _sample(self.weight).clone()
+            self._sample = self._sampled()
             _live.add(self)
             _watch_optimizers()
 
@@ -115,7 +115,7 @@ class LogitsSource:
             self._refuse(self.change())
             return
         self._refuse(self._visible_change())
-        same = ~_differences(self._sample, _sample(self.weight)).any()
+        same = ~_differences(self._sample, self._sampled()).any()
         compat.assert_on_device(same, f"deferred logits: {_EDITED}; {self.remedy}")
 
     def _refuse(self, change: str | None) -> None:
@@ -132,8 +132,14 @@ class LogitsSource:
         if change is not None or self._sample is None:
             return change
         with torch.no_grad(), compat.outside_dispatch_modes():
-            is_edited = bool(_differences(self._sample, _sample(self.weight)).any())
+            is_edited = bool(_differences(self._sample, self._sampled()).any())
         return _EDITED if is_edited else None
+
+    def _sampled(self) -> Tensor:
+        """Return a few entries of the head's weight and of its adapters."""
+        adapters = [_sample(each).flatten() for each in self.vectors if _is_matrix(each)]
+        sample = _sample(self.weight)
+        return torch.cat([sample.flatten(), *adapters]) if adapters else sample.clone()
 
     def _visible_change(self) -> str | None:
         """Say what has changed, without a look at the values."""
@@ -153,6 +159,11 @@ class LogitsSource:
         if self.stepped_by is not None:
             return f"{self.stepped_by}.step() updated the head since then"
         return None
+
+
+def _is_matrix(added: Tensor) -> bool:
+    """Tell A and B of an adapter from a vector."""
+    return added.dim() == 2
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:

@@ -8,6 +8,8 @@
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
+LoRA adapters of the head are low-rank products beside its own, and join the call.
+
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
 A *site* is one head and every loss-like consumer of its logits: cross_entropy, log_softmax +
@@ -15,9 +17,9 @@ nll_loss or gather, logsumexp (z-loss), and the metrics beside them: argmax, ent
 a gradient. Consumers that use the same rows and targets share one op call. The reductions stay ATen
 nodes, so an empty or all-ignored batch gives nan as in eager.
 
-Declined, never guessed: class-probability targets, other uses of the logits inside the graph,
-logits or operands written in place in between, mixed grad regions, subclass or integer weights,
-scales that are tensors, heads in another graph. The docs page lists every code.
+Declined, never guessed: class-probability targets, other sums and uses of the logits inside the
+graph, logits or operands written in place in between, mixed grad regions, subclass or integer
+weights, scales that are tensors, heads in another graph. The docs page lists every code.
 """
 
 from __future__ import annotations
@@ -82,6 +84,11 @@ class FuseLinearCrossEntropy(GraphPass):
         self, info: GraphInfo, reader: HeadReader, head_node: Node, tails: list[Tail]
     ) -> Site | Decline:
         site = Site(tails[0].chain.head, tails)
+        for node in site.head.summed:
+            for user in node.users:
+                if user not in site.head.nodes:
+                    return _reused(node, user, tails[0], "logits")
+            site.covered.append(node)
         served = {t.node for t in tails}
         throughs = {node for t in tails for node in t.through}
         queue, seen = [head_node], {head_node}
@@ -106,16 +113,8 @@ class FuseLinearCrossEntropy(GraphPass):
                     seen.add(user)
                     queue.append(user)
                     continue
-                if node in written_by(user):
-                    return mutated(user, tails[0].node)
                 what = "log-probabilities" if node in throughs else "logits"
-                return Decline(
-                    f"logits_reused({node_name(user)})",
-                    f"the {what} are also used by `{node_name(user)}`"
-                    + (" as an output" if user is output else ""),
-                    "compute that from the loss, or outside the compiled function",
-                    tails[0].node,
-                )
+                return _reused(node, user, tails[0], what)
         site.covered.extend(served)
         return site
 
@@ -141,6 +140,9 @@ class FuseLinearCrossEntropy(GraphPass):
             "D": compat.size_hint(hidden.shape[-1]),
             "V": compat.size_hint(weight.shape[1 if head.transposed else 0]),
         }
+        if head.parts:  # what a call holds beside N rows and V columns has R more features
+            rank = sum(compat.size_hint(info.value(part.low).shape[-1]) for part in head.parts)
+            sizes, d = {**sizes, "R": rank}, d + sympy.Symbol("R", integer=True, positive=True)
         common: dict[str, Any] = {
             "dtype": head.compute_dtype,
             "workspace": info.options.linear_cross_entropy_workspace,
@@ -152,7 +154,7 @@ class FuseLinearCrossEntropy(GraphPass):
             columns = split.shard.columns
             if all(compat.is_dtensor(info.value(tail.node)) for tail in match.tails):
                 sizes["V"] = columns  # logits that no rank gathers
-        seen = (max(sizes["N"], 1), sizes["D"], columns)
+        seen = (max(sizes["N"], 1), sizes["D"] + sizes.get("R", 0), columns)
         b, w = sympy.symbols("B W", integer=True, positive=True)
         groups, engine = groups_of(info, match.tails), _engine_name(info, match)
         from_ranks = sympy.Integer(0)  # what is gathered from every rank
@@ -163,7 +165,12 @@ class FuseLinearCrossEntropy(GraphPass):
             # Gradients are made in the forward.
             if isinstance(split, op_folder.Split):
                 seen = (*seen[:2], split.shard.chunk)  # which pieces of rows go by
-            if not (isinstance(split, op_folder.Split) and engine == "hybrid"):
+            if head.parts and engine == "hybrid":
+                how = {"dtype": head.compute_dtype, "workspace": common["workspace"]}
+                held = op_folder.adapted_total_bytes(*seen[::2], sizes["R"], **how)
+                after = b + op_folder.TOTAL_BYTES_PER_ROW * n
+                return Gain(before, after, sizes | {"B": int(held)})
+            if not (head.parts or (isinstance(split, op_folder.Split) and engine == "hybrid")):
                 total = op_folder.total_bytes(*seen, device=hidden.device, **common)
                 after = b + op_folder.TOTAL_BYTES_PER_ROW * n + from_ranks
                 return Gain(before, after, sizes | {"B": int(total)})
@@ -190,6 +197,7 @@ class FuseLinearCrossEntropy(GraphPass):
         spellings: list[str] = []
         chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]
         symbols = [step.symbol for chain in chains for step in chain.steps]
+        symbols += [each for part in match.head.parts for each in part.symbols]
         for symbol in (*symbols, *(s for t in match.tails for s in t.symbols)):
             compat.hold_constant(symbol)
         groups = groups_of(info, match.tails)
@@ -212,9 +220,16 @@ class FuseLinearCrossEntropy(GraphPass):
             pieces = [pieces_met(info, group, split.shard) for group in groups]
             numbers = [len(gathered(group)) for group in groups]
             apart = shards.sentence(split, numbers, sum(pieces))
+        head, name = node_name(match.head.node), "linear_cross_entropy"
+        if match.head.parts:
+            several = len(match.head.parts) > 1
+            head = f"linear with {len(match.head.parts) if several else 'a'} low-rank part"
+            head, name = f"{head}{'s' * several}", "linear_cross_entropy_adapted"
+            name += "_total" if is_all_totals else ""
+            engine += "; beside an adapter its speed is not measured"
         sentence = (
-            f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
-            f"memeff::linear_cross_entropy{times}{apart}; {engine}"
+            f"{head} + {' + '.join(dict.fromkeys(spellings))} -> memeff::{name}{times}{apart}; "
+            f"{engine}"
         )
         return Done(match.tails[0].node, sentence, notes, deferred)
 
@@ -226,6 +241,18 @@ class FuseLinearCrossEntropy(GraphPass):
         return compat.is_dtensor(info.value(match.head.node))
 
 
+def _reused(node: Node, user: Node, loss: Tail, what: str) -> Decline:
+    if node in written_by(user):
+        return mutated(user, loss.node)
+    return Decline(
+        f"logits_reused({node_name(user)})",
+        f"the {what} are also used by `{node_name(user)}`"
+        + (" as an output" if user.op == "output" else ""),
+        "compute that from the loss, or outside the compiled function",
+        loss.node,
+    )
+
+
 def _engine_name(info: GraphInfo, match: Site) -> str:
     head = match.head
     hidden, weight = info.value(head.hidden), info.value(head.weight)
@@ -235,6 +262,7 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
         head.compute_dtype,
         depth if isinstance(depth, int) else 8,
         with_top=any(tail.kind == "top" for tail in match.tails),
+        is_adapted=bool(head.parts),
     )
     # A weight whose rows do not follow each other has another engine.
     is_apart = columns.stride() != (columns.shape[1], 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memeff_compile.logits.recipe import LogitsRecipe
+from memeff_compile.logits.recipe import Adapter, LogitsRecipe
 
 HIDDEN, VOCAB = 16, 37
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -72,7 +72,24 @@ HEADS: dict[str, tuple[LogitsRecipe, torch.dtype, bool, Callable[..., Tensor]]] 
         lambda h, w, b, v: torch.addmm(b, h.view(-1, HIDDEN), w).view(*h.shape[:-1], VOCAB),
     ),
     "double": (LogitsRecipe(FP64), FP64, True, lambda h, w, b, v: F.linear(h, w, b)),
+    "adapter": (
+        LogitsRecipe(FP32, steps=(("adapter", Adapter(2.0, FP32, FP32, FP32)), *softcap(1.5))),
+        FP32,
+        True,
+        lambda h, w, b, v: (
+            torch.tanh((F.linear(h, w, b) + F.linear(F.linear(h, v[0]), v[1]) * 2.0) / 1.5) * 1.5
+        ),
+    ),
+    "adapter in fp32": (
+        LogitsRecipe(BF16, steps=(("adapter", Adapter(0.3, FP32, FP32, FP32)), ("to", BF16))),
+        BF16,
+        False,
+        lambda h, w, b, v: (
+            F.linear(h, w) + F.linear(F.linear(h.float(), v[0]), v[1]) * 0.3
+        ).bfloat16(),
+    ),
 }
+RANK = 3
 
 
 @pytest.fixture(params=HEADS.values(), ids=HEADS.keys())
@@ -83,8 +100,13 @@ def head(request: pytest.FixtureRequest) -> tuple[LogitsRecipe, Callable[..., Te
         return torch.randn(shape).to(dtype).requires_grad_()
 
     weight = leaf(HIDDEN, VOCAB) if recipe.transposed else leaf(VOCAB, HIDDEN)
-    steps = [argument for name, argument in recipe.steps if name == "bias"]
-    vectors = [leaf(VOCAB, dtype=argument or dtype) for argument in steps]
+    vectors = []
+    for name, argument in recipe.steps:
+        if name == "bias":
+            vectors.append(leaf(VOCAB, dtype=argument or dtype))
+        elif name == "adapter":
+            vectors.append(leaf(RANK, HIDDEN, dtype=argument.down))
+            vectors.append(leaf(VOCAB, RANK, dtype=argument.up))
     tensors = (leaf(2, 5, HIDDEN), weight, leaf(VOCAB) if has_bias else None, vectors)
     return recipe, spelling, tensors
 

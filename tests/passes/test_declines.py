@@ -121,8 +121,8 @@ def scale_not_finite(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
 
 
 def logits_combined(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
-    adapted = F.linear(h, w) + F.linear(h @ h.new_ones(D, 4), b.new_ones(V, 4))
-    return F.cross_entropy(adapted.view(-1, V), y.view(-1))
+    both = F.linear(h, w) + F.linear(h.sin(), w)
+    return F.cross_entropy(both.view(-1, V), y.view(-1))
 
 
 def unknown_step(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:

@@ -312,6 +312,10 @@ def number_added(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
 
 
 def logits_plus_other_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) + F.linear(h.sin(), w), y)
+
+
+def logits_plus_logits_of_low_rank(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     down, up = w[:4], w[:, :4]
     return loss_of(logits_of(h, w) + F.linear(F.linear(h, down), up), y)
 
@@ -666,6 +670,7 @@ CASES: dict[str, Case] = {
         Case(bias_per_row, 0, "logits_combined"),
         Case(number_added, 0, "no_linear_head"),
         Case(logits_plus_other_logits, 0, "logits_combined"),
+        Case(logits_plus_logits_of_low_rank, 1),
         Case(cat_of_two_heads, 0, "no_linear_head"),
         Case(relu_on_logits, 0, "no_linear_head"),
         Case(vocabulary_split, 0, "class_dim_changed"),

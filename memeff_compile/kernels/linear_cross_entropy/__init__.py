@@ -11,12 +11,22 @@ engines and the formula of the bytes it saves. Per row of the hidden states it r
     top        the index of the largest z_j, the first of equals
 
 with z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), all differentiable once but
-the last.
+the last. memeff::linear_cross_entropy_adapted has a low-rank product beside the head's.
 Means, sums, class weights of the target and shifts stay outside, in ordinary ops on N numbers.
 """
 
 from __future__ import annotations
 
+from .adapted import linear_cross_entropy_adapted as linear_cross_entropy_adapted
+from .adapted import (
+    linear_cross_entropy_adapted_backward as linear_cross_entropy_adapted_backward,
+)
+from .adapted_total import (
+    linear_cross_entropy_adapted_total as linear_cross_entropy_adapted_total,
+)
+from .adapted_total import (
+    makes_gradients_in_forward_adapted as makes_gradients_in_forward_adapted,
+)
 from .memory import Pieces as Pieces
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
@@ -49,3 +59,4 @@ from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .total import linear_cross_entropy_total as linear_cross_entropy_total
 from .total import makes_gradients_in_forward as makes_gradients_in_forward
 from .total import total_bytes as total_bytes
+from .total_hybrid import adapted_total_bytes as adapted_total_bytes

@@ -58,12 +58,23 @@ class Operands(NamedTuple):
     bias: Tensor | None  # (V,) or None
     target: Tensor  # (N,) int32 or int64
     column_weight: Tensor | None = None  # (V,) or None
+    # A head that is a sum, hidden @ weight.T + low @ up.T: (N, R) and (V, R) in the dtype of hidden
+    # or in its wide one, or None
+    low: Tensor | None = None
+    up: Tensor | None = None
 
     def flat(self) -> Operands:
         """Return them with all rows in one axis."""
         rows = self.target.numel()
         hidden = self.hidden.reshape(rows, self.hidden.shape[-1])
-        return self._replace(hidden=hidden, target=self.target.reshape(rows))
+        low = None if self.low is None else self.low.reshape(rows, self.low.shape[-1])
+        return self._replace(hidden=hidden, target=self.target.reshape(rows), low=low)
+
+    @property
+    def trained(self) -> tuple[Tensor | None, ...]:
+        """What may have a gradient, in the order of an engine's results."""
+        of_head = self.hidden, self.weight, self.bias
+        return of_head if self.low is None else (*of_head, self.low, self.up)
 
     def flags(self, knobs: Knobs) -> dict[str, bool]:
         """Return what the kernels are told at compile time of what there is to be computed."""
@@ -117,8 +128,9 @@ class Kept(NamedTuple):
     entropy: Tensor  # (N,), or (0,) where it was not asked for
 
 
-Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of hidden (N, D), of weight, laid out like it, and of bias (V,); None where not asked for."""
+Gradients: TypeAlias = tuple[Tensor | None, ...]
+"""Of hidden (N, D), of weight, laid out like it, and of bias (V,); of low (N, R) and up (V, R)
+where there are such. None where not asked for."""
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

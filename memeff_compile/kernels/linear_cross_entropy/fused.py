@@ -58,7 +58,7 @@ def forward(given: Operands, knobs: Knobs) -> Rows:
     """
     from . import fused_kernels as kernels
 
-    hidden, weight, bias, target, column_weight = given
+    hidden, weight, bias, target, column_weight, *_ = given
     (rows, depth), vocab = hidden.shape, weight.shape[0]
     shapes = shapes_for(hidden.device)
     bias, column_weight = vector(bias, None), vector(column_weight, torch.float32)
@@ -134,7 +134,7 @@ class _Backward:
         knobs: Knobs,
         output_mask: Sequence[bool],
     ) -> None:
-        hidden, weight, bias, target, column_weight = given
+        hidden, weight, bias, target, column_weight, *_ = given
         hidden = aligned(hidden)
         self.shapes = shapes_for(hidden.device)
         self.knobs, self.weight = knobs, weight

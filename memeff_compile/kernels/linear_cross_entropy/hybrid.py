@@ -37,7 +37,7 @@ STATE = 5
 
 def forward(given: Operands, knobs: Knobs) -> Rows:
     """Compute what is asked for of every row, of bf16, fp16 or fp32 and a weight of any strides."""
-    given = _readable(given)
+    given = readable(given)
     hidden, weight, *_ = given
     rows, vocab = hidden.shape[0], weight.shape[0]
     widths = _widths(hidden, weight, knobs)
@@ -47,7 +47,7 @@ def forward(given: Operands, knobs: Knobs) -> Rows:
     with on_device(hidden):
         for first, stop in spans(0, vocab, widths.strip):
             s = window(strip, rows, stop - first)
-            product(hidden, weight[first:stop].t(), s)
+            products(given, first, stop, s)
             launch_statistics(s, given, state, found, first, knobs)
     return found
 
@@ -55,15 +55,15 @@ def forward(given: Operands, knobs: Knobs) -> Rows:
 def backward(
     grads: RowGradients, given: Operands, kept: Kept, knobs: Knobs, output_mask: Sequence[bool]
 ) -> Gradients:
-    """Compute the gradients of hidden, weight and bias that `output_mask` asks for."""
+    """Compute the gradients that `output_mask` asks for."""
     bias = given.bias
-    given = _readable(given)
-    hidden, weight, *_ = given
+    given = readable(given)
+    hidden, weight, *_, low, up = given
     rows, vocab = hidden.shape[0], weight.shape[0]
     grads = RowGradients(*(grad.contiguous() for grad in grads))
     kept = kept._replace(lse=kept.lse.contiguous(), entropy=kept.entropy.contiguous())
     widths = _widths(hidden, weight, knobs)
-    needs_hidden, needs_weight, needs_bias = output_mask
+    needs_hidden, needs_weight, needs_bias, *needs_low_rank = output_mask
     in_place = hidden.dtype == torch.float32
 
     grad_hidden: Tensor | None = None
@@ -71,6 +71,20 @@ def backward(
         grad_hidden = hidden.new_empty(hidden.shape, dtype=torch.float32)
     grad_weight = torch.empty_like(weight) if needs_weight else None
     grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
+    grad_low, grad_up, is_apart = None, None, False
+    if low is not None and up is not None:
+        needs_low, needs_up = needs_low_rank
+        grad_low = low.new_empty(low.shape, dtype=torch.float32) if needs_low else None
+        grad_up = torch.empty_like(up) if needs_up else None
+        is_apart = low.dtype != hidden.dtype  # and takes gradients of the logits unrounded
+
+    def add_low_rank(g: Tensor, first: int) -> None:
+        stop = first + g.shape[1]
+        if grad_up is not None and low is not None:
+            torch.mm(g.t(), low, out=grad_up[first:stop])
+        if grad_low is not None and up is not None:
+            product(g, up[first:stop], grad_low, accumulate=first > 0)
+
     strip = hidden.new_empty(rows * min(widths.strip, vocab), dtype=torch.float32)
     piece = strip if in_place else hidden.new_empty(rows * min(widths.piece, vocab))
 
@@ -79,9 +93,14 @@ def backward(
             g = window(piece, rows, stop - first)
             for start, end in spans(first, stop, widths.strip):
                 s = window(strip, rows, end - start)
-                product(hidden, weight[start:end].t(), s)
+                products(given, start, end, s)
                 g_strip = g[:, start - first : end - first]
-                launch_gradient(s, g_strip, given, kept, grads, start, knobs)
+                launch_gradient(s, s if is_apart else g_strip, given, kept, grads, start, knobs)
+                if is_apart:
+                    add_low_rank(s, start)
+                    g_strip.copy_(s)
+            if not is_apart:
+                add_low_rank(g, first)
             if grad_weight is not None:
                 torch.mm(g.t(), hidden, out=grad_weight[first:stop])
             if grad_hidden is not None:
@@ -90,7 +109,17 @@ def backward(
                 grad_bias[first:stop] = g.sum(0, dtype=torch.float32)
     if grad_hidden is not None:
         grad_hidden = grad_hidden.to(hidden.dtype)
-    return grad_hidden, grad_weight, grad_bias
+    if low is None:
+        return grad_hidden, grad_weight, grad_bias
+    grad_low = None if grad_low is None else grad_low.to(low.dtype)
+    return grad_hidden, grad_weight, grad_bias, grad_low, grad_up
+
+
+def products(given: Operands, first: int, stop: int, out: Tensor) -> None:
+    """Write what the columns [first, stop) of the head give into fp32 `out`."""
+    product(given.hidden, given.weight[first:stop].t(), out)
+    if given.low is not None and given.up is not None:
+        product(given.low, given.up[first:stop].t(), out, accumulate=True)
 
 
 def product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
@@ -120,7 +149,7 @@ def launch_statistics(
     """
     from . import hybrid_kernels
 
-    (_, weight, bias, target, column_weight), (rows, width) = given, s.shape
+    (_, weight, bias, target, column_weight, *_), (rows, width) = given, s.shape
     start(
         hybrid_kernels._linear_cross_entropy_statistics_kernel,
         (rows,),
@@ -147,7 +176,7 @@ def launch_gradient(
     """
     from . import hybrid_kernels
 
-    (_, _, bias, target, column_weight), (rows, width) = given, s.shape
+    (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape
     block = hybrid_kernels.block_for(width)
     start(
         hybrid_kernels._linear_cross_entropy_gradient_kernel,
@@ -170,13 +199,15 @@ def _widths(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Widths:
     return hybrid_widths(*sizes, processors(hidden.device))
 
 
-def _readable(given: Operands) -> Operands:
+def readable(given: Operands) -> Operands:
     """Copy what a kernel or a library product could not read as it is: once, not per piece."""
-    hidden, weight, bias, target, column_weight = given
+    hidden, weight, bias, target, column_weight, low, up = given
     return Operands(
         hidden if 1 in hidden.stride() else hidden.contiguous(),
         weight,
         vector(bias, None),
         target.contiguous(),
         vector(column_weight, torch.float32),
+        low if low is None or 1 in low.stride() else low.contiguous(),
+        up,
     )

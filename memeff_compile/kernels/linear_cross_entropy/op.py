@@ -17,7 +17,17 @@ from torch import Tensor
 from ... import compat
 from ...errors import DoubleBackwardError, TargetRangeError
 from .. import library
-from ..checks import FLOATING, INDICES, require, short, two_devices, two_dtypes, unfloating, unplain
+from ..checks import (
+    FLOATING,
+    INDICES,
+    require,
+    short,
+    two_devices,
+    two_dtypes,
+    unfloating,
+    unplain,
+    wide,
+)
 from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
 from . import fused, hybrid, reference, row_pieces
 from .call import Kept, Knobs, Operands, RowGradients, Rows
@@ -49,6 +59,8 @@ def supports(
     bias: Tensor | None,  # (V,) or None
     target: Tensor,  # (...), the leading dimensions of hidden
     column_weight: Tensor | None = None,  # (V,) or None
+    low: Tensor | None = None,  # (..., R) or None, as of `linear_cross_entropy_adapted`
+    up: Tensor | None = None,  # (V, R) or None, likewise
     *,
     # dtype that the caller will cast hidden, weight and bias to, if it will
     dtype: torch.dtype | None = None,
@@ -63,7 +75,7 @@ def supports(
     Reads dtypes, devices, layouts and sizes, never values, and adds no guard: sizes that are
     symbols are left to the op's own checks. Real and fake tensors both do.
     """
-    given = Operands(hidden, weight, bias, target, column_weight)
+    given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (
         _setting_fault(softcap, workspace, gradient_filter, filter_level, filter_parts)
         or _layout_fault(given)
@@ -102,7 +114,7 @@ def _layout_fault(given: Operands) -> str | None:
 
 
 def _dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
-    hidden, weight, bias, target, column_weight = given
+    hidden, weight, bias, target, column_weight, low, up = given
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
@@ -128,11 +140,16 @@ def _dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
             )
         if column_weight.requires_grad:
             return "column_weight requires a gradient, which the op does not give. Detach it."
-    return None
+    if low is None or up is None:
+        return None
+    served = hidden.dtype if dtype is None else dtype
+    if low.dtype not in (served, wide(served)):
+        return f"low has dtype {short(low.dtype)}; {short(served)} or its wide dtype is needed."
+    return two_dtypes("up", up.dtype, "low", low.dtype)
 
 
 def _shape_fault(given: Operands) -> str | None:
-    hidden, weight, bias, target, column_weight = given
+    hidden, weight, bias, target, column_weight, low, up = given
     if hidden.dim() < 1 or weight.dim() != 2:
         return (
             f"hidden has {hidden.dim()} dimensions and weight {weight.dim()}; (..., D) and (V, D) "
@@ -142,6 +159,11 @@ def _shape_fault(given: Operands) -> str | None:
         return (
             f"target has {target.dim()} dimensions and hidden {hidden.dim()}; target must have the "
             "leading dimensions of hidden."
+        )
+    if low is not None and up is not None and (low.dim() != hidden.dim() or up.dim() != 2):
+        return (
+            f"low has {low.dim()} dimensions and up {up.dim()}; (..., R), with the leading "
+            "dimensions of hidden, and (V, R) are needed."
         )
     vocab, depth = weight.shape
     for vector, name in ((bias, "bias"), (column_weight, "column_weight")):
@@ -157,7 +179,7 @@ def _shape_fault(given: Operands) -> str | None:
 
 def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
     """List the sizes that must agree, with the sentence for when they do not."""
-    hidden, weight, bias, target, column_weight = given
+    hidden, weight, bias, target, column_weight, low, up = given
     vocab, depth = weight.shape
     of_depth = (
         f"hidden has {hidden.shape[-1]} features and weight {depth}; hidden must be (..., D) and "
@@ -174,6 +196,14 @@ def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
         if vector is not None:
             sentence = f"{name} has {vector.shape[0]} elements and weight {vocab} rows."
             pairs.append((vector.shape[0], vocab, sentence))
+    if low is not None and up is not None:
+        sentence = (
+            f"low has shape {tuple(low.shape)} and up {tuple(up.shape)}; low must have the leading "
+            "dimensions of hidden, up the rows of weight, and both one rank."
+        )
+        wanted = (*hidden.shape[:-1], up.shape[1])
+        pairs += [(seen, needed, sentence) for seen, needed in zip(low.shape, wanted, strict=True)]
+        pairs.append((up.shape[0], vocab, sentence))
     return pairs
 
 
@@ -184,19 +214,25 @@ def check_sizes(given: Operands) -> None:
 
 
 def engine_for(
-    device: torch.device, dtype: torch.dtype, depth: int = 8, *, with_top: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    depth: int = 8,
+    *,
+    with_top: bool = False,
+    is_adapted: bool = False,
 ) -> str:
     """Name the engine that serves tensors of this device, dtype and depth: a key of `ENGINES`.
 
     Where "fused" and "hybrid" both could, what `tune` measured on that GPU decides. A weight whose
     rows do not follow each other in memory is served by "hybrid" where this says "fused".
 
-    Dtype and depth are the hidden states'; `with_top` asks for the likeliest class of a row.
+    Dtype and depth are the hidden states'; `with_top` asks for the likeliest class of a row, and
+    `is_adapted` for a head with a low-rank part.
     """
     if not kernels_serve(device, dtype):
         return "reference"
     device = where_it_runs(device)
-    fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_top
+    fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_top and not is_adapted
     return tuned(device, ENGINE, "fused") if fits and gpu(device).is_hopper else "hybrid"
 
 
@@ -237,13 +273,13 @@ class _Gradients(NamedTuple):
     grads: RowGradients
     call: _Call
     kept: Kept
-    output_mask: tuple[bool, bool, bool]
+    output_mask: tuple[bool, ...]
 
 
 _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_parts")
 
 
-def _called(*tensors: Any, **settings: Any) -> _Call:
+def called(*tensors: Any, **settings: Any) -> _Call:
     """Check a call; the dispatcher leaves out settings that equal their defaults.
 
     A filter that would be wrong or has no engine is off: label smoothing gives every class a
@@ -257,48 +293,50 @@ def _called(*tensors: Any, **settings: Any) -> _Call:
     return _Call(Operands(*tensors), knobs)
 
 
-def _called_back(*tensors: Any, output_mask: list[bool], **settings: Any) -> _Gradients:
-    call = _called(*tensors[4:9], **settings)
-    needs_hidden, needs_weight, needs_bias = output_mask
-    mask = needs_hidden, needs_weight, needs_bias and call.operands.bias is not None
-    return _Gradients(RowGradients(*tensors[:4]), call, Kept(*tensors[9:]), mask)
+def called_back(*tensors: Any, output_mask: list[bool], **settings: Any) -> _Gradients:
+    call = called(*tensors[4:-2], **settings)
+    trained = zip(output_mask, call.operands.trained, strict=True)
+    mask = tuple(needs and part is not None for needs, part in trained)
+    return _Gradients(RowGradients(*tensors[:4]), call, Kept(*tensors[-2:]), mask)
 
 
-def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Any:  # a module
-    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_top=knobs.with_top)
+def _engine(given: Operands, knobs: Knobs) -> Any:  # a module
+    hidden, is_adapted = given.hidden, given.low is not None
+    how: dict[str, bool] = {"with_top": knobs.with_top, "is_adapted": is_adapted}
+    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], **how)
     if name != "fused":
         return hybrid if name == "hybrid" else reference
-    return fused if fused.serves(weight) else hybrid
+    return fused if fused.serves(given.weight) else hybrid
 
 
-def _forward(given: _Call) -> tuple[Tensor, ...]:
-    (hidden, weight, _, target, _), knobs = given
+def forward(given: _Call) -> tuple[Tensor, ...]:
+    (hidden, weight, _, target, *_), knobs = given
     rows = target.numel()
     if rows == 0:
-        return _fake_forward(given)
+        return fake_forward(given)
     with without_autocast(hidden.device.type):
         flat = given.operands.flat()
         check_range(flat.target, weight.shape[0], knobs.ignore_index)
-        found = _engine(flat.hidden, weight, knobs).forward(flat, knobs)
+        found = _engine(flat, knobs).forward(flat, knobs)
     parts = zip(found, knobs.wanted, strict=True)
     return tuple(part.view(target.shape) if wanted else part for part, wanted in parts)
 
 
-def _backward(given: _Gradients) -> tuple[Tensor, ...]:
+def backward(given: _Gradients) -> tuple[Tensor, ...]:
     grads, (operands, knobs), kept, mask = given
     hidden, rows = operands.hidden, operands.target.numel()
     if rows == 0:
-        return as_results(zero_gradients(operands, mask), hidden)
+        return as_results(zero_gradients(operands.trained, mask), operands)
     with without_autocast(hidden.device.type):
         asked = zip(grads, knobs.wanted, strict=False)
         grads = RowGradients(*(grad.reshape(rows if wanted else 0) for grad, wanted in asked))
         entropy = kept.entropy.reshape(rows if knobs.with_entropy else 0)
         kept = kept._replace(lse=kept.lse.reshape(rows), entropy=entropy)
         flat = operands.flat()
-        engine = _engine(flat.hidden, flat.weight, knobs)
+        engine = _engine(flat, knobs)
         if engine is fused and row_pieces.serves(flat.hidden, knobs):
             engine = row_pieces
-        return as_results(engine.backward(grads, flat, kept, knobs, mask), hidden)
+        return as_results(engine.backward(grads, flat, kept, knobs, mask), operands)
 
 
 def zero_gradients(operands: Sequence[Tensor | None], mask: Sequence[bool]) -> list[Tensor | None]:
@@ -310,35 +348,40 @@ def zero_gradients(operands: Sequence[Tensor | None], mask: Sequence[bool]) -> l
     ]
 
 
-def as_results(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients as an op does: that of `hidden` in its shape, empty ones for None."""
-    of_hidden, *others = (hidden.new_empty(0) if part is None else part for part in gradients)
-    return (of_hidden if gradients[0] is None else of_hidden.reshape(hidden.shape), *others)
+def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
+    """Return gradients as an op does: each in the shape of its operand, empty ones for None."""
+    found: list[Tensor] = []
+    for part, of in zip(gradients, given.trained, strict=True):
+        if part is None or of is None:
+            found.append(given.hidden.new_empty(0))
+        else:  # rows are flat in engines
+            found.append(part if part.shape == of.shape else part.reshape(of.shape))
+    return tuple(found)
 
 
-def _fake_forward(given: _Call) -> tuple[Tensor, ...]:
-    (hidden, _, _, target, _), knobs = given
+def fake_forward(given: _Call) -> tuple[Tensor, ...]:
+    (hidden, _, _, target, *_), knobs = given
     check_sizes(given.operands)
     return tuple(Rows.new(hidden, target.shape, knobs))
 
 
-def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
+def fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
     return fake_gradients(given.call.operands, given.output_mask)
 
 
 def fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Return empty gradients of hidden states, weight and bias, where they are asked for."""
-    hidden, weight, bias, *_ = given
-    needs_hidden, needs_weight, needs_bias = output_mask
-    nothing = [hidden.new_empty(0) for _ in range(3)]
-    return (
-        hidden.new_empty(hidden.shape) if needs_hidden else nothing[0],
-        torch.empty_like(weight) if needs_weight else nothing[1],
-        torch.empty_like(bias) if needs_bias and bias is not None else nothing[2],
-    )
+    """Return empty gradients of what may have one, where they are asked for."""
+    hidden = given.hidden
+
+    def empty(of: Tensor | None, is_needed: bool) -> Tensor:
+        if of is None or not is_needed:
+            return hidden.new_empty(0)
+        return of.new_empty(of.shape) if of is hidden or of is given.low else torch.empty_like(of)
+
+    return tuple(map(empty, given.trained, output_mask))
 
 
-def _setup_context(
+def setup_context(
     ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
@@ -350,7 +393,7 @@ def _setup_context(
     ctx.settings = keyword_only_inputs
 
 
-def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     mask = list(ctx.needs_input_grad[:3])
     gradients = linear_cross_entropy_backward(
         *grads[:4],  # behind them are indices
@@ -368,24 +411,24 @@ refuse_double_backward = library.refusing(
     "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}.",
 )
 
-_KNOBS = (
+KNOBS = (
     "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "
     "str gradient_filter, int workspace, bool with_entropy=False, bool with_top=False, "
     'float filter_level=0.0, str filter_parts="both", bool sort_vocabulary=False'
 )
+RESULTS = "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)"
 linear_cross_entropy = library.op(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    f"Tensor? column_weight, *, {_KNOBS}) -> "
-    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)",
-    *library.taking(_called, _forward, _fake_forward),
-    backward=_link,
-    setup_context=_setup_context,
+    f"Tensor? column_weight, *, {KNOBS}) -> {RESULTS}",
+    *library.taking(called, forward, fake_forward),
+    backward=link,
+    setup_context=setup_context,
 )
 linear_cross_entropy_backward = library.op(
     "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
     "Tensor grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "Tensor? column_weight, Tensor lse, Tensor entropy, "
-    f"*, {_KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
-    *library.taking(_called_back, _backward, _fake_backward),
+    f"*, {KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    *library.taking(called_back, backward, fake_backward),
     backward=refuse_double_backward,
 )

@@ -9,6 +9,7 @@ costs nothing, rows with an ignored target are left out of every product.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ LOG_ZERO = -1000.0
 
 def forward(given: Operands, knobs: Knobs) -> Rows:
     """Compute what is asked for of every row, of any floating dtype and a weight of any strides."""
-    hidden, weight, _, target, _ = given
+    hidden, weight, _, target, _, low, _ = given
     rows = target.shape[0]
     wide = checks.wide(hidden.dtype)
     kept = kept_rows(target, knobs, forward=True)
     if kept is not None:
-        hidden, target = hidden[kept], target[kept]
+        hidden, target, low = hidden[kept], target[kept], None if low is None else low[kept]
     width = _width(hidden.dtype, rows, weight, knobs, forward=True)
-    given = given._replace(hidden=hidden.to(wide), target=target.long())
+    low = None if low is None else low.to(wide)
+    given = given._replace(hidden=hidden.to(wide), target=target.long(), low=low)
     found = _statistics(given, knobs, width)
     if kept is not None:
         parts = zip(found, knobs.wanted, strict=True)
@@ -49,15 +51,16 @@ def forward(given: Operands, knobs: Knobs) -> Rows:
 def backward(
     grads: RowGradients, given: Operands, results: Kept, knobs: Knobs, output_mask: Sequence[bool]
 ) -> Gradients:
-    """Compute the gradients of hidden, weight and bias that `output_mask` asks for."""
-    (hidden, weight, bias, target, column_weight), (lse, entropy, *_) = given, results
-    needs_hidden, needs_weight, needs_bias = output_mask
+    """Compute the gradients that `output_mask` asks for."""
+    (hidden, weight, bias, target, column_weight, low, up), (lse, entropy) = given, results
+    needs_hidden, needs_weight, needs_bias, *needs_low_rank = output_mask
     narrow, wide = hidden.dtype, checks.wide(hidden.dtype)
     rows, vocab = hidden.shape[0], weight.shape[0]
     width = _width(narrow, rows, weight, knobs, forward=False)
     kept = kept_rows(target, knobs, forward=False)
     if kept is not None:
         hidden, target, lse = hidden[kept], target[kept], lse[kept]
+        low = None if low is None else low[kept]
         parts = zip(grads, knobs.wanted, strict=False)
         grads = RowGradients(*(grad[kept] if wanted else grad for grad, wanted in parts))
     elif knobs.ignore_index is not None:
@@ -78,6 +81,11 @@ def backward(
     grad_hidden = torch.zeros_like(wide_hidden) if needs_hidden else None
     grad_weight = torch.empty_like(weight) if needs_weight else None
     grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
+    wide_low, grad_low, grad_up = None if low is None else low.to(wide), None, None
+    if low is not None and up is not None:
+        needs_low, needs_up = needs_low_rank
+        grad_low = torch.zeros_like(low, dtype=wide) if needs_low else None
+        grad_up = torch.empty_like(up) if needs_up else None
     buffer = wide_hidden.new_empty(hidden.shape[0] * min(width, vocab))
     slopes = torch.empty_like(buffer) if knobs.softcap > 0 else None
     slants = torch.empty_like(buffer) if knobs.with_entropy else None
@@ -86,7 +94,8 @@ def backward(
     for first, stop in spans(0, vocab, width):
         wide_weight = weight[first:stop].to(wide)
         g = window(buffer, hidden.shape[0], stop - first)
-        _scaled_products(wide_hidden, wide_weight, bias, first, knobs, g)
+        wide_up = None if up is None else up[first:stop].to(wide)
+        _scaled_products((wide_hidden, wide_weight, wide_low, wide_up), bias, first, knobs, g)
         if slopes is not None:
             slope = window(slopes, hidden.shape[0], stop - first)
             g.div_(knobs.softcap).tanh_()
@@ -109,8 +118,13 @@ def backward(
             g.mul_(slope)
         if grad_bias is not None:
             grad_bias[first:stop] = g.sum(0)
-        if narrow != wide:
-            g.copy_(g.to(narrow))
+        if low is None or low.dtype == narrow:
+            _round(g, narrow)
+        if grad_up is not None and wide_low is not None:
+            _product_into(g.t(), wide_low, grad_up[first:stop])
+        if grad_low is not None and wide_up is not None:
+            grad_low.addmm_(g, wide_up)
+        _round(g, narrow)
         if grad_weight is not None:
             _product_into(g.t(), wide_hidden, grad_weight[first:stop])
         if grad_hidden is not None:
@@ -120,7 +134,13 @@ def backward(
         grad_hidden = grad_hidden.to(narrow)
         if kept is not None:
             grad_hidden = _spread(grad_hidden, kept, rows)
-    return grad_hidden, grad_weight, grad_bias
+    if low is None:
+        return grad_hidden, grad_weight, grad_bias
+    if grad_low is not None:
+        grad_low = grad_low.to(low.dtype)
+        if kept is not None:
+            grad_low = _spread(grad_low, kept, rows)
+    return grad_hidden, grad_weight, grad_bias, grad_low, grad_up
 
 
 def kept_rows(target: Tensor, knobs: Knobs, *, forward: bool) -> Tensor | None:
@@ -144,7 +164,7 @@ def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
 
 def _statistics(given: Operands, knobs: Knobs, width: int) -> Rows:
     """Walk the vocabulary once, keeping each row's maximum and sums relative to it."""
-    hidden, weight, bias, target, column_weight = given
+    hidden, weight, bias, target, column_weight, low, up = given
     rows = hidden.shape[0]
     peak = hidden.new_full((rows,), -torch.inf)
     mass, total, moment = (hidden.new_zeros(rows) for _ in range(3))
@@ -155,7 +175,8 @@ def _statistics(given: Operands, knobs: Knobs, width: int) -> Rows:
     columns = None if column_weight is None else column_weight.to(hidden.dtype)
     for first, stop in spans(0, weight.shape[0], width):
         z = window(buffer, rows, stop - first)
-        _scaled_products(hidden, weight[first:stop].to(hidden.dtype), bias, first, knobs, z)
+        of_piece = [None if w is None else w[first:stop].to(hidden.dtype) for w in (weight, up)]
+        _scaled_products((hidden, of_piece[0], low, of_piece[1]), bias, first, knobs, z)
         if knobs.softcap > 0:
             z.div_(knobs.softcap).tanh_().mul_(knobs.softcap)
         is_here, column = _column(target - first, stop - first)
@@ -202,10 +223,17 @@ def _width(dtype: torch.dtype, rows: int, weight: Tensor, knobs: Knobs, *, forwa
 
 
 def _scaled_products(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, knobs: Knobs, out: Tensor
+    given: Sequence[Any],  # hidden, weight, low and up, in a wide dtype
+    bias: Tensor | None,
+    first: int,
+    knobs: Knobs,
+    out: Tensor,
 ) -> None:
-    """Write u = scale * (hidden @ weight.T + bias) of one piece into `out`."""
+    """Write u = scale * (hidden @ weight.T + low @ up.T + bias) of one piece into `out`."""
+    hidden, weight, low, up = given
     torch.mm(hidden, weight.t(), out=out)
+    if low is not None:
+        out.addmm_(low, up.t())
     if bias is not None:
         out.add_(bias[first : first + out.shape[1]])
     if knobs.scale != 1:
@@ -223,6 +251,12 @@ def _subtract_at_target(g: Tensor, column: Tensor, amount: Tensor) -> None:
     is_here, safe = _column(column, g.shape[1])
     at_target = g.gather(1, safe).squeeze(1)
     g.scatter_(1, safe, torch.where(is_here, at_target - amount, at_target).unsqueeze(1))
+
+
+def _round(g: Tensor, dtype: torch.dtype) -> None:
+    """Round numbers of a wide dtype to those of another, in place."""
+    if g.dtype != dtype:
+        g.copy_(g.to(dtype))
 
 
 def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -137,10 +137,6 @@ def _fake_forward(given: _Call) -> tuple[Tensor, ...]:
     return total.fake_forward(given.loss)
 
 
-def _link(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-    return (*total.link(ctx, *grads), None)  # that of the counts
-
-
 def _agreed(own: Tensor, every: Tensor) -> Tensor:
     return every[0].clone()
 
@@ -170,7 +166,7 @@ _TOTALS = "(Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bi
 linear_cross_entropy_total_shard = library.op(
     f"linear_cross_entropy_total_shard({_TENSORS}, Tensor counts, *, {_KNOBS}) -> {_TOTALS}",
     *library.taking(_called, _forward, _fake_forward),
-    backward=_link,
+    backward=total.link,
     setup_context=total.setup_context,
 )
 linear_cross_entropy_total_agreed = library.op(

@@ -13,6 +13,7 @@ the gradients themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -26,7 +27,6 @@ from ..device import kernels_serve, tuned, where_it_runs, without_autocast
 from ..sizes import Size
 from . import op as rows_op
 from . import total_fused, total_reference
-from .call import Operands
 from .ranks import Ranks, counted_first, own_columns
 from .shapes import is_minimal
 from .total_reference import Loss, Totals, total_of
@@ -39,12 +39,14 @@ class _Gradients(NamedTuple):
     """What `linear_cross_entropy_total_backward` is called with."""
 
     grad_total: Tensor
-    grad_hidden: Tensor
-    grad_weight: Tensor
-    grad_bias: Tensor
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    parts: Sequence[Tensor]  # the gradients of the total
+    operands: Sequence[Tensor | None]  # what they are of
+
+
+def called_back(grad_total: Tensor, *tensors: Any) -> _Gradients:
+    """Sort what a backward is called with: gradients, then as many operands."""
+    count = len(tensors) // 2
+    return _Gradients(grad_total, tensors[:count], tensors[count:])
 
 
 @compat.constant_in_traces
@@ -115,9 +117,9 @@ def total_bytes(
 
 
 def require_support(given: Loss) -> None:
-    hidden, weight, bias, target, row_weight, norm, *_ = given
+    _, _, _, target, row_weight, norm, *_ = given
     sentence = rows_op.supports(
-        *(hidden, weight, bias, target),
+        *given.operands,
         softcap=given.softcap,
         workspace=given.workspace,
         gradient_filter=given.gradient_filter,
@@ -145,13 +147,14 @@ def _forward(given: Loss) -> tuple[Tensor, ...]:
 
 def flattened(given: Loss) -> Loss:
     """Return a call with all rows in one axis, as engines take it."""
-    hidden, _, bias, target, row_weight, *_ = given
-    rows, (needs_hidden, needs_weight, needs_bias) = target.numel(), given.output_mask
+    row_weight, flat = given.row_weight, given.operands.flat()
+    asked = zip(given.output_mask, flat.trained, strict=True)
     return given._replace(
-        hidden=hidden.reshape(rows, hidden.shape[-1]),
-        target=target.reshape(rows),
-        row_weight=None if row_weight is None else row_weight.reshape(rows),
-        output_mask=(needs_hidden, needs_weight, needs_bias and bias is not None),
+        hidden=flat.hidden,
+        target=flat.target,
+        row_weight=None if row_weight is None else row_weight.reshape(flat.target.numel()),
+        low=flat.low,
+        output_mask=tuple(wanted and part is not None for wanted, part in asked),
     )
 
 
@@ -173,7 +176,7 @@ def compute(given: Loss) -> Totals:
 
 def results(found: Totals, given: Loss) -> tuple[Tensor, ...]:
     """Return what an engine found as the op does."""
-    return (found.total, *rows_op.as_results(found[1:], given.hidden))
+    return (found.total, *rows_op.as_results(found[1:], given.operands))
 
 
 def by_recomputing(given: Loss) -> Totals:
@@ -212,10 +215,9 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 
 def fake_forward(given: Loss) -> tuple[Tensor, ...]:
     require_support(given)
-    operands = Operands(*given[:4])
-    rows_op.check_sizes(operands)
+    rows_op.check_sizes(given.operands)
     total = given.hidden.new_empty((), dtype=given.wide)
-    return (total, *rows_op.fake_gradients(operands, given.output_mask))
+    return (total, *rows_op.fake_gradients(given.operands, given.output_mask))
 
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
@@ -244,53 +246,68 @@ def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
         target.copy_(source.to(by.dtype) * by)
 
 
-def _backward(given: _Gradients) -> tuple[Tensor, ...]:
-    scaled = _fake_backward(given)
-    for part, out in zip(given[1:4], scaled, strict=True):
+def backward(given: _Gradients) -> tuple[Tensor, ...]:
+    """Return the gradients of a total, each times that of the loss."""
+    scaled = fake_backward(given)
+    for part, out in zip(given.parts, scaled, strict=True):
         _scale_into(part, given.grad_total, out)
     return scaled
 
 
-def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
-    parts = given.grad_hidden, given.grad_weight, given.grad_bias
-    return tuple(torch.empty_like(part) for part in parts)
+def fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(part) for part in given.parts)
 
 
-def setup_context(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    keyword_only_inputs: dict[str, Any],
-    output: tuple[Tensor, ...],
-) -> None:
-    _, *gradients = output
-    ctx.mark_non_differentiable(*gradients)
-    # Else autograd makes zeros as large as the gradients for results nobody differentiates.
-    ctx.set_materialize_grads(False)
-    ctx.is_alone = not compat.packs_saved_tensors()
-    # The inputs are what a second derivative would be taken of, which is refused.
-    ctx.save_for_backward(*gradients, *inputs[:3])
+def joins(
+    trained: Sequence[int],  # places among the arguments of what has gradients
+    second: Callable[..., Any],  # the op's backward as an op, where it may be differentiated
+) -> tuple[library.Function, library.Function]:
+    """Return how autograd sees an op that returns a total and its gradients, and how it goes on."""
+
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        keyword_only_inputs: dict[str, Any],
+        output: tuple[Tensor, ...],
+    ) -> None:
+        _, *gradients = output
+        ctx.mark_non_differentiable(*gradients)
+        # Else autograd makes zeros as large as the gradients for results nobody differentiates.
+        ctx.set_materialize_grads(False)
+        ctx.is_alone = not compat.packs_saved_tensors()
+        # The inputs are what a second derivative would be taken of, which is refused.
+        ctx.save_for_backward(*gradients, *(inputs[place] for place in trained))
+
+    def link(
+        ctx: Any, grad_total: Tensor | None, *without_gradient: None
+    ) -> tuple[Tensor | None, ...]:
+        wanted: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if grad_total is None:
+            return tuple(wanted)
+        gradients = list(ctx.saved_tensors[: len(trained)])
+        if torch.is_grad_enabled():
+            found = second(grad_total, *ctx.saved_tensors)
+        elif compat.is_traced(grad_total, *gradients):
+            # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
+            found = [_scaled(part, grad_total) for part in gradients]
+        else:
+            # Another backward, or a hook that packed these tensors, may read them again.
+            is_last = ctx.is_alone and compat.frees_saved_tensors()
+            found = gradients if is_last else [torch.empty_like(part) for part in gradients]
+            for part, out in zip(gradients, found, strict=True):
+                _scale_into(part, grad_total, out)
+        for place, part in zip(trained, found, strict=True):
+            wanted[place] = part if ctx.needs_input_grad[place] else None
+        return tuple(wanted)
+
+    return setup_context, link
 
 
-def link(ctx: Any, grad_total: Tensor | None, *without_gradient: None) -> tuple[Tensor | None, ...]:
-    if grad_total is None:
-        return (None,) * 6
-    *gradients, hidden, weight, bias = ctx.saved_tensors
-    needed = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():
-        found = linear_cross_entropy_total_backward(grad_total, *gradients, hidden, weight, bias)
-    elif compat.is_traced(grad_total, *gradients):
-        # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
-        found = [_scaled(part, grad_total) for part in gradients]
-    else:
-        # Another backward, or a hook that packed these tensors, may read them again.
-        is_last = ctx.is_alone and compat.frees_saved_tensors()
-        found = gradients if is_last else [torch.empty_like(part) for part in gradients]
-        for part, out in zip(gradients, found, strict=True):
-            _scale_into(part, grad_total, out)
-    wanted = [part if asked else None for part, asked in zip(found, needed, strict=True)]
-    return (*wanted, None, None, None)
+def _second(*given: Any) -> Any:
+    return linear_cross_entropy_total_backward(*given)
 
 
+setup_context, link = joins((0, 1, 2), _second)
 linear_cross_entropy_total = library.op(
     "linear_cross_entropy_total(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "Tensor? row_weight, Tensor? norm, *, int? ignore_index, float scale, float softcap, "
@@ -301,10 +318,10 @@ linear_cross_entropy_total = library.op(
     backward=link,
     setup_context=setup_context,
 )
-linear_cross_entropy_total_backward = library.op(
+linear_cross_entropy_total_backward: Any = library.op(
     "linear_cross_entropy_total_backward(Tensor grad_total, Tensor grad_hidden, "
     "Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, Tensor? bias) -> "
     "(Tensor, Tensor, Tensor)",
-    *library.taking(_Gradients, _backward, _fake_backward),
+    *library.taking(called_back, backward, fake_backward),
     backward=rows_op.refuse_double_backward,
 )

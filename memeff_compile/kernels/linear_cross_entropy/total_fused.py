@@ -222,7 +222,7 @@ class Walk(ABC):
         self, given: Operands, knobs: Knobs, output_mask: Sequence[bool], *, height: int = 0
     ) -> None:
         """Allocate what the walk needs. A height that is given is whole tiles, as ranks agreed."""
-        hidden, weight, bias, target, _ = given
+        hidden, weight, bias, target, *_ = given
         hidden = fused.aligned(hidden)
         self.hidden, self.weight, self.knobs = hidden, weight, knobs
         self.bias = None if bias is None else bias.contiguous()

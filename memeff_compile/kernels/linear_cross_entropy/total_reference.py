@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .call import Knobs
+from .call import Knobs, Operands
 from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
 from .ranks import Ranks, counted_first
 from .reference import kept_rows
@@ -56,6 +56,13 @@ class Loss(NamedTuple):
     sort_vocabulary: bool = False
     # who has the other classes; targets are then as `ranks` says
     ranks: Ranks | None = None
+    low: Tensor | None = None  # (N, R), as of `Operands`, and the mask is then of five
+    up: Tensor | None = None  # (V, R), likewise
+
+    @property
+    def operands(self) -> Operands:
+        """The tensors as engines of rows take them."""
+        return Operands(*self[:4], None, self.low, self.up)
 
     @property
     def wide(self) -> torch.dtype:

@@ -390,8 +390,11 @@ def written_by(node: Node) -> tuple[Node, ...]:
     name = getattr(target, "__name__", "")
     if target in _NAMED_LIKE_WRITES or name in _SWITCHES:
         return ()
-    is_flagged = node.kwargs.get("inplace") is True or (True in node.args and _has_inplace(target))
-    if is_flagged or _is_named_in_place(name) or target in (operator.setitem, *_IN_PLACE_OPERATORS):
+    if (
+        _is_told_inplace(node)
+        or _is_named_in_place(name)
+        or target in (operator.setitem, *_IN_PLACE_OPERATORS)
+    ):
         return _first_tensor(node)
     if name == "batch_norm":
         return tuple(n for n in node.args[1:3] if isinstance(n, Node))
@@ -413,9 +416,11 @@ def _out_argument(node: Node) -> tuple[Node, ...]:
     return tuple(n for n in given if isinstance(n, Node))
 
 
-def _has_inplace(target: Any) -> bool:
-    code = getattr(target, "__code__", None)
-    return code is not None and "inplace" in code.co_varnames[: code.co_argcount]
+def _is_told_inplace(node: Node) -> bool:
+    """Return whether a Python function is given ``inplace=True``, by name or by place."""
+    code = getattr(node.target, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace") is True
 
 
 def _written_by_schema(node: Node, op: OpOverload) -> tuple[Node, ...]:

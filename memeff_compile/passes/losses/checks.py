@@ -28,6 +28,8 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
     if split is None:
         operands += [("hidden states come", head.hidden), ("head weight comes", head.weight)]
         operands += [("bias comes", head.bias)]
+        for part in head.parts:
+            operands += [("low-rank operand comes", part.low), ("adapter comes", part.up)]
     elif (refusal := _check_split(info, site)) is not None:
         return refusal
     for label, node in operands:
@@ -157,10 +159,12 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
     head = site.head
     chains = [*(tail.chain for tail in site.tails), *(output.chain for output in site.outputs)]
     operands = [head.hidden, head.weight, head.bias, *site.covered]
+    operands += [each for part in head.parts for each in (part.low, part.up)]
     operands += [n for tail in site.tails for n in tail.operands]
     operands += [n for chain in chains for n in chain.operands]
     read = [n for n in operands if n is not None and n not in results]
-    writer = info.written_between(read, head.node, last)
+    first = min(head.nodes, key=info.positions.__getitem__)
+    writer = info.written_between(read, first, last)
     return None if writer is None else mutated(writer, site.tails[0].node)
 
 

@@ -24,7 +24,7 @@ from ..graph.canonical import aten, call_of, named, read_one
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, Region, same_shape, written_by
 from . import shards
-from .head import fold, replay_rows
+from .head import Step, fold, replay_rows
 from .softmax import class_position
 from .tails import ENTROPIES, STATISTICS, Tail, is_silent
 
@@ -193,6 +193,13 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
         return False
     if tail.label_smoothing or info.parent is not None or is_silent(info, tail):
         return False
+    if tail.chain.head.parts:
+        return op_folder.makes_gradients_in_forward_adapted(
+            hidden.device,
+            tail.chain.head.compute_dtype,
+            trains_weight=info.value(tail.chain.head.weight).requires_grad,
+            workspace=info.options.linear_cross_entropy_workspace,
+        )
     makes = op_folder.makes_gradients_in_forward
     if compat.is_dtensor(hidden):
         makes = op_folder.makes_gradients_in_forward_over_ranks
@@ -268,8 +275,9 @@ class GroupEmitter:
         column_weight = self.with_target.class_weight if smoothing and self.with_target else None
         options = self.info.options
         operands = [self.hidden, weight, bias, self.target]
+        low_rank = self._low_rank(key_steps)
         if is_total(self.info, self.group):
-            self._total_call(operands)
+            self._total_call(operands, low_rank)
             return
         # What a call without metrics leaves at its defaults is not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
@@ -277,6 +285,7 @@ class GroupEmitter:
         self.op = self._call(
             *operands,
             column_weight and self._columns(column_weight),
+            *low_rank,
             ignore_index=self.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
@@ -296,7 +305,8 @@ class GroupEmitter:
         """Insert the op, or the one of ranks that have some of the classes each."""
         e, split = self.editor, self.split
         if split is None:
-            return e.call(op_folder.linear_cross_entropy, *operands, **settings)
+            whole, adapted = op_folder.linear_cross_entropy, op_folder.linear_cross_entropy_adapted
+            return e.call(adapted if self.head.parts else whole, *operands, **settings)
         settings |= {"group": split.group, **split.shard._asdict()}
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
@@ -306,6 +316,22 @@ class GroupEmitter:
             return node
         return shards.here(self.editor, self.head, node, summed)
 
+    def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
+        """Return what the low-rank parts of the head multiply, and what they multiply it with.
+
+        Several are one of as many ranks as all of them; scales go where N numbers stand, not V.
+        """
+        e, lows, ups = self.editor, list[Node](), list[Node]()
+        for part in self.head.parts:
+            rank = compat.known_size(self.info.value(part.low).shape[-1])
+            low = e.cast(replay_rows(e, part.low, steps, rank), self.head.low_dtype)
+            up = e.cast(part.up, self.head.low_dtype)
+            lows.append(low if part.scale == 1 else e.call(aten.mul.Scalar, low, part.scale))
+            ups.append(e.call(aten.t.default, up) if part.transposed else up)
+        if len(lows) < 2:
+            return [*lows, *ups]
+        return [e.call(aten.cat.default, lows, -1), e.call(aten.cat.default, ups, -1)]
+
     def _columns(self, vector: Node) -> Node:
         """Return what belongs to this rank's classes of a vector over all."""
         if self.split is None:
@@ -314,7 +340,7 @@ class GroupEmitter:
         stop = shard.first + shard.columns
         return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
-    def _total_call(self, operands: Sequence[Node | None]) -> None:
+    def _total_call(self, operands: Sequence[Node | None], low_rank: Sequence[Node]) -> None:
         """Insert the op that returns the loss itself, and the gradients beside it."""
         e, tail = self.editor, self.group[0]
         row_weight = norm = None
@@ -324,12 +350,14 @@ class GroupEmitter:
                 wide = torch.float64 if self.head.compute_dtype == torch.float64 else torch.float32
                 norm = row_weight = self._row_weights(tail.class_weight, kept, wide)
             norm = e.call(aten.sum.default, norm) if tail.reduction == 1 else None
-        trained = map(self.info.tensor, operands[:3])
+        trained = map(self.info.tensor, (*operands[:3], *low_rank))
         options = self.info.options
         filtered: dict[str, Any] = {}
-        if options.linear_cross_entropy != "exact":
+        if options.linear_cross_entropy != "exact" and not low_rank:
             filtered = {"gradient_filter": options.linear_cross_entropy, **filter_settings(options)}
         op = op_folder.linear_cross_entropy_total
+        if low_rank:
+            op = op_folder.linear_cross_entropy_adapted_total
         over_ranks: dict[str, Any] = {}
         if self.split is not None:
             op = op_folder.linear_cross_entropy_total_over_ranks
@@ -339,6 +367,7 @@ class GroupEmitter:
             *operands,
             row_weight,
             norm,
+            *low_rank,
             ignore_index=tail.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,

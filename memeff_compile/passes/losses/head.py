@@ -3,6 +3,8 @@
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
 
+A head may be a sum of products: the wide one and low-rank ones, as of LoRA adapters.
+
 Row moves leave the class dimension alone, so they commute with the product and the pointwise steps:
 they are replayed on the hidden states. Pointwise steps fold into ``scale``, ``softcap`` and
 ``bias``.
@@ -21,11 +23,23 @@ import torch
 from torch.fx import Node
 
 from ... import compat
+from ...kernels.checks import wide
 from ...logits.recipe import Modifiers, Unfoldable, fold_steps
 from ..graph.base import Decline
-from ..graph.canonical import Call, Reading, aten, call_of, is_several, named, read, read_one, trace
+from ..graph.canonical import (
+    Call,
+    Reading,
+    aten,
+    back_over,
+    call_of,
+    is_several,
+    named,
+    read,
+    read_one,
+    trace,
+)
 from ..graph.editor import Editor
-from ..graph.graph_info import GraphInfo, node_name
+from ..graph.graph_info import GraphInfo, node_name, same_shape
 from . import shards
 
 SMALLEST_VOCABULARY = 32  # fewer classes than this make logits too small to matter
@@ -33,8 +47,24 @@ _HEAD_WIDTH = 4  # a head is wider than this times its input
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """A product beside a head's: ``scale * low @ up.T``."""
+
+    low: Node
+    up: Node
+    transposed: bool  # up is (R, V)
+    scale: float
+    dtype: torch.dtype  # in which the product runs
+    links: tuple[Node, ...]  # what scales and casts the product, from the last on, and the product
+    symbols: tuple[Node, ...] = ()  # numbers of the user's in the scale, held constant
+
+
+@dataclass(frozen=True)
 class Head:
-    """The product that makes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``."""
+    """The product that makes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``.
+
+    ``node`` is what adds low-rank parts to it where there are such.
+    """
 
     node: Node
     hidden: Node
@@ -42,6 +72,20 @@ class Head:
     transposed: bool  # the weight is (D, V)
     bias: Node | None
     compute_dtype: torch.dtype
+    parts: tuple[LowRank, ...] = ()
+    summed: tuple[Node, ...] = ()  # the nodes of the products that ``node`` adds, in order
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The products and what adds them, in order."""
+        return (*self.summed, self.node)
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """The dtype in which low-rank products run: the head's own or, beside 16 bits, fp32."""
+        if all(part.dtype == self.compute_dtype for part in self.parts):
+            return self.compute_dtype
+        return wide(self.compute_dtype)
 
 
 @dataclass(frozen=True)
@@ -125,6 +169,7 @@ def _frozen(value: Any) -> Any:
 POINTWISE = ("to", "mul", "div", "tanh", "bias")
 
 _MAX_STEPS = 24
+_MAX_PARTS = 8  # low-rank products beside a head's
 
 
 class HeadReader:
@@ -201,7 +246,71 @@ class HeadReader:
             return self._product_head(node, a["mat1"], a["mat2"], a["self"])
         if call.op is aten.einsum.default:
             return self._einsum_head(node, a["equation"], a["tensors"])
+        if call.op is aten.add.Tensor and a["alpha"] == 1:
+            return self._sum_head(node, a["self"], a["other"])
         return None
+
+    def _sum_head(self, node: Node, left: Any, right: Any) -> Head | None:
+        """Read a head plus a low-rank product of as many rows and classes, in either order."""
+        values = [self.info.tensor(each) for each in (left, right, node)]
+        shapes = [value.shape for value in values if value is not None]
+        if len(shapes) < 3 or not all(same_shape(shape, shapes[2]) for shape in shapes):
+            return None
+        for base, other in ((left, right), (right, left)):
+            part = self._low_rank(other)
+            # In a residual stream the search would go on and on.
+            if part is None or not self._is_narrow(part.low, shapes[2][-1]):
+                continue
+            head, casts = self._cast_head(base)
+            depth = None if head is None else self.info.value(head.hidden).shape[-1]
+            if head is None or not self._is_narrow(part.low, depth):
+                continue
+            before = (*head.nodes, *casts, *part.links)
+            # Parts without a gradient in a sum that has one would get one.
+            is_alike = all(self.info.regions[n] == self.info.regions[node] for n in before)
+            head = replace(head, node=node, parts=(*head.parts, part))
+            dtype = self.info.value(node).dtype
+            is_served = part.dtype.itemsize <= head.low_dtype.itemsize >= dtype.itemsize
+            if is_alike and is_served and len(head.parts) <= _MAX_PARTS:
+                order = self.info.positions.__getitem__
+                return replace(head, summed=tuple(sorted(before, key=order)))
+        return None
+
+    def _is_narrow(self, low: Node, width: Any) -> bool:
+        rank = compat.known_size(self.info.value(low).shape[-1])
+        return rank is not None and compat.statically_true(rank < width)
+
+    def _low_rank(self, node: Node) -> LowRank | None:
+        """Read a product behind casts and scales by numbers."""
+        nodes, symbols, scale = list[Node](), list[Node](), 1.0
+        while (call := read_one(node)) is not None and len(nodes) < _MAX_STEPS:
+            nodes.append(node)
+            if call.op in _SCALES:
+                factor = compat.known_number(call.args["other"])
+                if factor is None or not math.isfinite(factor) or factor == 0:
+                    return None
+                if isinstance(call.args["other"], Node):
+                    symbols.append(call.args["other"])
+                is_product = call.op in (aten.mul.Tensor, aten.mul.Scalar)
+                scale *= float(factor) if is_product else 1.0 / float(factor)
+            elif call.op is not aten.to.dtype or not call.args["dtype"].is_floating_point:
+                head = None if call.op is aten.add.Tensor else self._head(node)
+                if not isinstance(head, Head) or head.bias is not None:
+                    return None
+                made_of = head.hidden, head.weight, head.transposed
+                links = tuple(nodes), tuple(symbols)
+                return LowRank(*made_of, scale, head.compute_dtype, *links)
+            node = call.args["self"]
+        return None
+
+    def _cast_head(self, node: Node) -> tuple[Head | None, list[Node]]:
+        """Read a head of which nothing but the dtype was changed, and the casts."""
+        casts: list[Node] = []
+        node = back_over(node, (aten.to.dtype,), casts)
+        if not all(self.info.value(cast).dtype.is_floating_point for cast in casts):
+            return None, casts
+        head = self._head(node)
+        return (head if isinstance(head, Head) else None), casts
 
     def _product_head(self, node: Node, left: Node, right: Node, bias: Node | None) -> Head | None:
         value, left_value, added = map(self.info.tensor, (right, left, bias))

@@ -15,15 +15,23 @@ from torch.fx import Node
 
 from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
-from ...logits.recipe import DeferredOutput, GivenSize, LogitsRecipe, LogitsView, LossSettings
+from ...logits.recipe import (
+    Adapter,
+    DeferredOutput,
+    GivenSize,
+    LogitsRecipe,
+    LogitsView,
+    LossSettings,
+)
 from ..graph.base import NOTED, Decline, Note
-from ..graph.canonical import aten, read
+from ..graph.canonical import aten, call_of, read
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
 from . import shards
-from .head import POINTWISE, SAME_OPS, Chain, HeadReader, Step, fold, replay_rows
+from .head import POINTWISE, SAME_OPS, Chain, Head, HeadReader, Step, fold, replay_rows
 
 NAME = NOTED
+_SCALES = aten.mul.Tensor, aten.mul.Scalar
 
 STALE_SENTENCE = (
     "out.logits is computed when first read; reading it after the weights changed raises "
@@ -67,6 +75,8 @@ def returned_logits(info: GraphInfo) -> list[Returned]:
         chain = reader.chain(node)
         value = info.tensor(node)
         if isinstance(chain, Decline) or value is None or not value.requires_grad:
+            continue
+        if chain.head.parts:  # a loss outside has no op for them
             continue
         if reader.is_wide(chain.head):
             found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain))
@@ -171,11 +181,15 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
         return "torch.export needs plain tensors as outputs"
     for output in outputs:
         head = output.chain.head
+        adapters = _adapters(info, head)
+        if isinstance(adapters, str):
+            return adapters
         if compat.is_dtensor(info.value(output.node)):
             return "they are returned in parts, one on each rank"
         if compat.is_dtensor(info.value(head.node)) and not info.needs_grad:
             return "a read on one rank would wait for the others, and nothing trains here"
-        vectors = (s.value for s in output.chain.steps if s.kind == "bias")
+        vectors = [s.value for s in output.chain.steps if s.kind == "bias"]
+        vectors += [each for down, up, _ in adapters for each in (down, up)]
         for weight in filter(None, (head.weight, head.bias, *vectors)):
             if weight.op != "placeholder":
                 return f"{weight.name} is computed inside the graph"
@@ -187,6 +201,33 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
         if isinstance(laid := _layout(info, group), str):
             return laid
     return ""
+
+
+def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] | str:
+    """Return A and B of the head's low-rank parts, and what deferred logits do with them to have
+    the model's own bits; or why they cannot.
+    """
+    said = "what an adapter of the head adds to them is not a number times B(A(hidden states))"
+    said += ", as where a dropout stands before A"
+    if any(call_of(node, aten.to.dtype) for node in head.summed):
+        return "a product of the head or of its adapter is cast"
+    found: list[tuple[Node, Node, Adapter]] = []
+    sums = [node for node in head.nodes if call_of(node, aten.add.Tensor)]
+    for part, total in zip(head.parts, sums, strict=True):
+        *scales, product = part.links
+        down, up = (call_of(node, aten.linear.default) for node in (part.low, product))
+        if down is None or up is None or down.args["bias"] is not None or part.transposed:
+            return said
+        source = down.args["input"]
+        cast = call_of(source, aten.to.dtype)
+        if cast is not None and cast.args["dtype"].itemsize >= info.value(head.hidden).itemsize:
+            source = cast.args["self"]
+        is_scaled = len(scales) < 2 and all(call_of(scale, *_SCALES) for scale in scales)
+        if source is not head.hidden or not is_scaled:
+            return said
+        dtypes = (info.value(node).dtype for node in (part.low, product, total))
+        found.append((down.args["weight"], part.up, Adapter(part.scale, *dtypes)))
+    return found
 
 
 def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[LogitsOutput]]:
@@ -351,7 +392,12 @@ def _planned(
     head, made, options = output.chain.head, info.value(output.node), info.options
     steps: list[tuple[str, object]] = []
     vectors: list[int] = []
-    dtype = head.compute_dtype
+    adapters, dtype = _adapters(info, head), head.compute_dtype
+    assert not isinstance(adapters, str), "the check admits only adapters that are read"
+    for down, up, adapter in adapters:
+        vectors += [positions[down], positions[up]]
+        steps.append(("adapter", adapter))
+        dtype = adapter.total
     for step in (s for s in output.chain.steps if s.kind in POINTWISE):
         value = info.value(step.node)
         if step.kind == "bias":  # a wider vector widens the logits
@@ -362,7 +408,7 @@ def _planned(
         dtype = value.dtype
     workspace = options.linear_cross_entropy_workspace
     is_spread = compat.is_dtensor(info.value(head.node))
-    is_served = options.linear_cross_entropy != "off" and not is_spread
+    is_served = options.linear_cross_entropy != "off" and not is_spread and not adapters
     return DeferredOutput(
         output=index,
         weight=positions[head.weight],

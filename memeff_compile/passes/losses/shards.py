@@ -88,6 +88,8 @@ def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
     operands = [compat.example_value(n) for n in (head.hidden, head.weight, head.bias) if n]
     if not any(map(compat.is_dtensor, operands)):
         return None
+    if head.parts:
+        return _declined("the head is tensor parallel and has an adapter", head.node)
     if not all(map(compat.is_dtensor, operands)):
         return _declined("the head is tensor parallel, and not all of its operands are", head.node)
     hidden, weight, *bias = operands

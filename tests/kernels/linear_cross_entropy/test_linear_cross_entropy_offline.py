@@ -125,6 +125,17 @@ def test_the_largest_form_compiles_for_the_narrowest_gpu(name: str) -> None:
     assert "ld.global.v4.b32" in within_limits(kernel, NARROWEST)
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_gradients_in_fp32_of_a_head_in_16_bits_compile(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside an adapter in fp32."""
+    name = "_linear_cross_entropy_gradient_kernel"
+    monkeypatch.setitem(POINTERS[name], "g_ptr", "*fp32")
+    kernel = _compile(name, capability, "bf16", 2048, everything=True, aligned=True)
+    assert "ld.global.v4.b32" in within_limits(kernel, capability)
+
+
 @pytest.mark.usefixtures("sizes_of_one")
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
 @pytest.mark.parametrize("name", list(POINTERS))
