@@ -20,6 +20,9 @@ _HEADS = [
     *("torch.einsum('bsh,vh->bsv', h, m[1].weight)", "F.linear(h, m[1].weight[: V - 3])"),
     *("F.linear(h, m[1].weight.clone())", "m[1](h.reshape(-1, h.shape[-1]))", "m[1](h[:, -2:])"),
     *("F.linear(h, m[0].weight)", "m[1](h) + m[2].bias.sum()", "m[1](h) * m[2].weight[0, 0]"),
+    "m[1](h) + 0.5 * F.linear(F.linear(h, m[2].weight[:2]), m[0].weight[:, :2])",
+    "F.linear(m[2](h)[..., :3], m[0].weight[:, :3]) * 2 + m[1](h)",
+    "m[1](h) + (h @ m[2].weight.t()[:, :2]) @ m[1].weight.t()[:2]",
 ]
 _TARGETS = ["y", "y.flatten()", "y[:, 1:]", "y[:, 1:].reshape(-1)", "y.mT", "y[:, -2:].flatten()"]
 _TUPLES = [
