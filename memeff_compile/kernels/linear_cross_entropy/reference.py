@@ -94,8 +94,8 @@ def backward(
     for first, stop in spans(0, vocab, width):
         wide_weight = weight[first:stop].to(wide)
         g = window(buffer, hidden.shape[0], stop - first)
-        wide_up = None if up is None else up[first:stop].to(wide)
-        _scaled_products((wide_hidden, wide_weight, wide_low, wide_up), bias, first, knobs, g)
+        wide_up = _widened(up, first, stop, wide)
+        _scaled_products((wide_hidden, wide_weight, wide_up, wide_low), bias, first, knobs, g)
         if slopes is not None:
             slope = window(slopes, hidden.shape[0], stop - first)
             g.div_(knobs.softcap).tanh_()
@@ -118,13 +118,14 @@ def backward(
             g.mul_(slope)
         if grad_bias is not None:
             grad_bias[first:stop] = g.sum(0)
-        if low is None or low.dtype == narrow:
+        if low is None or low.dtype == narrow:  # an adapter of a wide dtype has them unrounded
             _round(g, narrow)
         if grad_up is not None and wide_low is not None:
             _product_into(g.t(), wide_low, grad_up[first:stop])
         if grad_low is not None and wide_up is not None:
             grad_low.addmm_(g, wide_up)
-        _round(g, narrow)
+        if low is not None and low.dtype != narrow:
+            _round(g, narrow)
         if grad_weight is not None:
             _product_into(g.t(), wide_hidden, grad_weight[first:stop])
         if grad_hidden is not None:
@@ -175,8 +176,11 @@ def _statistics(given: Operands, knobs: Knobs, width: int) -> Rows:
     columns = None if column_weight is None else column_weight.to(hidden.dtype)
     for first, stop in spans(0, weight.shape[0], width):
         z = window(buffer, rows, stop - first)
-        of_piece = [None if w is None else w[first:stop].to(hidden.dtype) for w in (weight, up)]
-        _scaled_products((hidden, of_piece[0], low, of_piece[1]), bias, first, knobs, z)
+        # No names: what is widened of a piece is freed before the next one is.
+        _scaled_products(
+            (hidden, *(_widened(w, first, stop, hidden.dtype) for w in (weight, up)), low),
+            *(bias, first, knobs, z),
+        )
         if knobs.softcap > 0:
             z.div_(knobs.softcap).tanh_().mul_(knobs.softcap)
         is_here, column = _column(target - first, stop - first)
@@ -223,14 +227,14 @@ def _width(dtype: torch.dtype, rows: int, weight: Tensor, knobs: Knobs, *, forwa
 
 
 def _scaled_products(
-    given: Sequence[Any],  # hidden, weight, low and up, in a wide dtype
+    given: Sequence[Any],  # hidden, weight, up and low, in a wide dtype
     bias: Tensor | None,
     first: int,
     knobs: Knobs,
     out: Tensor,
 ) -> None:
     """Write u = scale * (hidden @ weight.T + low @ up.T + bias) of one piece into `out`."""
-    hidden, weight, low, up = given
+    hidden, weight, up, low = given
     torch.mm(hidden, weight.t(), out=out)
     if low is not None:
         out.addmm_(low, up.t())
@@ -251,6 +255,10 @@ def _subtract_at_target(g: Tensor, column: Tensor, amount: Tensor) -> None:
     is_here, safe = _column(column, g.shape[1])
     at_target = g.gather(1, safe).squeeze(1)
     g.scatter_(1, safe, torch.where(is_here, at_target - amount, at_target).unsqueeze(1))
+
+
+def _widened(part: Tensor | None, first: int, stop: int, dtype: torch.dtype) -> Tensor | None:
+    return None if part is None else part[first:stop].to(dtype)
 
 
 def _round(g: Tensor, dtype: torch.dtype) -> None:
