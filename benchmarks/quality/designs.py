@@ -3,9 +3,11 @@
     python benchmarks/quality/designs.py measure --model FOLDER --part weights
     python benchmarks/quality/designs.py table
 
-As lossy_modes.py, on the same texts and tokens, with designs in the place of modes. Caches differ
-by their settings, attention by layers that get another level. Weights keep 3 bits of the mantissa:
-in blocks of other sizes, which `compress_` codes, or rounded in ways that nothing here codes.
+As lossy_modes.py, on the same texts and tokens, with designs in the place of modes, each compared
+with the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
+sizes, which `compress_` codes, or rounded in ways that nothing here codes. Attention has layers of
+another level. Codes of caches, and scores of attention, are prototypes.py's: other arithmetic, most
+of which nothing here serves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +31,22 @@ from benchmarks import rows
 from benchmarks.quality import lossy_modes, texts
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode
+from benchmarks.quality.prototypes import KEYS, VALUES, Cached, Coded, Study, Told
 from benchmarks.quality.subject import Lowered, States
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
 from memeff_compile.model.weights.compress import decompress_
 
+HEADS = (
+    "design",
+    "perplexity (se); KL (se); same token (se)",
+    "beside the first: KL (se); same tokens (se)",
+    "size",
+    "weights are off by",
+)
 KEPT = 3
 """Bits of the mantissa."""
 WORST = ((18,), (18, 25), (12, 18, 25, 26), (7, 9, 10, 12, 18, 19, 25, 26))
 """Layers of SmolLM2 whose attention is furthest off in low bits."""
-SETTINGS: tuple[dict[str, int], ...] = (
-    {},
-    {"group": 32},
-    {"group": 128},
-    {"recent": 256},
-    {"recent": 512},
-    {"recent": 1024},
-    {"keep_first": 64},
-    {"group": 32, "recent": 512},
-)
 
 
 def kept(x: Tensor) -> Tensor:
@@ -108,27 +108,77 @@ class Design(Mode):
         layers: these.
         block: of coded weights.
         rounding: of weights that are not coded.
+        cached: a cache of other codes.
+        study: attention of other arithmetic.
     """
 
     other: str | None = None
     layers: tuple[int, ...] = ()
     block: int | None = None
     rounding: str | None = None
+    cached: Cached | None = None
+    study: Study | None = None
 
 
-def caches(bits: int) -> list[Design]:
-    """Return caches of so many bits with other settings."""
-    return [
-        Design(
-            ", ".join([f"cache, {bits} bits", *(f"{k} {v}" for k, v in settings.items())]),
-            cache={"bits": bits, **settings},
-        )
-        for settings in SETTINGS
-    ]
+def other_codes(bits: int) -> list[Design]:
+    """Return caches of so many bits in codes of other kinds, the package's own first."""
+    keys, values = replace(KEYS, bits=bits), replace(VALUES, bits=bits)
+    own = Cached(keys, values)
+    turned, rotated = replace(keys, before="turned"), replace(values, before="rotated")
+    by_token = replace(keys, along="channels")
+    few = replace(values, group=32)
+    found = {
+        "as they are": own,
+        "keys alone": replace(own, values=replace(values, bits=None)),
+        "values alone": replace(own, keys=replace(keys, bits=None)),
+        "keys in groups of 32": replace(own, keys=replace(keys, group=32)),
+        "keys and values in groups of 32": Cached(replace(keys, group=32), few),
+        "keys before their rotary embedding": replace(own, keys=turned),
+        "keys rotated, a scale a token": replace(own, keys=replace(by_token, before="rotated")),
+        "values rotated": replace(own, values=rotated),
+        "values without their mean": replace(own, values=replace(values, before="mean")),
+        "values a channel over tokens": replace(own, values=keys),
+        "scales of least error": Cached(
+            replace(keys, scale="least"), replace(values, scale="least")
+        ),
+        "centred, groups of 32": Cached(
+            replace(keys, scale="centred", group=32), replace(few, scale="centred")
+        ),
+        "steps of a normal distribution": Cached(
+            replace(keys, scale="normal"), replace(values, scale="normal")
+        ),
+        "bits of keys by channel": replace(own, keys=replace(keys, uneven=True)),
+        "512 recent tokens": replace(own, recent=512),
+        "64 first tokens": replace(own, keep_first=64),
+        "8 bits in the first two layers": replace(own, finer=(0, 1)),
+        f"keys of {bits + 1} bits": replace(own, keys=replace(keys, bits=bits + 1)),
+        f"values of {bits + 1} bits": replace(own, values=replace(values, bits=bits + 1)),
+        "keys before their rotary embedding, values rotated, scales of least error": Cached(
+            replace(turned, scale="least"), replace(rotated, scale="least")
+        ),
+    }  # fmt: skip
+    return [Design(f"codes, {bits} bits, {name}", cached=each) for name, each in found.items()]
 
+
+STUDIES = {
+    "as it is": Study(),
+    "values and weights exact": Study(values="exact"),
+    "scores exact": Study(limit=1 << 20),
+    "values and weights in int8": Study(values="int8"),
+    "queries without their mean": Study(smooth="qkv"),
+    "values with their mean": Study(smooth="k"),
+    "a scale a key": Study(granularity="token"),
+    "scales by thread": Study(granularity="thread"),
+    "keys' mean of all keys": Study(constants={"SAMPLE": 1}),
+    "channels not evened": Study(constants={"MOST_EVENED": 0.0}),
+    "keys rounded for the mean query everywhere": Study(constants={"LEAST_SHARE": 0.0}),
+    "weights summed as rounded": Study(sums_rounded=True),
+}
+"""Attention in 8 bits with other arithmetic."""
 
 PARTS: dict[str, list[Design]] = {
-    "caches": [*caches(4), *caches(3), Design("cache, 8 bits", cache={"bits": 8})],
+    "codes4": [*other_codes(4), Design("codes, 8 bits, as they are", cached=Cached().at_bits(8))],
+    "codes3": other_codes(3),
     "weights": [
         *(Design(f"weights, 3 bits, blocks of {size}", block=size) for size in (512, 256, 128, 64)),
         Design("weights, 3 bits, blocks of 32", block=32),
@@ -142,12 +192,14 @@ PARTS: dict[str, list[Design]] = {
             for layers in WORST
         ),
     ],
+    "scores": [Design(f"scores, 8b, {name}", study=study) for name, study in STUDIES.items()],
 }
 
 
 class Bench(lossy_modes.Bench):
     """A model under every design."""
 
+    compares = True
     held: tuple[str, Any, dict[str, Any]] = ("", None, {})
 
     def states(self, mode: Mode, ids: Tensor, facts: dict[str, Any]) -> States:
@@ -160,6 +212,15 @@ class Bench(lossy_modes.Bench):
             _, model, took = self.held
             facts |= took
             return subject.states(ids, model)
+        if mode.cached is not None:
+            body = subject.model.base_model
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            rotary = body.rotary_emb(body.embed_tokens(ids[:1, :1]).float(), positions)
+            coded = Coded(mode.cached, self.given.prompt, self.given.piece, rotary)
+            return subject.states(ids, around=coded.forward())
+        if mode.study is not None:
+            told = facts.setdefault("lowered", Told(mode.study))
+            return subject.states(ids, around=told.forward())
         if mode.other is not None:
             levels = [mode.other if n in mode.layers else "8b" for n in range(subject.layers)]
             lowered = facts.setdefault("lowered", Lowered(levels))
@@ -191,7 +252,8 @@ def measure(given: argparse.Namespace) -> int:
     started = time.monotonic()
     subject = subject_of(given)
     bench, environment = Bench(subject, given), rows.environment()
-    bench.modes = [*PARTS[given.part]]
+    first, *others = PARTS[given.part]
+    bench.modes = [first, *(d for d in others if any(part in d.name for part in given.designs))]
     for name in given.texts:
         ids = texts.rows_of(subject.tokenizer, name, given.length, given.sequences)
         facts = {"what": "design", **subject.facts, "text": name, "length": given.length}
@@ -208,11 +270,19 @@ def line(row: dict[str, Any]) -> str:
     if "kl" not in row:
         return f"| {row['mode']} | {row.get('refused') or row.get('failed')} |"
     size = f"{row['bits']:.2f} bits" if "bits" in row else ""
-    size += f"{row['cache_bytes'] / 2**20:.1f} MiB" if "cache_bytes" in row else ""
     off = f"{row['weights_off']:.4f}" if "weights_off" in row else ""
-    return (
-        f"| {row['mode']} | {lossy_modes.cell(row)} ({100 * row['same_se']:.1f}) | {size} | {off} |"
-    )
+    cells = [row["mode"], f"{lossy_modes.cell(row)} ({100 * row['same_se']:.1f})", beside(row)]
+    return f"| {' | '.join([*cells, size, off])} |"
+
+
+def beside(row: dict[str, Any]) -> str:
+    """Return by how much KL and the share of same tokens differ from those of the first design."""
+    if "kl_beside" not in row:
+        return ""
+    kl = row["kl"] - row["kl_beside"]
+    more, error = (100 * row[name] / kl for name in ("kl_beside", "kl_beside_se"))
+    same, same_error = (100 * row[name] for name in ("same_beside", "same_beside_se"))
+    return f"{more:+.0f} % ({error:.0f}); {same:+.1f} ({same_error:.1f})"
 
 
 def table(given: argparse.Namespace) -> int:
@@ -223,8 +293,8 @@ def table(given: argparse.Namespace) -> int:
         here = [row for row in found if tuple(row[key] for key in by) == place]
         tokens = max(row.get("tokens", 0) for row in here)
         print("\n{}, {}, {}, sequences of {}: ".format(*place) + f"{tokens:,} tokens\n")
-        print("| design | perplexity (se); KL (se); same token (se) | size | weights are off by |")
-        print("|---" * 4 + "|")
+        print(f"| {' | '.join(HEADS)} |")
+        print("|---" * len(HEADS) + "|")
         for row in here:
             print(line(row))
     return 0
@@ -234,6 +304,9 @@ def main() -> int:
     """Run from the command line."""
     parser = parser_of(__doc__, texts=["prose", "source"], prompt=512, sequences=24)
     parser.add_argument("--part", choices=PARTS, default="weights")
+    parser.add_argument(
+        "--designs", nargs="+", default=[""], help="parts of names behind the first"
+    )
     parser.add_argument("--piece", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
     parser.set_defaults(modes=[])
