@@ -45,8 +45,8 @@ HEADS = (
 )
 KEPT = 3
 """Bits of the mantissa."""
-WORST = ((18,), (18, 25), (12, 18, 25, 26), (7, 9, 10, 12, 18, 19, 25, 26))
-"""Layers of SmolLM2 whose attention is furthest off in low bits."""
+LEAST = (0.94, 0.95, 0.955, 0.96)
+"""Scores below which `calibrate_attention` would give a layer another level."""
 
 
 def kept(x: Tensor) -> Tensor:
@@ -104,8 +104,9 @@ class Design(Mode):
     """A mode with what it lacks.
 
     Attributes:
-        other: the level of some layers' attention; all others are in `8b`.
-        layers: these.
+        other: the level of layers whose attention scores less than `least` on the other text in
+            `8b`, as all others are.
+        least: as `calibrate_attention` has it.
         block: of coded weights.
         rounding: of weights that are not coded.
         cached: a cache of other codes.
@@ -113,7 +114,7 @@ class Design(Mode):
     """
 
     other: str | None = None
-    layers: tuple[int, ...] = ()
+    least: float = 0.0
     block: int | None = None
     rounding: str | None = None
     cached: Cached | None = None
@@ -147,7 +148,11 @@ def other_codes(bits: int) -> list[Design]:
         "steps of a normal distribution": Cached(
             replace(keys, scale="normal"), replace(values, scale="normal")
         ),
-        "bits of keys by channel": replace(own, keys=replace(keys, uneven=True)),
+        "bits of keys by channel": replace(own, keys=replace(keys, uneven="quarters")),
+        "bits of keys by channel, by eighths": replace(own, keys=replace(keys, uneven="eighths")),
+        "bits of keys by channel, all in groups of 32": Cached(
+            replace(keys, uneven="quarters", group=32), few
+        ),
         "512 recent tokens": replace(own, recent=512),
         "64 first tokens": replace(own, keep_first=64),
         "8 bits in the first two layers": replace(own, finer=(0, 1)),
@@ -187,9 +192,9 @@ PARTS: dict[str, list[Design]] = {
     "attention": [
         *(Design(f"attention, {level}", level=level) for level in ("8b", "8b+f16")),
         *(
-            Design(f"attention, 8b, {level} in {len(layers)}", other=level, layers=layers)
+            Design(f"attention, 8b, {level} below {least}", other=level, least=least)
             for level in ("exact", "8b+f16")
-            for layers in WORST
+            for least in LEAST
         ),
     ],
     "scores": [Design(f"scores, 8b, {name}", study=study) for name, study in STUDIES.items()],
@@ -201,6 +206,8 @@ class Bench(lossy_modes.Bench):
 
     compares = True
     held: tuple[str, Any, dict[str, Any]] = ("", None, {})
+    text = texts.NAMED[0]
+    scored: tuple[str, list[float]] = ("", [])
 
     def states(self, mode: Mode, ids: Tensor, facts: dict[str, Any]) -> States:
         """Return what a design makes of tokens; `facts` gets what it took."""
@@ -222,10 +229,29 @@ class Bench(lossy_modes.Bench):
             told = facts.setdefault("lowered", Told(mode.study))
             return subject.states(ids, around=told.forward())
         if mode.other is not None:
-            levels = [mode.other if n in mode.layers else "8b" for n in range(subject.layers)]
+            levels = [mode.other if score < mode.least else "8b" for score in self._scores()]
+            facts["layers_other"] = levels.count(mode.other)
             lowered = facts.setdefault("lowered", Lowered(levels))
             return subject.states(ids, around=lowered.forward())
         return super().states(mode, ids, facts)
+
+    def _scores(self) -> list[float]:
+        """Return what each layer's attention scores in `8b`, on a text that is not judged."""
+        if self.scored[0] != self.text:
+            subject = self.subject
+            other = next(name for name in texts.NAMED if name != self.text)
+            ids = texts.rows_of(
+                subject.tokenizer, other, self.given.length, lossy_modes.CALIBRATION
+            )
+            inputs = [{"input_ids": row[None].to(subject.device)} for row in ids]
+            found = memeff_compile.calibrate_attention(
+                subject.model.base_model, inputs, levels=("8b",)
+            )
+            scores = [
+                min(call["worst"] for call in each["8b"]) for each in found["scores"].values()
+            ]
+            self.scored = self.text, scores
+        return self.scored[1]
 
     def _with_weights(self, design: Design) -> tuple[Any, dict[str, Any]]:
         subject, took = self.subject, dict[str, Any]()
@@ -256,12 +282,13 @@ def measure(given: argparse.Namespace) -> int:
     bench.modes = [first, *(d for d in others if any(part in d.name for part in given.designs))]
     for name in given.texts:
         ids = texts.rows_of(subject.tokenizer, name, given.length, given.sequences)
+        bench.text = name
         facts = {"what": "design", **subject.facts, "text": name, "length": given.length}
         facts["digest"] = texts.digest(ids)
         for design, row in bench.judge(ids, started + given.budget):
-            found = {**facts, "mode": design.name, "layers_other": getattr(design, "layers", ())}
-            rows.append(given.out, {**found, **row, **environment})
-            print(f"{subject.facts['dtype']}, {name}: {line(found | row)}", flush=True)
+            found = {**facts, "mode": design.name, **row}
+            rows.append(given.out, found | environment)
+            print(f"{subject.facts['dtype']}, {name}: {line(found)}", flush=True)
     return 0
 
 
@@ -270,6 +297,7 @@ def line(row: dict[str, Any]) -> str:
     if "kl" not in row:
         return f"| {row['mode']} | {row.get('refused') or row.get('failed')} |"
     size = f"{row['bits']:.2f} bits" if "bits" in row else ""
+    size += f"{row['layers_other']} of {row['layers']} layers" if "layers_other" in row else ""
     off = f"{row['weights_off']:.4f}" if "weights_off" in row else ""
     cells = [row["mode"], f"{lossy_modes.cell(row)} ({100 * row['same_se']:.1f})", beside(row)]
     return f"| {' | '.join([*cells, size, off])} |"

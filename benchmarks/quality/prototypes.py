@@ -35,6 +35,12 @@ NORMAL = {
 }
 """Levels above zero that lose least of normal numbers (Max 1960), by bits."""
 
+SHARES = {
+    "quarters": (-1.0, 0.0, 0.0, 1.0),
+    "eighths": (-1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 1.0, 2.0),
+}
+"""Bits of channels beside the others', by how much errors of theirs weigh: the least ones first."""
+
 
 @dataclass(frozen=True)
 class Codes:
@@ -50,8 +56,8 @@ class Codes:
         before: what is done before and undone behind: nothing; ``rotated`` by a Hadamard matrix
             over channels; ``turned`` back by the rotary embedding; ``mean`` of each channel over
             the prompt taken away.
-        uneven: bits of a quarter of the channels one more, of another one fewer, by what errors
-            of theirs weigh in the prompt.
+        uneven: channels get other bits, no more in all, by what errors of theirs weigh in the
+            prompt: a key of `SHARES`.
     """
 
     bits: int | None = 4
@@ -59,7 +65,7 @@ class Codes:
     group: int = 64
     scale: str = "ends"
     before: str = ""
-    uneven: bool = False
+    uneven: str = ""
 
 
 KEYS, VALUES = Codes(), Codes(along="channels")
@@ -214,9 +220,10 @@ class Coded(TorchFunctionMode):
         if codes.uneven:
             ranges = held[:, :, first : self.prompt]
             order = (weigh.sqrt() * (ranges.amax(2) - ranges.amin(2))).argsort(-1)
-            quarter = x.shape[3] // 4
-            bits = bits[:, :, 0, :, 0].scatter(2, order[..., -quarter:], codes.bits + 1.0)
-            bits = bits.scatter(2, order[..., :quarter], codes.bits - 1.0)[:, :, None, :, None]
+            more = torch.tensor(SHARES[codes.uneven], device=x.device)
+            more = more.repeat_interleave(x.shape[3] // len(more)).expand_as(order)
+            bits = codes.bits + torch.zeros_like(weigh).scatter(2, order, more)
+            bits = bits[:, :, None, :, None]
         if codes.along == "tokens":
             held = held.clone()
             held[:, :, :first] = torch.nan
