@@ -36,13 +36,9 @@ from benchmarks.quality.subject import Lowered, States
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
 from memeff_compile.model.weights.compress import decompress_
 
-HEADS = (
-    "design",
-    "perplexity (se); KL (se); same token (se)",
-    "beside the first: KL (se); same tokens (se)",
-    "size",
-    "weights are off by",
-)
+BESIDE = ": KL, same tokens beside the first (se)"
+SIZES = {"bits": "bits a weight", "weights_off": "weights are off by"}
+"""What a column is of, by the name of its fact."""
 KEPT = 3
 """Bits of the mantissa."""
 LEAST = (0.94, 0.95, 0.955, 0.96)
@@ -288,44 +284,51 @@ def measure(given: argparse.Namespace) -> int:
         for design, row in bench.judge(ids, started + given.budget):
             found = {**facts, "mode": design.name, **row}
             rows.append(given.out, found | environment)
-            print(f"{subject.facts['dtype']}, {name}: {line(found)}", flush=True)
+            print(f"{subject.facts['dtype']}, {name}: {design.name}: {cell(found)}", flush=True)
     return 0
 
 
-def line(row: dict[str, Any]) -> str:
-    """Return a row of the table."""
+def cell(row: dict[str, Any]) -> str:
+    """Return what one design did to one text."""
     if "kl" not in row:
-        return f"| {row['mode']} | {row.get('refused') or row.get('failed')} |"
-    size = f"{row['bits']:.2f} bits" if "bits" in row else ""
-    size += f"{row['layers_other']} of {row['layers']} layers" if "layers_other" in row else ""
-    off = f"{row['weights_off']:.4f}" if "weights_off" in row else ""
-    cells = [row["mode"], f"{lossy_modes.cell(row)} ({100 * row['same_se']:.1f})", beside(row)]
-    return f"| {' | '.join([*cells, size, off])} |"
-
-
-def beside(row: dict[str, Any]) -> str:
-    """Return by how much KL and the share of same tokens differ from those of the first design."""
+        return str(row.get("refused") or row.get("failed"))
+    told = f"{lossy_modes.cell(row)} ({100 * row['same_se']:.1f})"
+    told += f"; {row['layers_other']} layers" if "layers_other" in row else ""
     if "kl_beside" not in row:
-        return ""
+        return told
+    # By how much KL and the share of same tokens differ from those of the first design.
     kl = row["kl"] - row["kl_beside"]
     more, error = (100 * row[name] / kl for name in ("kl_beside", "kl_beside_se"))
     same, same_error = (100 * row[name] for name in ("same_beside", "same_beside_se"))
-    return f"{more:+.0f} % ({error:.0f}); {same:+.1f} ({same_error:.1f})"
+    return f"{told}: {more:+.0f} % ({error:.0f}), {same:+.1f} ({same_error:.1f})"
 
 
 def table(given: argparse.Namespace) -> int:
-    """Print the latest rows as Markdown: a table for each model, dtype and text."""
-    by = ("model", "dtype", "text", "length")
-    found = rows.latest(rows.read(given.out), *by, "mode")
-    for place in dict.fromkeys(tuple(row[key] for key in by) for row in found):
-        here = [row for row in found if tuple(row[key] for key in by) == place]
-        tokens = max(row.get("tokens", 0) for row in here)
-        print("\n{}, {}, {}, sequences of {}: ".format(*place) + f"{tokens:,} tokens\n")
-        print(f"| {' | '.join(HEADS)} |")
-        print("|---" * len(HEADS) + "|")
-        for row in here:
-            print(line(row))
+    """Print the latest rows as Markdown: a table for each model and family, a column a text."""
+    by = ("model", "dtype", "length")
+    found = rows.latest(rows.read(given.out), *by, "text", "mode")
+    for place in dict.fromkeys((*(row[key] for key in by), family(row)) for row in found):
+        here = [row for row in found if (*(row[key] for key in by), family(row)) == place]
+        columns = {
+            name: [r for r in here if r["text"] == name] for name in lossy_modes.by_text(here)
+        }
+        print("\n{}, {}, sequences of {}, {}\n".format(*place))
+        heads = [f"{lossy_modes.heading(*each)} (se){BESIDE}" for each in columns.items()]
+        sized = [name for name in SIZES if any(name in row for row in here)]
+        print(f"| {' | '.join(['design', *heads, *(SIZES[name] for name in sized)])} |")
+        print("|---" * (1 + len(heads) + len(sized)) + "|")
+        for mode in dict.fromkeys(row["mode"] for row in here):
+            each = [[r for r in column if r["mode"] == mode] for column in columns.values()]
+            cells = [cell(row[0]) if row else "" for row in each]
+            first = next(row[0] for row in each if row)
+            cells += [f"{first[name]:.4g}" if name in first else "" for name in sized]
+            print(f"| {' | '.join([mode, *cells])} |")
     return 0
+
+
+def family(row: dict[str, Any]) -> str:
+    """Return what a design is one of: what its name begins with."""
+    return str(row["mode"].partition(",")[0])
 
 
 def main() -> int:
