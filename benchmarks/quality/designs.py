@@ -173,6 +173,8 @@ STUDIES = {
     "keys' mean of all keys": Study(constants={"SAMPLE": 1}),
     "channels not evened": Study(constants={"MOST_EVENED": 0.0}),
     "keys rounded for the mean query everywhere": Study(constants={"LEAST_SHARE": 0.0}),
+    "keys never rounded for the mean query": Study(constants={"LEAST_SHARE": 2.0}),
+    "queries without their mean, a scale a key": Study(smooth="qkv", granularity="token"),
     "weights summed as rounded": Study(sums_rounded=True),
 }
 """Attention in 8 bits with other arithmetic."""

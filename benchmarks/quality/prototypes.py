@@ -118,7 +118,8 @@ def rounded(x: Tensor, bits: Tensor, scale: str, dtype: torch.dtype) -> Tensor:
         levels = torch.cat([-half.flip(0), half]) / half[-1]
         middle, reach = ((high + low) / 2).to(dtype), ((high - low) / 2).to(dtype)
         middle, reach = middle.to(x.dtype), reach.to(x.dtype).clamp_min(1e-20)
-        nearest = torch.bucketize((x - middle) / reach, (levels[1:] + levels[:-1]) / 2)
+        borders = (levels[1:] + levels[:-1]) / 2
+        nearest = torch.bucketize(((x - middle) / reach).contiguous(), borders)
         return levels[nearest] * reach + middle
     tops, found, least = 2.0**bits - 1, x, torch.full_like(low, torch.inf)
     for share in SHRUNK if scale == "least" else SHRUNK[:1]:
@@ -230,7 +231,7 @@ class Coded(TorchFunctionMode):
             rows = held.unflatten(2, (-1, codes.group)).transpose(3, 4)  # (B, G, n, D, group)
             made = rounded(rows, bits, codes.scale, x.dtype).transpose(3, 4).flatten(2, 3)
         else:
-            rows = held.unflatten(3, (-1, codes.group))
+            rows = held.unflatten(3, (-1, min(codes.group, x.shape[3])))
             made = rounded(rows, bits[:, :, :, :1], codes.scale, x.dtype).flatten(3)
         if codes.before == "rotated":
             made = made @ matrix
