@@ -3,9 +3,11 @@
     python benchmarks/quality/designs.py measure --model FOLDER --part weights
     python benchmarks/quality/designs.py table
 
-As lossy_modes.py, on the same texts and tokens, with designs in the place of modes. Caches differ
-by their settings, attention by layers that get another level. Weights keep 3 bits of the mantissa:
-in blocks of other sizes, which `compress_` codes, or rounded in ways that nothing here codes.
+As lossy_modes.py, on the same texts and tokens, with designs in the place of modes, each compared
+with the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
+sizes, which `compress_` codes, or rounded in ways that nothing here codes. Attention has layers of
+another level. Codes of caches, and scores of attention, are prototypes.py's: other arithmetic, most
+of which nothing here serves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +31,18 @@ from benchmarks import rows
 from benchmarks.quality import lossy_modes, texts
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode
+from benchmarks.quality.prototypes import KEYS, VALUES, Cached, Coded, Study, Told
 from benchmarks.quality.subject import Lowered, States
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
 from memeff_compile.model.weights.compress import decompress_
 
+BESIDE = ": KL, same tokens beside the first (se)"
+SIZES = {"bits": "bits a weight", "weights_off": "weights are off by"}
+"""What a column is of, by the name of its fact."""
 KEPT = 3
 """Bits of the mantissa."""
-WORST = ((18,), (18, 25), (12, 18, 25, 26), (7, 9, 10, 12, 18, 19, 25, 26))
-"""Layers of SmolLM2 whose attention is furthest off in low bits."""
-SETTINGS: tuple[dict[str, int], ...] = (
-    {},
-    {"group": 32},
-    {"group": 128},
-    {"recent": 256},
-    {"recent": 512},
-    {"recent": 1024},
-    {"keep_first": 64},
-    {"group": 32, "recent": 512},
-)
+LEAST = (0.94, 0.95, 0.955, 0.96)
+"""Scores below which `calibrate_attention` would give a layer another level."""
 
 
 def kept(x: Tensor) -> Tensor:
@@ -104,31 +100,88 @@ class Design(Mode):
     """A mode with what it lacks.
 
     Attributes:
-        other: the level of some layers' attention; all others are in `8b`.
-        layers: these.
+        other: the level of layers whose attention scores less than `least` on the other text in
+            `8b`, as all others are.
+        least: as `calibrate_attention` has it.
         block: of coded weights.
         rounding: of weights that are not coded.
+        cached: a cache of other codes.
+        study: attention of other arithmetic.
     """
 
     other: str | None = None
-    layers: tuple[int, ...] = ()
+    least: float = 0.0
     block: int | None = None
     rounding: str | None = None
+    cached: Cached | None = None
+    study: Study | None = None
 
 
-def caches(bits: int) -> list[Design]:
-    """Return caches of so many bits with other settings."""
-    return [
-        Design(
-            ", ".join([f"cache, {bits} bits", *(f"{k} {v}" for k, v in settings.items())]),
-            cache={"bits": bits, **settings},
-        )
-        for settings in SETTINGS
-    ]
+def other_codes(bits: int) -> list[Design]:
+    """Return caches of so many bits in codes of other kinds, the package's own first."""
+    keys, values = replace(KEYS, bits=bits), replace(VALUES, bits=bits)
+    own = Cached(keys, values)
+    turned, rotated = replace(keys, before="turned"), replace(values, before="rotated")
+    by_token = replace(keys, along="channels")
+    few = replace(values, group=32)
+    found = {
+        "as they are": own,
+        "keys alone": replace(own, values=replace(values, bits=None)),
+        "values alone": replace(own, keys=replace(keys, bits=None)),
+        "keys in groups of 32": replace(own, keys=replace(keys, group=32)),
+        "keys and values in groups of 32": Cached(replace(keys, group=32), few),
+        "keys before their rotary embedding": replace(own, keys=turned),
+        "keys rotated, a scale a token": replace(own, keys=replace(by_token, before="rotated")),
+        "values rotated": replace(own, values=rotated),
+        "values without their mean": replace(own, values=replace(values, before="mean")),
+        "values a channel over tokens": replace(own, values=keys),
+        "scales of least error": Cached(
+            replace(keys, scale="least"), replace(values, scale="least")
+        ),
+        "centred, groups of 32": Cached(
+            replace(keys, scale="centred", group=32), replace(few, scale="centred")
+        ),
+        "steps of a normal distribution": Cached(
+            replace(keys, scale="normal"), replace(values, scale="normal")
+        ),
+        "bits of keys by channel": replace(own, keys=replace(keys, uneven="quarters")),
+        "bits of keys by channel, by eighths": replace(own, keys=replace(keys, uneven="eighths")),
+        "bits of keys by channel, all in groups of 32": Cached(
+            replace(keys, uneven="quarters", group=32), few
+        ),
+        "512 recent tokens": replace(own, recent=512),
+        "64 first tokens": replace(own, keep_first=64),
+        "8 bits in the first two layers": replace(own, finer=(0, 1)),
+        f"keys of {bits + 1} bits": replace(own, keys=replace(keys, bits=bits + 1)),
+        f"values of {bits + 1} bits": replace(own, values=replace(values, bits=bits + 1)),
+        "keys before their rotary embedding, values rotated, scales of least error": Cached(
+            replace(turned, scale="least"), replace(rotated, scale="least")
+        ),
+    }  # fmt: skip
+    return [Design(f"codes, {bits} bits, {name}", cached=each) for name, each in found.items()]
 
+
+STUDIES = {
+    "as it is": Study(),
+    "values and weights exact": Study(values="exact"),
+    "scores exact": Study(limit=1 << 20),
+    "values and weights in int8": Study(values="int8"),
+    "queries without their mean": Study(smooth="qkv"),
+    "values with their mean": Study(smooth="k"),
+    "a scale a key": Study(granularity="token"),
+    "scales by thread": Study(granularity="thread"),
+    "keys' mean of all keys": Study(constants={"SAMPLE": 1}),
+    "channels not evened": Study(constants={"MOST_EVENED": 0.0}),
+    "keys rounded for the mean query everywhere": Study(constants={"LEAST_SHARE": 0.0}),
+    "keys never rounded for the mean query": Study(constants={"LEAST_SHARE": 2.0}),
+    "queries without their mean, a scale a key": Study(smooth="qkv", granularity="token"),
+    "weights summed as rounded": Study(sums_rounded=True),
+}
+"""Attention in 8 bits with other arithmetic."""
 
 PARTS: dict[str, list[Design]] = {
-    "caches": [*caches(4), *caches(3), Design("cache, 8 bits", cache={"bits": 8})],
+    "codes4": [*other_codes(4), Design("codes, 8 bits, as they are", cached=Cached().at_bits(8))],
+    "codes3": other_codes(3),
     "weights": [
         *(Design(f"weights, 3 bits, blocks of {size}", block=size) for size in (512, 256, 128, 64)),
         Design("weights, 3 bits, blocks of 32", block=32),
@@ -137,18 +190,22 @@ PARTS: dict[str, list[Design]] = {
     "attention": [
         *(Design(f"attention, {level}", level=level) for level in ("8b", "8b+f16")),
         *(
-            Design(f"attention, 8b, {level} in {len(layers)}", other=level, layers=layers)
+            Design(f"attention, 8b, {level} below {least}", other=level, least=least)
             for level in ("exact", "8b+f16")
-            for layers in WORST
+            for least in LEAST
         ),
     ],
+    "scores": [Design(f"scores, 8b, {name}", study=study) for name, study in STUDIES.items()],
 }
 
 
 class Bench(lossy_modes.Bench):
     """A model under every design."""
 
+    compares = True
     held: tuple[str, Any, dict[str, Any]] = ("", None, {})
+    text = texts.NAMED[0]
+    scored: tuple[str, list[float]] = ("", [])
 
     def states(self, mode: Mode, ids: Tensor, facts: dict[str, Any]) -> States:
         """Return what a design makes of tokens; `facts` gets what it took."""
@@ -160,11 +217,39 @@ class Bench(lossy_modes.Bench):
             _, model, took = self.held
             facts |= took
             return subject.states(ids, model)
+        if mode.cached is not None:
+            body = subject.model.base_model
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+            rotary = body.rotary_emb(body.embed_tokens(ids[:1, :1]).float(), positions)
+            coded = Coded(mode.cached, self.given.prompt, self.given.piece, rotary)
+            return subject.states(ids, around=coded.forward())
+        if mode.study is not None:
+            told = facts.setdefault("lowered", Told(mode.study))
+            return subject.states(ids, around=told.forward())
         if mode.other is not None:
-            levels = [mode.other if n in mode.layers else "8b" for n in range(subject.layers)]
+            levels = [mode.other if score < mode.least else "8b" for score in self._scores()]
+            facts["layers_other"] = levels.count(mode.other)
             lowered = facts.setdefault("lowered", Lowered(levels))
             return subject.states(ids, around=lowered.forward())
         return super().states(mode, ids, facts)
+
+    def _scores(self) -> list[float]:
+        """Return what each layer's attention scores in `8b`, on a text that is not judged."""
+        if self.scored[0] != self.text:
+            subject = self.subject
+            other = next(name for name in texts.NAMED if name != self.text)
+            ids = texts.rows_of(
+                subject.tokenizer, other, self.given.length, lossy_modes.CALIBRATION
+            )
+            inputs = [{"input_ids": row[None].to(subject.device)} for row in ids]
+            found = memeff_compile.calibrate_attention(
+                subject.model.base_model, inputs, levels=("8b",)
+            )
+            scores = [
+                min(call["worst"] for call in each["8b"]) for each in found["scores"].values()
+            ]
+            self.scored = self.text, scores
+        return self.scored[1]
 
     def _with_weights(self, design: Design) -> tuple[Any, dict[str, Any]]:
         subject, took = self.subject, dict[str, Any]()
@@ -191,49 +276,70 @@ def measure(given: argparse.Namespace) -> int:
     started = time.monotonic()
     subject = subject_of(given)
     bench, environment = Bench(subject, given), rows.environment()
-    bench.modes = [*PARTS[given.part]]
+    first, *others = PARTS[given.part]
+    bench.modes = [first, *(d for d in others if any(part in d.name for part in given.designs))]
     for name in given.texts:
         ids = texts.rows_of(subject.tokenizer, name, given.length, given.sequences)
+        bench.text = name
         facts = {"what": "design", **subject.facts, "text": name, "length": given.length}
         facts["digest"] = texts.digest(ids)
         for design, row in bench.judge(ids, started + given.budget):
-            found = {**facts, "mode": design.name, "layers_other": getattr(design, "layers", ())}
-            rows.append(given.out, {**found, **row, **environment})
-            print(f"{subject.facts['dtype']}, {name}: {line(found | row)}", flush=True)
+            found = {**facts, "mode": design.name, **row}
+            rows.append(given.out, found | environment)
+            print(f"{subject.facts['dtype']}, {name}: {design.name}: {cell(found)}", flush=True)
     return 0
 
 
-def line(row: dict[str, Any]) -> str:
-    """Return a row of the table."""
+def cell(row: dict[str, Any]) -> str:
+    """Return what one design did to one text."""
     if "kl" not in row:
-        return f"| {row['mode']} | {row.get('refused') or row.get('failed')} |"
-    size = f"{row['bits']:.2f} bits" if "bits" in row else ""
-    size += f"{row['cache_bytes'] / 2**20:.1f} MiB" if "cache_bytes" in row else ""
-    off = f"{row['weights_off']:.4f}" if "weights_off" in row else ""
-    return (
-        f"| {row['mode']} | {lossy_modes.cell(row)} ({100 * row['same_se']:.1f}) | {size} | {off} |"
-    )
+        return str(row.get("refused") or row.get("failed"))
+    told = f"{lossy_modes.cell(row)} ({100 * row['same_se']:.1f})"
+    told += f"; {row['layers_other']} layers" if "layers_other" in row else ""
+    if "kl_beside" not in row:
+        return told
+    # By how much KL and the share of same tokens differ from those of the first design.
+    kl = row["kl"] - row["kl_beside"]
+    more, error = (100 * row[name] / kl for name in ("kl_beside", "kl_beside_se"))
+    same, same_error = (100 * row[name] for name in ("same_beside", "same_beside_se"))
+    return f"{told}: {more:+.0f} % ({error:.0f}), {same:+.1f} ({same_error:.1f})"
 
 
 def table(given: argparse.Namespace) -> int:
-    """Print the latest rows as Markdown: a table for each model, dtype and text."""
-    by = ("model", "dtype", "text", "length")
-    found = rows.latest(rows.read(given.out), *by, "mode")
-    for place in dict.fromkeys(tuple(row[key] for key in by) for row in found):
-        here = [row for row in found if tuple(row[key] for key in by) == place]
-        tokens = max(row.get("tokens", 0) for row in here)
-        print("\n{}, {}, {}, sequences of {}: ".format(*place) + f"{tokens:,} tokens\n")
-        print("| design | perplexity (se); KL (se); same token (se) | size | weights are off by |")
-        print("|---" * 4 + "|")
-        for row in here:
-            print(line(row))
+    """Print the latest rows as Markdown: a table for each model and family, a column a text."""
+    by = ("model", "dtype", "length")
+    found = rows.latest(rows.read(given.out), *by, "text", "mode")
+    for place in dict.fromkeys((*(row[key] for key in by), family(row)) for row in found):
+        here = [row for row in found if (*(row[key] for key in by), family(row)) == place]
+        columns = {
+            name: [r for r in here if r["text"] == name] for name in lossy_modes.by_text(here)
+        }
+        print("\n{}, {}, sequences of {}, {}\n".format(*place))
+        heads = [f"{lossy_modes.heading(*each)} (se){BESIDE}" for each in columns.items()]
+        sized = [name for name in SIZES if any(name in row for row in here)]
+        print(f"| {' | '.join(['design', *heads, *(SIZES[name] for name in sized)])} |")
+        print("|---" * (1 + len(heads) + len(sized)) + "|")
+        for mode in dict.fromkeys(row["mode"] for row in here):
+            each = [[r for r in column if r["mode"] == mode] for column in columns.values()]
+            cells = [cell(row[0]) if row else "" for row in each]
+            first = next(row[0] for row in each if row)
+            cells += [f"{first[name]:.4g}" if name in first else "" for name in sized]
+            print(f"| {' | '.join([mode, *cells])} |")
     return 0
+
+
+def family(row: dict[str, Any]) -> str:
+    """Return what a design is one of: what its name begins with."""
+    return str(row["mode"].partition(",")[0])
 
 
 def main() -> int:
     """Run from the command line."""
     parser = parser_of(__doc__, texts=["prose", "source"], prompt=512, sequences=24)
     parser.add_argument("--part", choices=PARTS, default="weights")
+    parser.add_argument(
+        "--designs", nargs="+", default=[""], help="parts of names behind the first"
+    )
     parser.add_argument("--piece", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
     parser.set_defaults(modes=[])

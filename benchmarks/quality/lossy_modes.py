@@ -87,8 +87,8 @@ class Judged:
             self.off[number] += float((got - wanted).norm()) ** 2
             self.size[number] += float(wanted.norm()) ** 2
 
-    def row(self) -> dict[str, Any]:
-        """Return the figures."""
+    def row(self, against: Judged | None = None) -> dict[str, Any]:
+        """Return the figures, and how they differ from those of another mode, token by token."""
         exact, losses = (torch.cat(each).mean().item() for each in (self.exact, self.losses))
         change, change_se = mean_and_error(
             [b - a for a, b in zip(self.exact, self.losses, strict=True)]
@@ -96,6 +96,7 @@ class Judged:
         kl, kl_se = mean_and_error(self.kl)
         same, same_se = mean_and_error(self.same)
         layers = [(off / size) ** 0.5 for off, size in zip(self.off, self.size, strict=True)]
+        beside = {} if against is None else self._beside(against)
         return {
             "sequences": len(self.exact),
             "tokens": sum(map(len, self.exact)),
@@ -109,8 +110,21 @@ class Judged:
             "same_se": same_se,
             "layer_errors": [round(each, 4) for each in layers],
             **self.facts,
+            **beside,
             "seconds": round(self.seconds, 1),
         }
+
+    def _beside(self, other: Judged) -> dict[str, float]:
+        """Return differences from another mode on the same tokens, with standard errors."""
+        found = {}
+        for name, ours, theirs in (
+            ("change", self.losses, other.losses),
+            ("kl", self.kl, other.kl),
+            ("same", self.same, other.same),
+        ):
+            pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+            found[f"{name}_beside"], found[f"{name}_beside_se"] = mean_and_error(pairs)
+        return found
 
 
 def mean_and_error(sequences: list[Tensor]) -> tuple[float, float]:
@@ -123,7 +137,13 @@ def mean_and_error(sequences: list[Tensor]) -> tuple[float, float]:
 
 
 class Bench:
-    """A model under every mode."""
+    """A model under every mode.
+
+    Attributes:
+        compares: whether each mode's figures are compared with those of the first, too.
+    """
+
+    compares = False
 
     def __init__(self, subject: Subject, given: argparse.Namespace) -> None:
         self.subject, self.given = subject, given
@@ -176,6 +196,7 @@ class Bench:
         subject, first = self.subject, self.given.prompt
         parts = ids.to(subject.device).split(self.given.batch)
         exact = [subject.states(part) for part in parts]
+        before: list[Judged] = []
 
         def figures(mode: Mode) -> dict[str, Any]:
             held, started = Judged(), time.monotonic()
@@ -186,7 +207,9 @@ class Bench:
             if lowered is not None:
                 held.facts["attention_errors"] = [round(e, 4) for e in lowered.errors()]
                 held.facts["left_exact"] = len(lowered.exact)
-            return held.row()
+            if self.compares:
+                before.append(held)
+            return held.row(*before[:1] if len(before) > 1 else ())
 
         yield from self._each(figures, deadline)
 

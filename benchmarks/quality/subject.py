@@ -64,12 +64,17 @@ class Lowered(TorchFunctionMode):
         if level == "exact" or is_other or supports(q, k, v, level=level) is not None:
             self.exact.add(place)
             return result
-        found, _ = torch.ops.memeff.quantized_attention(
-            q, k, v, ahead=0, scale=given.get("scale"), level=level, with_lse=False
-        )
+        found = self.low(q, k, v, given.get("scale"), level)
         off, size = float((found - result).float().norm() ** 2), float(result.float().norm() ** 2)
         self.off[place] = self.off.get(place, 0.0) + off
         self.size[place] = self.size.get(place, 0.0) + size
+        return found
+
+    def low(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, level: str) -> Tensor:
+        """Return causal attention in low bits."""
+        found: Tensor = torch.ops.memeff.quantized_attention(
+            q, k, v, ahead=0, scale=scale, level=level, with_lse=False
+        )[0]
         return found
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -227,20 +228,83 @@ def test_the_page_shows_what_the_rows_say(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["caches", "weights", "attention"])
+@pytest.mark.parametrize("part", ["codes3", "codes4", "weights", "attention", "scores"])
 def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part: str) -> None:
     from benchmarks.quality.designs import PARTS
 
     out = tmp_path / "designs.jsonl"
     given = ["measure", "--model", str(folder), *SHORT, "--part", part, "--texts", "prose"]
-    shown = script("designs", *given, "--out", str(out))
+    script("designs", *given, "--out", str(out))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["mode"] for row in rows] == [each.name for each in PARTS[part]]
     assert {row["tokens"] for row in rows} == {2 * (320 - 256 - 1)}
     if part == "weights":
         off = {row["mode"].removeprefix("weights, 3 bits, "): row["weights_off"] for row in rows}
         assert off["blocks of 32"] < off["blocks of 512"] < off["errors passed along the row"]
+    shown = script("designs", "table", "--out", str(out))
     assert all(f"| {row['mode']} | " in shown for row in rows)
+    first, *others = rows
+    assert "kl_beside" not in first
+    for row in others:
+        assert row["kl_beside"] == pytest.approx(row["kl"] - first["kl"], abs=1e-9)
+        assert row["same_beside"] == pytest.approx(row["same"] - first["same"], abs=1e-9)
+
+
+@pytest.mark.parametrize("settings", [{}, {"group": 32}, {"recent": 64, "keep_first": 0}])
+def test_codes_of_a_cache_are_put_in_as_the_cache_has_them(
+    subject: Any, settings: dict[str, int]
+) -> None:
+    import memeff_compile
+    from benchmarks.quality import designs, prototypes, texts
+
+    ids = texts.rows_of(subject.tokenizer, "prose", 320, 1)
+    keys = prototypes.Codes(bits=3, group=settings.get("group", 64))
+    rest = {name: count for name, count in settings.items() if name != "group"}
+    values = prototypes.Codes(bits=3, along="channels", group=32)  # all of a head
+    design = designs.Design("", cached=prototypes.Cached(keys, values, **rest))
+    given = argparse.Namespace(prompt=192, piece=48, modes=[])
+    found = designs.Bench(subject, given).states(design, ids, {})
+    cache = memeff_compile.KVCache(subject.model.config, 320, 3, **settings)
+    wanted = subject.states(ids, cache=cache, pieces=(192, 48))
+    off = (wanted.last - subject.states(ids).last).norm()
+    assert (found.last - wanted.last).norm() < 0.05 * off
+
+
+def test_codes_of_other_kinds_round_as_they_say() -> None:
+    from benchmarks.quality import prototypes
+
+    torch.manual_seed(0)
+    x, bits = torch.randn(400, 64, dtype=torch.float64), torch.tensor(4.0)
+    x[:, 0] = torch.nan
+    off = {
+        scale: (prototypes.rounded(x, bits, scale, torch.float64) - x)[:, 1:].norm() / 160
+        for scale in ("ends", "centred", "least", "normal")
+    }
+    assert off["normal"] < off["least"] < off["ends"] < off["centred"] < 0.12
+    rotary = torch.randn(1, 9, 8).cos(), torch.zeros(1, 9, 8)
+    k = torch.randn(2, 3, 9, 8)
+    torch.testing.assert_close(prototypes.turned(k, rotary, 1), k * rotary[0][:, None])
+    angle = torch.randn(1, 9, 4).repeat(1, 1, 2)
+    rotary = angle.cos(), angle.sin()
+    back = prototypes.turned(prototypes.turned(k, rotary, 1), rotary, -1)
+    torch.testing.assert_close(back, k)
+    matrix = prototypes.hadamard(8)
+    torch.testing.assert_close(matrix @ matrix, torch.eye(8))
+
+
+def test_attention_of_a_study_is_the_op_s_where_nothing_is_changed() -> None:
+    from benchmarks.quality import prototypes
+
+    q, k, v = torch.randn(3, 1, 2, 160, 32)
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wanted = torch.ops.memeff.quantized_attention(q, k, v, ahead=0, with_lse=False)[0]
+    found = prototypes.Told(prototypes.Study()).low(q, k, v, None, "8b")
+    torch.testing.assert_close(found, wanted)
+    close = prototypes.Study(values="exact", limit=1 << 20)
+    found = prototypes.Told(close).low(q, k, v, None, "8b")
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
+    summed = prototypes.Told(prototypes.Study(sums_rounded=True)).low(q, k, v, None, "8b")
+    assert 0 < (summed - wanted).norm() < (wanted - exact).norm()
 
 
 def test_pairs_of_layers_are_merged_as_a_cache_does(subject: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,12 +47,17 @@ def adapted(x: Any) -> Tensor:
     return F.linear(x.h, x.w) + adapter(x)
 
 
-class Given:
+class Given(NamedTuple):
     """The inputs by name."""
 
-    def __init__(self, *tensors: Tensor) -> None:
-        names = ("h", "w", "bias", "a", "b", "a2", "b2", "y")
-        self.__dict__.update(zip(names, tensors, strict=True))
+    h: Any
+    w: Any
+    bias: Any
+    a: Any
+    b: Any
+    a2: Any
+    b2: Any
+    y: Any
 
 
 def compare(
