@@ -41,7 +41,7 @@ SIZES = {"bits": "bits a weight", "weights_off": "weights are off by"}
 """What a column is of, by the name of its fact."""
 KEPT = 3
 """Bits of the mantissa."""
-LEAST = (0.94, 0.95, 0.955, 0.96)
+LEAST = (0.95, 0.955, 0.96, 0.965, 0.97)
 """Scores below which `calibrate_attention` would give a layer another level."""
 
 
