@@ -69,9 +69,12 @@ def errors(run: Any, given: argparse.Namespace) -> list[float]:
     return [float((one - other).norm() / other.norm()) for one, other in both]
 
 
-def compiled(method: str) -> Any:
+def compiled(method: str, inner: str) -> Any:
     """Return the function as a method runs it."""
-    return loss if method == "eager" else torch.compile(loss, backend=method, dynamic=False)
+    if method == "eager":
+        return loss
+    options = {"memeff.inner": inner} if method == "memeff" else None
+    return torch.compile(loss, backend=method, options=options, dynamic=False)
 
 
 def main() -> None:
@@ -85,6 +88,8 @@ def main() -> None:
     parser.add_argument("--trained", action="store_true", help="W is trained, too")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--adapter", default="float32", help="dtype of A and B")
+    parser.add_argument("--method", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--inner", default="inductor", help="what memeff hands the graph to")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULTS / "adapted-head.jsonl")
@@ -94,9 +99,9 @@ def main() -> None:
     kept = sum(each.nbytes for each in operands if each.requires_grad)
     runs: dict[str, Any] = {}
     found: dict[str, dict[str, Any]] = {}
-    for method in METHODS:
+    for method in given.method:
         torch._dynamo.reset()
-        run = compiled(method)
+        run = compiled(method, given.inner)
         found[method] = {"errors": [float(f"{each:.2e}") for each in errors(run, given)]}
         if method == "memeff":
             codes = [(r.pass_name, r.code) for r in memeff_compile.last_report().records]
@@ -119,7 +124,7 @@ def main() -> None:
     facts = {
         name: getattr(given, name) for name in ("shape", "rank", "trained", "dtype", "adapter")
     }
-    for method in METHODS:
+    for method in given.method:
         row = {"what": "adapted head", "method": method, **facts, **found[method]}
         rows.write(given.out, row | {"both_ms": rows.percentiles(samples[method])})
 

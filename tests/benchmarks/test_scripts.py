@@ -114,9 +114,10 @@ def test_ablations_print_the_papers_table_from_rows_they_wrote(tmp_path: Path) -
 def test_an_adapted_head_is_held_to_fp64_and_compared(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     told = "--shape 16x8x64 --rank 2 --device cpu --dtype float32 --repeats 1"
+    told += " --method eager memeff --inner aot_eager"
     script("adapted_head", *told.split(), "--out", str(out))
     found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["method"] for row in found] == ["eager", "inductor", "memeff"]
+    assert [row["method"] for row in found] == ["eager", "memeff"]
     assert found[-1]["codes"] == [["fuse_linear_cross_entropy", "rewrote"]]
     assert max(error for row in found for error in row["errors"]) < 1e-5
 

@@ -108,8 +108,13 @@ def test_only_the_gradients_that_someone_trains_are_computed(make: Any, asked: l
     torch.testing.assert_close(out.logits + 0, expected.logits)
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("adapters", [1, 2])
+@pytest.mark.parametrize(
+    ("adapters", "is_tied"),
+    [
+        *((1, False), (2, True)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (2, False))),
+    ],
+)
 def test_an_adapted_head_is_served(adapters: int, is_tied: bool) -> None:
     def make() -> nn.Module:
         return adapted("q_proj", "lm_head", adapters=adapters, tie_word_embeddings=is_tied)
@@ -125,8 +130,13 @@ def test_an_adapted_head_is_served(adapters: int, is_tied: bool) -> None:
     assert torch.equal(out.logits + 0, expected.logits)
 
 
-@pytest.mark.parametrize("name", ["lora_A", "lora_B"])
-@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize(
+    ("name", "through_data"),
+    [
+        *(("lora_A", False), ("lora_B", True)),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("lora_A", True), ("lora_B", False))),
+    ],
+)
 def test_logits_of_an_adapted_head_are_refused_once_an_adapter_changed(
     name: str, through_data: bool
 ) -> None:

@@ -116,7 +116,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "bf16": ({"bf16": True}, 2e-3),
     "checkpointing": ({"gradient_checkpointing": True}, 2e-6),
 }
-ELSEWHERE = ("accumulation", "checkpointing")
+ELSEWHERE = ("accumulation", "bf16", "checkpointing")
 """Quick in plain loops and in the zoo."""
 
 

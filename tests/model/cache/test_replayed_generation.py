@@ -273,7 +273,9 @@ def test_beams_over_windows_are_replayed(engine: Imitation, sequences: int) -> N
     assert totals()[1] >= 2 * 19 - 4
 
 
-@pytest.mark.parametrize("tokens", [(20, 300, 31, 700, 33), (700, 31, 20)])
+@pytest.mark.parametrize(
+    "tokens", [(20, 300, 31, 700, 33), pytest.param((700, 31, 20), marks=pytest.mark.slow)]
+)
 def test_windows_shorter_and_longer_than_the_cache_share_their_graphs(
     engine: Imitation, tokens: tuple[int, ...]
 ) -> None:
