@@ -172,7 +172,7 @@ def wide(**settings: Any) -> Any:
 
 
 def compressed_shards(cut: Cut, codec: str) -> None:
-    ids = prompts()[1]["input_ids"]
+    ids, inner = prompts()[1]["input_ids"], "eager" if cut is by_torch else "aot_eager"
     dense, coded = cut(wide()), cut(wide())
     report = memeff_compile.compress_(coded, codec, min_size=0, progress=False)
     shapes = {each.name.split(".")[-2]: each.shape for each in report.compressed}
@@ -194,7 +194,7 @@ def compressed_shards(cut: Cut, codec: str) -> None:
     with torch.no_grad():
         for model in (dense, coded):
             fresh_start()
-            model.compile(backend="memeff", options={"memeff.inner": "aot_eager"}, dynamic=False)
+            model.compile(backend="memeff", options={"memeff.inner": inner}, dynamic=False)
             outs.append(model(input_ids=ids).logits)
     assert torch.equal(outs[2], outs[3])
     code = "distributed_linear" if cut is by_torch else "rewrote"

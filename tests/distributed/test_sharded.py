@@ -388,7 +388,7 @@ def verify_leaves_sharded_models_alone() -> None:
 
 
 CASES = [
-    transformers_model_in_place,
+    pytest.param(transformers_model_in_place, marks=pytest.mark.slow),
     pytest.param(transformers_model_compiled_before_sharding, marks=pytest.mark.slow),
     a_model_compiled_before_sharding,
     a_tied_table_in_one_graph,
