@@ -3,7 +3,8 @@
 # constraints.txt change.
 
 PYTHON ?= python3
-JOBS ?= 2
+# One more than the cores that CI has: some tests wait for processes of their own.
+JOBS ?= 3
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
