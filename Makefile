@@ -3,8 +3,7 @@
 # constraints.txt change.
 
 PYTHON ?= python3
-# One more than the cores that CI has: some tests wait for processes of their own.
-JOBS ?= 3
+JOBS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
