@@ -232,10 +232,15 @@ def test_other_returned_logits_are_declined(name: str) -> None:
     assert (alone.fired, alone.codes) == (1, []), alone.report.details()
 
 
-def test_logits_without_a_loss_stay_as_they_are() -> None:
-    """No op would serve a loss of them outside the graph."""
-    outcome = compare(adapted)
-    assert not [r for r in outcome.report.records if r.action == "deferred"]
+def test_logits_without_a_loss_stay_as_they_are_and_the_report_says_why() -> None:
+    given, narrow = inputs(), ("h", "w", "a", "a2")  # a head is more than four times as wide as h
+    given |= {name: given[name].detach()[..., :5].requires_grad_() for name in narrow}
+    plain = compare(lambda x: F.linear(x.h, x.w), given)
+    assert [r.code for r in plain.report.records] == ["logits_deferred"]
+    outcome = compare(adapted, given)
+    (record,) = (r for r in outcome.report.records if r.pass_name == "defer_logits")
+    assert (record.action, record.code) == ("declined", "logits_not_deferrable")
+    assert "a loss outside the graph has no op for it" in record.sentence
 
 
 def learned_scale(x: Any) -> Tensor:  # as DoRA's

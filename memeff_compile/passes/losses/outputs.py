@@ -76,8 +76,6 @@ def returned_logits(info: GraphInfo) -> list[Returned]:
         value = info.tensor(node)
         if isinstance(chain, Decline) or value is None or not value.requires_grad:
             continue
-        if chain.head.parts:  # a loss outside has no op for them
-            continue
         if reader.is_wide(chain.head):
             found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain))
     return [Returned(head, outputs) for head, outputs in found.items()]
@@ -107,6 +105,8 @@ def _why_no_loss(info: GraphInfo, match: Returned) -> str:
     if compat.feeds_resumed_code(info.gm):
         return "the function goes on behind this graph, which Dynamo had to cut"
     chains = [output.chain for output in match.outputs]
+    if chains[0].head.parts:
+        return "the head has an adapter, and a loss outside the graph has no op for it"
     nodes = [match.head, *(step.node for chain in chains for step in chain.steps)]
     regions = [info.regions[node] for node in nodes]
     if any(not region.grad or region.inference for region in regions):
