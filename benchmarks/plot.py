@@ -117,20 +117,24 @@ def _rank(backend: str) -> int:
 
 
 def batch(rows: list[Row]) -> Any:
-    """Draw peak memory of a training step against its batch, one panel per model."""
+    """Draw time per sequence and peak memory of a training step against its batch, by model."""
     rows = [row for row in rows if "peak_gib" in row]
     if not rows:
         return None
     models = unique(row["model"] for row in rows)
-    figure, axes = pyplot.subplots(1, len(models), figsize=(4.5 * len(models), 3.4), squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
+    figure, axes = pyplot.subplots(2, len(models), figsize=(4.5 * len(models), 6), squeeze=False)
+    for (upper, lower), model in zip(zip(*axes, strict=True), models, strict=True):
         here = [row for row in rows if row["model"] == model]
         for backend in sorted(unique(map(name_of, here)), key=_rank):
-            points = sorted((r["batch"], r["peak_gib"]) for r in here if name_of(r) == backend)
-            axis.plot(*zip(*points, strict=True), "o-", label=backend, color=colour(backend))
-        axis.set_ylim(bottom=0)
-        axis.set_title(model, fontsize=9)
-        tidy(axis, f"batch (x {here[0]['length']} tokens)", "peak memory, GiB")
+            own = sorted((r for r in here if name_of(r) == backend), key=lambda r: r["batch"])
+            batches = [r["batch"] for r in own]
+            each = [r["ms"]["median"] / r["batch"] for r in own]
+            for axis, values in ((upper, each), (lower, [r["peak_gib"] for r in own])):
+                axis.plot(batches, values, "o-", label=backend, color=colour(backend))
+        upper.set_title(model, fontsize=9)
+        for axis, label in ((upper, "ms per sequence"), (lower, "peak memory, GiB")):
+            axis.set_ylim(bottom=0)
+            tidy(axis, f"batch (x {here[0]['length']} tokens)", label)
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"Training step, bf16, gradient checkpointing\n{caption(rows)}", fontsize=9)
     return figure
@@ -485,7 +489,7 @@ _POINTS = {"textcoords": "offset points", "fontsize": 7}
 
 PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "models.jsonl": (training_steps, "training-step"),
-    "batch.jsonl": (batch, "peak-memory-by-batch"),
+    "batch.jsonl": (batch, "training-step-by-batch"),
     "distributed.jsonl": (gpus, "gpus"),
     "linear_cross_entropy.jsonl": (head_and_loss, "linear-cross-entropy"),
     "head-and-loss.jsonl": (head_and_loss, "head-and-loss"),

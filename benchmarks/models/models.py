@@ -2,14 +2,14 @@
 
     python benchmarks/models/models.py --model llama3.2-1b gemma2-2b --backend inductor memeff
     python benchmarks/models/models.py --backend inductor "memeff mass" --attention causal
-    python benchmarks/models/models.py --model llama3.2-1b --fresh --dynamic --batch 8 2 4 16 32 1
-    python benchmarks/models/models.py --layers 4 --fresh --dynamic --batch 8 2 4 16 32 1
+    python benchmarks/models/models.py --model llama3.2-1b --fresh --dynamic --batch 2 4 8 16 32 1
 
 A step is forward + backward in bf16 under gradient checkpointing, with ``model(input_ids,
 labels=labels)`` returning loss and logits. The backends share one model in one process and take
 turns, step by step, so that a drift of the machine touches all of them; peak memory is the
 allocator's absolute peak in a backend's own steps, weights and gradients included. Liger patches
 transformers, so its rows come from a process of their own; ``--fresh`` does that for every backend.
+``--turns FILE`` is for commands that share a GPU: they compile beside one another, and run alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows, timing
 from benchmarks.models.causal_attention import NAME as CAUSAL
 from benchmarks.models.causal_attention import use_causal_attention
+from benchmarks.turns import Turns
 
 SHAPES: dict[str, tuple[int, int]] = {
     "llama3.2-1b": (8, 2048),
@@ -173,6 +174,7 @@ def measure(
     options: dict[str, str],
     steps: int,
     layers: int | None = None,
+    turns: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Run the training steps of all backends in turn, in this process; yield a row for each.
 
@@ -185,6 +187,8 @@ def measure(
     if any(backend in PEERS for backend in backends):
         patch_with_liger()
     memeff_compile.reset()
+    gpu = Turns(turns)
+    gpu.start()
     length = SHAPES[name][1]
     model = build(name, wanted, device, layers)
     ready: list[Steps] = []
@@ -206,10 +210,13 @@ def measure(
             row |= {"layers": layers} if layers else {}
             row["interleaved_with"] = [other for other in backends if other != run.backend]
             row |= run.result() if run in ready else run.row
+            if turns is not None:
+                row.pop("first_call_s", None)  # most of it was waiting
             if row["backend"] == "memeff" and run in ready:
                 report = memeff_compile.last_report()
                 row["rewrites_of_all"] = report.rewrites("fuse_linear_cross_entropy")
             yield row
+    gpu.give()
     if any(run.backend.startswith("memeff") for run in ready):
         print(memeff_compile.last_report().details(), file=sys.stderr)
 
@@ -269,6 +276,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="repeat everything")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--fresh", action="store_true", help="one process per backend")
+    parser.add_argument("--turns", type=Path, help="a file that processes on a GPU share")
     parser.add_argument("--out", type=Path, default=RESULTS / "models.jsonl")
     parser.add_argument("--here", action="store_true", help="measure in this process")
     given = parser.parse_args()
@@ -277,7 +285,7 @@ def main() -> None:
         name, wanted = given.model[0], given.attention[0]
         batches = given.batch or [SHAPES[name][0]]
         for some in [batches] if given.dynamic else [[batch] for batch in batches]:
-            asked = given.backend, options, given.steps, given.layers
+            asked = given.backend, options, given.steps, given.layers, given.turns
             for row in measure(name, wanted, some, *asked):
                 rows.write(given.out, row)
         return
@@ -289,6 +297,7 @@ def main() -> None:
         command += ["--backend", *group, "--steps", str(given.steps), "--out", str(given.out)]
         command += ["--dynamic"] * given.dynamic
         command += ["--layers", str(given.layers)] * bool(given.layers)
+        command += ["--turns", str(given.turns)] * bool(given.turns)
         if given.batch:
             command += ["--batch", *map(str, given.batch)]
         subprocess.run([*command, *(f"--option={pair}" for pair in given.option)], check=False)

@@ -51,7 +51,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import gc
 import itertools
 import random
@@ -68,6 +67,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows, timing
+from benchmarks.turns import Turns, clean
 from memeff_compile import recordings
 from memeff_compile.model.cache import run_ahead
 
@@ -232,14 +232,6 @@ def prompt(model: Any, batch: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, model.config.vocab_size, (batch, tokens), generator=generator)
     return ids.to(model.device)
-
-
-def clean() -> None:
-    """Forget what was compiled and free what it held."""
-    memeff_compile.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class Times:
@@ -469,46 +461,6 @@ def host_times(model: Any) -> Iterator[list[float]]:
         yield spent
     finally:
         model._compiled_call_impl = call
-
-
-class Turns:
-    """The GPU, which this process has to itself but for the time in which it compiles."""
-
-    def __init__(self, file: Path | None) -> None:
-        self.held = None if file is None else file.open("w")
-        self.compile_s = self.started = 0.0
-        self.take()
-
-    def start(self) -> None:
-        """Forget what was compiled, and Dynamo's notes of whom it tells."""
-        from torch._dynamo import callback
-
-        clean()
-        callback.on_compile_start(self.begin)
-        callback.on_compile_end(self.end)
-
-    def take(self) -> None:
-        """Wait for the GPU."""
-        if self.held is not None:
-            fcntl.flock(self.held, fcntl.LOCK_EX)
-
-    def give(self) -> None:
-        """Let another process have it."""
-        if self.held is not None:
-            timing.synchronize()
-            fcntl.flock(self.held, fcntl.LOCK_UN)
-
-    def begin(self, trigger: Any) -> None:
-        """Start to compile; CUDA graphs that Inductor records need the GPU, and are compilation."""
-        self.started = time.perf_counter()
-        if "DYNAMO" in str(trigger):
-            self.give()
-
-    def end(self, trigger: Any) -> None:
-        """Go on with what was compiled."""
-        self.compile_s += time.perf_counter() - self.started
-        if "DYNAMO" in str(trigger):
-            self.take()
 
 
 def held_bytes(tensor: Tensor) -> int:

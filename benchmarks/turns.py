@@ -1,0 +1,68 @@
+"""Processes that measure on one GPU: they compile beside one another, and run one at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memeff_compile
+from benchmarks import timing
+
+
+def clean() -> None:
+    """Forget what was compiled and free what it held."""
+    memeff_compile.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Turns:
+    """The GPU, which this process has to itself but for the time in which it compiles."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.held = None if file is None else file.open("w")
+        self.compile_s = self.started = 0.0
+        self.take()
+
+    def start(self) -> None:
+        """Forget what was compiled, and Dynamo's notes of whom it tells."""
+        from torch._dynamo import callback
+
+        clean()
+        callback.on_compile_start(self.begin)
+        callback.on_compile_end(self.end)
+
+    def take(self) -> None:
+        """Wait for the GPU."""
+        if self.held is not None:
+            fcntl.flock(self.held, fcntl.LOCK_EX)
+
+    def give(self) -> None:
+        """Let another process have it, and the memory that is only kept."""
+        if self.held is not None:
+            timing.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            fcntl.flock(self.held, fcntl.LOCK_UN)
+
+    def begin(self, trigger: Any) -> None:
+        """Start to compile; CUDA graphs that Inductor records need the GPU, and are compilation."""
+        self.started = time.perf_counter()
+        if self._is_long(trigger):
+            self.give()
+
+    def end(self, trigger: Any) -> None:
+        """Go on with what was compiled."""
+        self.compile_s += time.perf_counter() - self.started
+        if self._is_long(trigger):
+            self.take()
+
+    @staticmethod
+    def _is_long(trigger: Any) -> bool:
+        return any(kind in str(trigger) for kind in ("DYNAMO", "LAZY_BACKWARD"))
