@@ -37,6 +37,7 @@ LEFT_OUT = {
         "take_what_they_hold",
         "never_takes_more",
         "a_checkpointed_step_writes",
+        "takes_no_more_than",
     ),
     "tensors of many GiB, an hour under a tool; what it shows is shown without one": (
         "32_bits",
