@@ -110,7 +110,7 @@ def the_trainer(accumulate: int) -> None:
 
     fresh_start()
     expected = test_trainer.losses(run(llama()))
-    made = run(test_trainer.compiled("aot_eager"))
+    made = run(test_trainer.compiled())
     assert test_trainer.losses(made) == pytest.approx(expected, rel=2e-6)
     assert codes() == TRAINING
     assert set(test_trainer.products(made.seen)) == {0}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -13,12 +15,24 @@ def measure_nothing() -> None:
     It empties the processor's caches before it times the guards of a graph: a fifth of what a test
     of a small graph takes. It words a message on each side effect, which nobody reads. And pytest
     gives its handlers to each logger that does not pass records on, six times a test; what is
-    written where somebody listens, such as the structured trace, then always is.
+    written where somebody listens, such as the structured trace, then always is. And it reads each
+    file that it traces, token by token, for the names of functions in messages that nobody asked for.
+    It collects cycles behind each graph, where conftest.py lets them wait, and notes for each mode of
+    fake tensors where it was made.
     """
     guards: Any = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
         guards.profile_guard_manager = lambda *given: 0.0
+    tracing: Any = sys.modules.get("torch._dynamo.symbolic_convert")
+    if hasattr(tracing, "get_funcname"):
+        tracing.get_funcname = lambda filename, line: None
     config: Any = sys.modules.get("torch._dynamo.config")
+    if hasattr(config, "run_gc_after_compile"):
+        config.run_gc_after_compile = False
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    if hasattr(fake, "traceback"):
+        given = {**vars(traceback), "extract_stack": lambda *frame: traceback.StackSummary()}
+        fake.traceback = SimpleNamespace(**given)
     if hasattr(config, "side_effect_replay_policy"):
         config.side_effect_replay_policy = "silent"
     logging.getLogger("torch.__trace").propagate = True
