@@ -27,6 +27,7 @@ from tests.support.fresh_python import fresh_python as fresh_python
 from tests.support.inductors_code import calling_ops as calling_ops
 from tests.support.inductors_code import inductors_loops as inductors_loops
 from tests.support.quick_dynamo import (
+    let_cycles_wait,
     measure_nothing,
     read_configs_plainly,
     seed_what_is_there,
@@ -104,6 +105,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     seed_what_is_there()
     if "not slow" in session.config.option.markexpr:  # the slow ones see them as everybody does
         read_configs_plainly()
+        let_cycles_wait()
     if os.environ.get("TRITON_INTERPRET") == "1":
         do_once()
     gc.collect()

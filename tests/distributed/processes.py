@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 from tests.distributed.models import OPTIONS, fresh_start
 from tests.support.quick_dynamo import (
+    let_cycles_wait,
     measure_nothing,
     read_configs_plainly,
     seed_what_is_there,
@@ -108,6 +109,7 @@ def _serve(
     seed_what_is_there()
     if is_quick:
         read_configs_plainly()
+        let_cycles_wait()
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(

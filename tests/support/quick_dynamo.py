@@ -17,8 +17,7 @@ def measure_nothing() -> None:
     gives its handlers to each logger that does not pass records on, six times a test; what is
     written where somebody listens, such as the structured trace, then always is. And it reads each
     file that it traces, token by token, for the names of functions in messages that nobody asked for.
-    It collects cycles behind each graph, where conftest.py lets them wait, and notes for each mode of
-    fake tensors where it was made.
+    It notes for each mode of fake tensors where it was made.
     """
     guards: Any = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
@@ -27,8 +26,6 @@ def measure_nothing() -> None:
     if hasattr(tracing, "get_funcname"):
         tracing.get_funcname = lambda filename, line: None
     config: Any = sys.modules.get("torch._dynamo.config")
-    if hasattr(config, "run_gc_after_compile"):
-        config.run_gc_after_compile = False
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
     if hasattr(fake, "traceback"):
         given = {**vars(traceback), "extract_stack": lambda *frame: traceback.StackSummary()}
@@ -39,6 +36,13 @@ def measure_nothing() -> None:
     for logger in logging.getLogger().manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+def let_cycles_wait() -> None:
+    """Keep Dynamo from collecting cycles behind each graph: a test that waits for one collects it."""
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if hasattr(config, "run_gc_after_compile"):
+        config.run_gc_after_compile = False
 
 
 def seed_what_is_there() -> None:

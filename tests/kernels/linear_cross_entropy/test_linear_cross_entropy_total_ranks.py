@@ -50,8 +50,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("engine", [total_reference.run, total.by_recomputing])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_parts_of_a_weight_are_the_whole_head(case: dict[str, Any], engine: Engine) -> None:
-    for count, vocab in ((1, 40), (2, 41), (3, 41), (4, 40)):  # parts that are alike, and not
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param([(1, 40), (2, 41), (3, 41), (4, 40)], id="alike or not"),
+        pytest.param([(1, 41), (2, 40), (3, 40), (4, 41)], id="the rest", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_a_weight_are_the_whole_head(
+    cuts: list[tuple[int, int]], case: dict[str, Any], engine: Engine
+) -> None:
+    for count, vocab in cuts:
         given = loss_of(**{"vocab": vocab} | case)
         found, met = together(given, *count * [engine])
         assert_close(found, whole(given), 1e-12)
