@@ -27,6 +27,7 @@ from tests.support.fresh_python import fresh_python as fresh_python
 from tests.support.inductors_code import calling_ops as calling_ops
 from tests.support.inductors_code import inductors_loops as inductors_loops
 from tests.support.quick_dynamo import (
+    let_cycles_wait,
     measure_nothing,
     read_configs_plainly,
     seed_what_is_there,
@@ -44,6 +45,9 @@ OPTIONAL = ("expecttest", "hypothesis", "transformers", "accelerate", "peft")
 """Test files that import one of these are left out where it is missing (`make gpu`)."""
 
 MISSING = tuple(name for name in OPTIONAL if importlib.util.find_spec(name) is None)
+
+# Until all is collected: what is imported stays, and is a seventh of the time to look through.
+gc.disable()
 
 left_out: list[str] = []
 
@@ -101,11 +105,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     seed_what_is_there()
     if "not slow" in session.config.option.markexpr:  # the slow ones see them as everybody does
         read_configs_plainly()
+        let_cycles_wait()
     if os.environ.get("TRITON_INTERPRET") == "1":
         do_once()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

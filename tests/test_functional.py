@@ -165,9 +165,25 @@ COMPILED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-@pytest.mark.parametrize("settings", COMPILED, ids=lambda settings: ",".join(settings) or "plain")
+QUICK = [(1, "forward"), (3, "backward")]
+"""What is compiled with symbols among the quick tests: each pass, one number and statistics."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "pass_", "dynamic"),
+    [
+        pytest.param(
+            settings,
+            pass_,
+            dynamic,
+            id=f"{','.join(settings) or 'plain'}-{pass_}-{dynamic}",
+            marks=[] if dynamic is None or (place, pass_) in QUICK else pytest.mark.slow,
+        )
+        for place, settings in enumerate(COMPILED)
+        for pass_ in ("forward", "backward")
+        for dynamic in (None, True)
+    ],
+)
 def test_it_compiles_into_one_graph(
     settings: dict[str, Any], pass_: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_fp16_logits_that_overflow_give_the_fp32_loss(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("inductors_loops")
 def test_labels_and_class_weights_of_other_dtypes_are_what_inductor_makes_of_them() -> None:
     """Eager refuses them, and so do losses outside the graph; decompositions take them."""
     torch.manual_seed(0)

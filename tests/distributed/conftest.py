@@ -10,7 +10,16 @@ from tests.distributed.processes import TwoProcesses
 
 
 @pytest.fixture(scope="package")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoProcesses]:
-    both = TwoProcesses(tmp_path_factory)
+def two_processes(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[TwoProcesses]:
+    both = TwoProcesses(tmp_path_factory, is_quick="not slow" in pytestconfig.option.markexpr)
     yield both
     both.stop()
+
+
+@pytest.fixture(params=["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def inner(request: pytest.FixtureRequest) -> str:
+    """What compiles behind us: AOTAutograd takes half of a compilation, and begins where we end."""
+    chosen: str = request.param
+    return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Callable
@@ -14,11 +15,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.distributed.models import fresh_start
-from tests.support.quick_dynamo import measure_nothing
+from tests.distributed.models import OPTIONS, fresh_start
+from tests.support.quick_dynamo import (
+    let_cycles_wait,
+    measure_nothing,
+    read_configs_plainly,
+    seed_what_is_there,
+)
 
 RANKS = 2
-IMPORTS = ["torch._dynamo", "transformers.models.llama.modeling_llama"]
+IMPORTS = [
+    "memeff_compile.backend",
+    "torch._functorch.aot_autograd",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+]
 """What a third process, from which the two are made, imports once for both."""
 LIMIT = 400.0
 """Seconds until a call counts as stuck: a loaded machine is slow, a lost peer waits for ever."""
@@ -28,19 +41,29 @@ class TwoProcesses:
     """Starts when first asked, and anew after a failure: a peer may wait for what never comes."""
 
     def __init__(
-        self, folders: pytest.TempPathFactory, ranks: int = RANKS, backend: str = "gloo"
+        self,
+        folders: pytest.TempPathFactory,
+        ranks: int = RANKS,
+        backend: str = "gloo",
+        is_quick: bool = False,
     ) -> None:
         self._folders, self._ranks, self._backend = folders, ranks, backend
+        self._is_quick = is_quick
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
-    def run(self, work: Callable[[], None], limit: float = LIMIT) -> None:
-        """Call `work`, which can be pickled, in both processes; raise what it raises there."""
+    def run(
+        self, work: Callable[[], None], limit: float = LIMIT, inner: str = OPTIONS["memeff.inner"]
+    ) -> None:
+        """Call `work`, which can be pickled, in both processes; raise what it raises there.
+
+        Models that it compiles with `OPTIONS` go through `inner`.
+        """
         if not self._processes:
             self._start()
         deadline = time.monotonic() + limit
         for pipe in self._pipes:
-            pipe.send(work)
+            pipe.send((work, inner))
         waiting = list(self._pipes)
         while waiting:
             ready = connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
@@ -56,9 +79,8 @@ class TwoProcesses:
         meeting_point = f"file://{self._folders.mktemp('two_processes') / 'meeting_point'}"
         for rank in range(self._ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self._ranks, self._backend, theirs, meeting_point)
-            )
+            told = (rank, self._ranks, self._backend, theirs, meeting_point, self._is_quick)
+            process = context.Process(target=_serve, args=told)
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._pipes.append(ours)
@@ -79,8 +101,15 @@ class TwoProcesses:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, ranks: int, backend: str, pipe: Any, meeting_point: str) -> None:
+def _serve(
+    rank: int, ranks: int, backend: str, pipe: Any, meeting_point: str, is_quick: bool
+) -> None:
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 50)  # as conftest.py has it
+    seed_what_is_there()
+    if is_quick:
+        read_configs_plainly()
+        let_cycles_wait()
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -91,7 +120,7 @@ def _serve(rank: int, ranks: int, backend: str, pipe: Any, meeting_point: str) -
         timeout=timedelta(seconds=LIMIT),
     )
     while True:
-        work = pipe.recv()
+        work, OPTIONS["memeff.inner"] = pipe.recv()
         try:
             torch.manual_seed(0)
             fresh_start()

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memeff_compile
+from tests.distributed import models
 from tests.distributed.models import TRAINING, codes, fresh_start, gradients, ids
 from tests.distributed.processes import RANKS, TwoProcesses
 from tests.integrations.tiny import OPTIONS, llama
@@ -110,7 +111,7 @@ def the_trainer(accumulate: int) -> None:
 
     fresh_start()
     expected = test_trainer.losses(run(llama()))
-    made = run(test_trainer.compiled("aot_eager"))
+    made = run(test_trainer.compiled(models.OPTIONS["memeff.inner"]))
     assert test_trainer.losses(made) == pytest.approx(expected, rel=2e-6)
     assert codes() == TRAINING
     assert set(test_trainer.products(made.seen)) == {0}
@@ -127,5 +128,5 @@ CASES: list[Any] = [
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: getattr(case, "func", case).__name__)
-def test_frameworks(case: Callable[[], None], two_processes: TwoProcesses) -> None:
-    two_processes.run(case)
+def test_frameworks(case: Callable[[], None], two_processes: TwoProcesses, inner: str) -> None:
+    two_processes.run(case, inner=inner)

@@ -193,5 +193,7 @@ CASES: list[Any] = [
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.func.__name__} {case.args[0]}")
-def test_context_parallel(case: Callable[[], None], two_processes: TwoProcesses) -> None:
-    two_processes.run(case)
+def test_context_parallel(
+    case: Callable[[], None], two_processes: TwoProcesses, inner: str
+) -> None:
+    two_processes.run(case, inner=inner)

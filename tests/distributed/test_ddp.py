@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memeff_compile
 from tests.distributed.models import (
+    AOTAUTOGRAD,
     OPTIONS,
     TRAINING,
     VOCABULARY,
@@ -116,7 +117,7 @@ def check(make: Any, modes: dict[str, Any], options: dict[str, str], in_place: b
 
 
 def a_model_compiled_in_place() -> None:
-    (logits,) = check(partial(Small, WIDTH), {"static_graph": True}, {}, in_place=True)
+    (logits,) = check(partial(Small, WIDTH), {"static_graph": True}, AOTAUTOGRAD, in_place=True)
     assert_deferred(logits)
     assert codes() == TRAINING
     assert pieces() > 1
@@ -162,7 +163,7 @@ def a_loss_outside_the_model(mode: str, in_place: bool) -> None:
 
 def dropped_logits_that_a_later_piece_reads() -> None:
     ours = DistributedDataParallel(Crossing(), bucket_cap_mb=BUCKET_MIB)
-    run = torch.compile(ours, backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
+    run = torch.compile(ours, backend="memeff", options={**AOTAUTOGRAD, "memeff.logits": "none"})
     with pytest.raises(Exception, match="dropped logits that a later part of the model reads"):
         run(ids())
 
@@ -263,14 +264,16 @@ WAYS = [
     ],
     ids=lambda case: case.__name__,
 )
-def test_ddp(case: Callable[[], None], two_processes: TwoProcesses) -> None:
-    two_processes.run(case)
+def test_ddp(case: Callable[[], None], two_processes: TwoProcesses, inner: str) -> None:
+    two_processes.run(case, inner=inner)
 
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize(("mode", "in_place"), WAYS)
-def test_a_loss_outside_the_model(mode: str, in_place: bool, two_processes: TwoProcesses) -> None:
-    two_processes.run(partial(a_loss_outside_the_model, mode, in_place))
+def test_a_loss_outside_the_model(
+    mode: str, in_place: bool, two_processes: TwoProcesses, inner: str
+) -> None:
+    two_processes.run(partial(a_loss_outside_the_model, mode, in_place), inner=inner)
 
 
 @pytest.mark.xdist_group("two processes")
@@ -283,6 +286,7 @@ def test_a_loss_outside_the_model(mode: str, in_place: bool, two_processes: TwoP
     ],
 )
 def test_masks_made_in_an_earlier_piece(
-    checkpoint: bool, others: bool, two_processes: TwoProcesses
+    checkpoint: bool, others: bool, two_processes: TwoProcesses, inner: str
 ) -> None:
-    two_processes.run(partial(masks_made_in_an_earlier_piece, checkpoint=checkpoint, others=others))
+    case = partial(masks_made_in_an_earlier_piece, checkpoint=checkpoint, others=others)
+    two_processes.run(case, inner=inner)

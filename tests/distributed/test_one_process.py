@@ -169,5 +169,7 @@ CASES = {
         for name, (case, is_slow) in CASES.items()
     ],
 )
-def test_layouts_of_fsdp2(case: Callable[[], None], two_processes: TwoProcesses) -> None:
-    two_processes.run(case)
+def test_layouts_of_fsdp2(
+    case: Callable[[], None], two_processes: TwoProcesses, inner: str
+) -> None:
+    two_processes.run(case, inner=inner)

@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from memeff_compile import compat
 from memeff_compile.errors import MemeffError
 from memeff_compile.model.weights.optim_in_backward import optim_in_backward
-from tests.distributed.models import OPTIONS, VOCABULARY, Block, fresh_start, ids
+from tests.distributed.models import AOTAUTOGRAD, VOCABULARY, Block, fresh_start, ids
 from tests.distributed.processes import RANKS, TwoProcesses
 
 Make = Callable[[nn.Parameter], Optimizer]
@@ -98,7 +98,7 @@ def same_training(
     if compiled:
         fresh_start()
         for model in (ordinary, ours):
-            model.compile(backend="memeff", options=OPTIONS)
+            model.compile(backend="memeff", options=AOTAUTOGRAD)
     for _ in range(STEPS):
         for model in (ordinary, ours):
             for batch in range(batches):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import memeff_compile
 from memeff_compile import compat
 from memeff_compile.planning.setting import value_of
-from tests.distributed.models import VOCABULARY, ids
+from tests.distributed.models import LENGTH, VOCABULARY, ids
 from tests.distributed.processes import RANKS, TwoProcesses
 from tests.distributed.test_tensor_parallel import seen_by_the_inner_compiler
 
@@ -42,7 +43,7 @@ def planned(found: Any, sharding: str, batch: int = 2) -> Mapping[str, int]:
     """
     how = {"optimizer": "adamw", "gpus": RANKS, "sharding": sharding}
     moment = found.plan(batch=batch, **how).after.moment
-    return {n: value_of(formula, batch, ids().shape[1]) for n, formula in moment.parts.items()}
+    return {n: value_of(formula, batch, LENGTH) for n, formula in moment.parts.items()}
 
 
 def nbytes(tensors: Any) -> int:
@@ -114,10 +115,9 @@ def a_step_under_ddp(parts: Mapping[str, int]) -> None:
     assert parts["optimizer state"] == states(optimizer)
 
 
-def steps() -> None:
-    found = memeff_compile.explain(llama(), input_ids=ids(), labels=ids(), device="cpu")
-    a_step_under_fsdp2(planned(found, "fsdp"), llama(), init_device_mesh("cpu", (RANKS,)))
-    a_step_under_ddp(planned(found, "none"))
+def steps(sharded: Mapping[str, int], replicated: Mapping[str, int]) -> None:
+    a_step_under_fsdp2(sharded, llama(), init_device_mesh("cpu", (RANKS,)))
+    a_step_under_ddp(replicated)
 
 
 def cut(model: Any, mesh: DeviceMesh) -> Any:
@@ -170,4 +170,6 @@ def test_a_plan_of_a_model_that_is_cut_has_the_bytes_of_a_process(
 
 @pytest.mark.xdist_group("two processes")
 def test_a_plan_has_the_bytes_of_steps_on_two_processes(two_processes: TwoProcesses) -> None:
-    two_processes.run(steps)
+    given = torch.zeros(2, LENGTH, dtype=torch.long)
+    found = memeff_compile.explain(llama(), input_ids=given, labels=given, device="cpu")
+    two_processes.run(partial(steps, *(planned(found, how) for how in ("fsdp", "none"))))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import memeff_compile
 from tests.distributed.models import (
-    OPTIONS,
+    AOTAUTOGRAD,
     VOCABULARY,
     assert_same_gradients,
     fresh_start,
@@ -68,7 +68,7 @@ def heads_over_ranks() -> None:
     expected = plain(ids, labels)
     expected.backward()
     fresh_start()
-    run: Any = torch.compile(model, backend="memeff", options=OPTIONS, fullgraph=True)
+    run: Any = torch.compile(model, backend="memeff", options=AOTAUTOGRAD, fullgraph=True)
     loss = run(of_this_rank(ids), of_this_rank(labels))
     loss.backward()
     report = memeff_compile.last_report()

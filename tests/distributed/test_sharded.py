@@ -21,6 +21,7 @@ import memeff_compile
 from memeff_compile.errors import StaleLogitsError
 from tests.distributed.compressed_shards import compressed_shards
 from tests.distributed.models import (
+    AOTAUTOGRAD,
     OPTIONS,
     TRAINING,
     VOCABULARY,
@@ -137,7 +138,8 @@ def a_model_compiled_before_sharding() -> None:
 
 def a_tied_table_in_one_graph() -> None:
     """One group for the whole model: embedding and head meet in a graph, on the gathered weight."""
-    eager, model = sharded(llama(tied=True)), compiled(sharded(llama(tied=True)))
+    eager = sharded(llama(tied=True))
+    model = compiled(sharded(llama(tied=True)), **AOTAUTOGRAD)
     for _ in range(2):
         for each in (eager, model):
             each.zero_grad()
@@ -421,13 +423,13 @@ STEPS = [
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_sharded_models(case: Callable[[], None], two_processes: TwoProcesses) -> None:
-    two_processes.run(case)
+def test_sharded_models(case: Callable[[], None], two_processes: TwoProcesses, inner: str) -> None:
+    two_processes.run(case, inner=inner)
 
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize(("make", "stays"), STEPS)
 def test_logits_of_an_earlier_step(
-    make: Callable[[Any], Callable[[], Any]], stays: bool, two_processes: TwoProcesses
+    make: Callable[[Any], Callable[[], Any]], stays: bool, two_processes: TwoProcesses, inner: str
 ) -> None:
-    two_processes.run(partial(logits_of_an_earlier_step, make, stays))
+    two_processes.run(partial(logits_of_an_earlier_step, make, stays), inner=inner)

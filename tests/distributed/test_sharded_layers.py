@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -146,5 +147,7 @@ def what_the_verb_leaves() -> None:
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("case", [as_a_whole, by_the_verb, what_the_verb_leaves])
-def test_layers_in_checkpoints(case: Any, two_processes: TwoProcesses) -> None:
-    two_processes.run(case)
+def test_layers_in_checkpoints(
+    case: Callable[[], None], two_processes: TwoProcesses, inner: str
+) -> None:
+    two_processes.run(case, inner=inner)

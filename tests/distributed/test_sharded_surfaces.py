@@ -113,4 +113,4 @@ def every_surface() -> None:
 @pytest.mark.xdist_group("two processes")
 def test_every_surface_of_a_head_split_over_ranks(two_processes: TwoProcesses) -> None:
     assert len(EVERY) > 30
-    two_processes.run(every_surface)
+    two_processes.run(every_surface, inner="aot_eager")

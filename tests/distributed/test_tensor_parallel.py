@@ -37,6 +37,7 @@ from memeff_compile.errors import ShardedLogitsError, StaleLogitsError, Unsuppor
 from memeff_compile.kernels.linear_cross_entropy import reference
 from memeff_compile.passes.losses import emit
 from tests.distributed.models import (
+    AOTAUTOGRAD,
     OPTIONS,
     assert_same_gradients,
     fresh_start,
@@ -250,7 +251,7 @@ def measured() -> None:
     """Log-probabilities, entropies and likeliest classes of every token, accuracy, and gradients."""
     for case in (Case(bias=True, targets="half"), Case("sequence", 160, hidden_classes=81)):
         one, many = Measured(case), split(Measured(case))
-        expected, found = one(*data(case)), compiled(many)(*data(case))
+        expected, found = one(*data(case)), compiled(many, **AOTAUTOGRAD)(*data(case))
         assert codes() == ["rewrote"], memeff_compile.last_report()
         (record,) = memeff_compile.last_report().records
         assert "one all-gather of 5 numbers per row" in record.sentence
@@ -307,7 +308,7 @@ def what_crosses_and_what_is_kept() -> None:
         case = Case(layout)
         kind = Model if layout == "gathered" else Returning
         with seen_by_the_inner_compiler() as graphs:
-            found = compiled(split(kind(case)))(*data(case))
+            found = compiled(split(kind(case)), **AOTAUTOGRAD)(*data(case))
             (found if kind is Model else found[0]).backward()
         forward, backward = graphs
         (sentence, *_) = (r.sentence for r in memeff_compile.last_report().records)
@@ -571,5 +572,7 @@ CASES = [
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: getattr(case, "__name__", None))
-def test_heads_split_over_ranks(case: Callable[[], None], two_processes: TwoProcesses) -> None:
-    two_processes.run(case)
+def test_heads_split_over_ranks(
+    case: Callable[[], None], two_processes: TwoProcesses, inner: str
+) -> None:
+    two_processes.run(case, inner=inner)

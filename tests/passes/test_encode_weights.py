@@ -141,7 +141,7 @@ class Adapted(Branches):
 def inferred(module: nn.Module, x: Tensor, *, compiled: bool, **options: Any) -> list[Tensor]:
     torch._dynamo.reset()
     memeff_compile.reset()
-    settings = {"memeff.inner": "aot_eager", **options}
+    settings = {"memeff.inner": "eager", **options}
     function = torch.compile(module, backend="memeff", options=settings) if compiled else module
     with torch.no_grad():
         found: list[Tensor] = function(x)

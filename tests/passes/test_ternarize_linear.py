@@ -43,7 +43,8 @@ from tests.support.ternary_layers import (
 )
 
 NAME = "ternarize_linear"
-OPTIONS = {"memeff.inner": "aot_eager"}
+OPTIONS = {"memeff.inner": "eager"}
+AOT = {"inner": "aot_eager"}
 ALL_LAYERS = [*LAYERS, online_layer()]
 DTYPES = [torch.float32, torch.bfloat16]
 BUDGET = {torch.float32: 2e-6, torch.bfloat16: 6e-2}
@@ -147,7 +148,7 @@ def test_weights_get_a_gradient_where_aot_eager_gives_one_and_none_elsewhere(
     model, x = Scored(second), torch.randn(4, 32)
     twin = copy.deepcopy(model)
     torch.compile(model, backend="aot_eager")(x)[0].backward()
-    compiled(twin)(x)[0].backward()
+    compiled(twin, **AOT)(x)[0].backward()
     assert outcome() == [("rewrote", 2)]
     wanted, found = (
         {name: p.grad for name, p in each.named_parameters()} for each in (model, twin)
@@ -167,12 +168,13 @@ def test_weights_get_a_gradient_where_aot_eager_gives_one_and_none_elsewhere(
 # --- what fires -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("layer", "dtype"), TRAINED)
 def test_training_fires_in_every_spelling_and_equals_eager(
-    layer: type[nn.Linear], dtype: torch.dtype
+    layer: type[nn.Linear], dtype: torch.dtype, inner: str
 ) -> None:
     model = Block(layer).to(dtype)
-    assert_like_eager(model, torch.randn(3, 5, 20).to(dtype))
+    assert_like_eager(model, torch.randn(3, 5, 20).to(dtype), inner=inner)
     assert outcome() == [("rewrote", 2), ("rewrote", 1)]
 
 
@@ -332,7 +334,7 @@ def trained(model: nn.Module, **options: Any) -> tuple[int, list[Tensor]]:
     torch.manual_seed(1)
     x = torch.randn(40, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        out = compiled(twin, **options)(x)
+        out = compiled(twin, **AOT, **options)(x)
     out.square().sum().backward()
     own = {t.data_ptr() for t in (*twin.parameters(), x)}
     size = sum(t.nbytes for t in held if t.data_ptr() not in own)
@@ -384,7 +386,7 @@ def test_a_checkpointed_block_fires_and_equals_eager() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.block, x, use_reentrant=False)
 
-    assert_like_eager(Checkpointed(), torch.randn(3, 20))
+    assert_like_eager(Checkpointed(), torch.randn(3, 20), **AOT)
     assert outcome() == [("rewrote", 2), ("rewrote", 1)]
 
 
@@ -403,7 +405,7 @@ def test_autocast_multiplies_in_its_dtype() -> None:
     twin = copy.deepcopy(model)
     x = torch.randn(4, 20)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted, found = model(x), compiled(twin)(x)
+        wanted, found = model(x), compiled(twin, **AOT)(x)
     assert found.dtype == wanted.dtype == torch.bfloat16
     assert error(found.detach(), wanted.detach()) < 1e-2
     found.sum().backward()
@@ -468,7 +470,7 @@ def test_twenty_steps_of_a_bitnet_model_track_eager() -> None:
     eager, ours = tiny_bitnet(), tiny_bitnet()
     with eagerly():
         wanted = losses(eager, eager)
-    found = losses(ours, compiled(ours))
+    found = losses(ours, compiled(ours, **AOT))
     assert wanted[-1] < wanted[0] - 0.1, "nothing was learned"
     assert max(abs(a - b) for a, b in zip(wanted, found, strict=True)) < 1e-3
     # In both layers: q, k and v share their codes; o; gate and up share theirs; down.

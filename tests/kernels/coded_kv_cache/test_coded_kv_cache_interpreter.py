@@ -49,8 +49,21 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout) -> None:
     assert filled(pools[0]) == (50, 32)
 
 
-@pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize(("share", "programs"), [(1, 1), (1, 16), (4, 16), (2, 64)])
+SHARES = [(4, 16), (1, 1), (1, 16), (2, 64)]
+# Each layout shared one way, each way of the first layout: they do not meet in the kernel.
+SHARED = [
+    pytest.param(
+        *kind.values,
+        *share,
+        id=f"{kind.id}, {share[0]} of {share[1]}",
+        marks=[] if kind is KINDS[0] or share == SHARES[0] else pytest.mark.slow,
+    )
+    for kind in KINDS
+    for share in SHARES
+]
+
+
+@pytest.mark.parametrize(("layout", "share", "programs"), SHARED)
 def test_programs_that_share_a_prompt_leave_what_the_reference_leaves(
     layout: Layout, share: int, programs: int
 ) -> None:
