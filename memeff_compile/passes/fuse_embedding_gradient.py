@@ -50,7 +50,7 @@ from ..kernels.linear_cross_entropy import (
 from .graph.base import Decline, Done, Gain, GraphPass, mutated
 from .graph.canonical import Call, aten, call_of, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, kind_among, node_name
+from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
 # An fp32 buffer below this size is not worth an op of its own in the backward pass.
 MIN_BYTES = 16 << 20
@@ -179,9 +179,14 @@ class FuseEmbeddingGradient(GraphPass):
             if place is None or not place.is_by_rows:
                 editor.replace(node, rows)
                 continue
-            for move in list(node.users):
-                with editor.at(move):
-                    editor.replace(move, editor.copy(move, {node: rows}))
+            added = None
+            for user in list(node.users):
+                if node_name(user) not in _MOVES and added is None:
+                    with editor.at(node):
+                        added = editor.call(op_folder.added_up, rows)
+                with editor.at(user):
+                    read = rows if node_name(user) in _MOVES or added is None else added
+                    editor.replace(user, editor.copy(user, {node: read}))
         for source in sources if match.heads else ():
             if heads := [head for head in match.heads if source in head.all_input_nodes]:
                 editor.reroute(heads, source, table)
@@ -192,8 +197,7 @@ class FuseEmbeddingGradient(GraphPass):
         return compat.is_dtensor(info.value(match.weight))
 
     def dead(self, match: Table) -> Sequence[Node]:
-        users = [user for node in match.lookups for user in node.users]
-        return [*match.lookups, *(user for user in users if node_name(user) in _MOVES)]
+        return [*match.lookups, *(user for node in match.lookups for user in node.users)]
 
 
 _LOOKUPS: dict[Any, str] = {
@@ -325,11 +329,23 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
     if not found.is_by_rows:
         return None
     users = (user for lookup in match.lookups for user in lookup.users)
-    reader = next((user for user in users if node_name(user) not in _MOVES), None)
+    reader = next((user for user in users if not _reads_sums(user)), None)
     if reader is None:
         return None
-    what = f"`{node_name(reader)}` reads the rows of the embedding before ranks have summed them"
+    what = f"`{node_name(reader)}` reads the rows of the embedding before ranks have added them up"
     return _spread(what, anchor)
+
+
+def _reads_sums(user: Node) -> bool:
+    """Return whether what reads rows of which ranks have a part each has them added up first, as
+    what every rank has all of shows.
+    """
+    if node_name(user) in _MOVES:
+        return True
+    found = compat.example_value(user)
+    places = getattr(found, "placements", ())
+    is_whole = compat.is_dtensor(found) and all(place.is_replicate() for place in places)
+    return is_whole and not written_by(user)
 
 
 _MOVES = ("redistribute", "prim_redistribute")  # the second before torch 2.13
@@ -349,12 +365,11 @@ def _sentence(info: GraphInfo, match: Table) -> str:
     weight = info.value(match.weight)
     name = op_folder.engine_for(weight.device, weight.dtype)
     engine = f"engine {name}: {op_folder.ENGINES[name]}"
-    is_by_rows = op_folder.parts_of(weight)[0] > 1
-    here = ""
+    is_by_rows, here = op_folder.parts_of(weight)[0] > 1, ""
     if is_by_rows:
-        first = op_folder.first_row_of(weight)
-        last = first + compat.local_part(weight).shape[0] - 1
-        here = f" on several ranks, rows {first} to {last} of {weight.shape[0]} here,"
+        first, count = op_folder.first_row_of(weight), compat.local_part(weight).shape[0]
+        rows = f"rows {first} to {first + count - 1}" if count else "none"
+        here = f" on several ranks, {rows} of {weight.shape[0]} here,"
     if match.heads:
         return (
             f"embedding and head share their weight{here} -> memeff::embedding_tied, which adds "

@@ -28,6 +28,7 @@ from .op import embedding_tied as embedding_tied
 from .op import engine_for as engine_for
 from .op import supports as supports
 from .sharded import Layout as Layout
+from .sharded import added_up as added_up
 from .sharded import first_row_of as first_row_of
 from .sharded import layout_of as layout_of
 from .sharded import over_ranks as over_ranks

@@ -86,3 +86,11 @@ def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
         shape=shape,
         stride=tuple(strides),
     )
+
+
+def added_up(rows: Any) -> Any:
+    """Return rows of all ranks on each of them."""
+    from torch.distributed.tensor import Replicate
+
+    found = [Replicate() if place.is_partial() else place for place in rows.placements]
+    return rows.redistribute(placements=found)
