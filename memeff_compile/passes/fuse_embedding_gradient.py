@@ -141,11 +141,16 @@ class FuseEmbeddingGradient(GraphPass):
     def gain(self, info: GraphInfo, match: Table) -> Gain:
         """Return the formula for the table-sized buffers, before and after."""
         weight = info.value(match.weight)
-        n, d, v, b = sympy.symbols("N D V B", integer=True, positive=True)
-        before = op_folder.bytes_before(v, d, dtype=weight.dtype, compiled=_is_compiled(info))
+        n, d, v, b, held = sympy.symbols("N D V B V_r", integer=True, positive=True)
+        parts = op_folder.parts_of(weight)[0]
+        sizes = {"N": max(_tokens(info, call) for call in match.calls), **_sizes(weight)}
+        returned = {}
+        if parts > 1 and not match.heads:
+            returned["held"], sizes["V_r"] = held, -(-sizes["V"] // parts)
+        compiled = _is_compiled(info)
+        before = op_folder.bytes_before(v, d, dtype=weight.dtype, compiled=compiled, **returned)
         engine = op_folder.engine_for(weight.device, weight.dtype)
         call: dict[str, Any] = {"dtype": weight.dtype, "engine": engine}
-        sizes = {"N": max(_tokens(info, call) for call in match.calls), **_sizes(weight)}
         sizes["B"] = int(op_folder.piece_bytes(sizes["N"], sizes["D"], **call))
         return Gain(before, op_folder.bytes_after(n, d, **call, pieces=b), sizes)
 

@@ -152,7 +152,7 @@ class _Run:
             editor.rollback()
             is_match = not isinstance(found, Decline)
             if is_match and _said(False, lambda: graph_pass.joins_ranks(info, found)):
-                option, off = SWITCHES[graph_pass.name]
+                option, off = SWITCHES.get(graph_pass.name, ("memeff.passes", ()))
                 raise MemeffError(
                     f"{graph_pass.name} failed on this process while it rewrote what is split over "
                     f"several: {type(error).__name__}: {error}. To go on without it would have the "

@@ -290,3 +290,6 @@ def test_formulas_at_the_shape_of_a_small_llama() -> None:
     assert after == 8 * 512 * 2048 + 96 * 16384
     assert bytes_before(10, 10, dtype=torch.bfloat16, compiled=False) == 200
     assert bytes_before(10, 10, dtype=torch.float64) == 800
+    # Of a cut table an fp32 buffer and the rounded one, of which this rank's half is asked for.
+    assert bytes_before(10, 10, dtype=torch.bfloat16, held=5) == 400 + 200 - 100
+    assert bytes_before(10, 10, dtype=torch.float32, held=5) == 400 - 200
