@@ -166,7 +166,7 @@ class FuseEmbeddingGradient(GraphPass):
             place = _layout(info, match.weight, ids)
             with editor.at(node):
                 if place is not None:
-                    if table is match.weight:
+                    if table is match.weight or not match.heads:
                         table = editor.call(part_of_rank, match.weight, place.summed)
                     local = ids
                     if compat.is_dtensor(info.value(ids)):

@@ -138,6 +138,44 @@ def test_layouts_whose_ranks_have_whole_rows_or_columns(case: Any) -> None:
     assert answers(plain, ids, table) == []
 
 
+@pytest.mark.parametrize("case", SPREAD.values(), ids=SPREAD)
+def test_their_16_bit_tables_are_served_as_plain_ones(
+    case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuse_embedding_gradient, "_is_compiled", lambda info: True)
+    places, of_ids, (place,), _ = case
+    ids, table = laid_out(places, of_ids)
+    table = table.detach().bfloat16().requires_grad_()
+    (record,) = answers(plain, ids, table)
+    assert (
+        "embedding -> memeff::embedding, whose gradient has no fp32 copy" in record.sentence.lower()
+    )
+    assert record.sizes["D"] == (D // 2 if places == [COLUMNS] else D)
+    assert table.grad is not None
+    weights = torch.arange(ids.numel() * D, dtype=torch.bfloat16).view(*ids.shape, D)
+    mine = weights.chunk(RANKS, place.dim)[1] if isinstance(place, Shard) else weights
+    kept = ids.to_local() != 9
+    expected = torch.zeros_like(table.grad.to_local())
+    expected.index_add_(0, ids.to_local()[kept], mine[kept])
+    assert torch.equal(table.grad.to_local(), expected)
+
+
+def test_each_lookup_has_the_gradient_of_its_own_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other ranks' ids, too, or of this rank's alone, which are added to theirs."""
+    monkeypatch.setattr(fuse_embedding_gradient, "_is_compiled", lambda info: True)
+    ids, table = laid_out([WHOLE], [WHOLE])
+    own = DTensor.from_local(ids.to_local(), ids.device_mesh, [Shard(0)], run_check=False)
+    table = table.detach().bfloat16().requires_grad_()
+
+    def both(ids: DTensor, own: DTensor, table: DTensor) -> Tensor:
+        return weighed(F.embedding(ids, table)) + weighed(F.embedding(own, table))
+
+    (record,) = answers(both, ids, own, table)
+    assert record.code == "rewrote"
+    (graph,) = memeff_compile.graphs()
+    assert graph.after.count(", None)") == graph.after.count(", 0)") == 1
+
+
 UNSERVED = {
     "ids like the table": ([ROWS], [Shard(0)], "(Shard(dim=0)) and the ids as (Shard(dim=0))"),
     "rows and columns": (
