@@ -556,6 +556,15 @@ def is_tensor_parallel(weight: torch.Tensor) -> bool:
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
 
 
+def offset_of_part(tensor: Any) -> tuple[int, ...]:
+    """Return where in a DTensor the part of this rank begins, as DTensor itself cuts it."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape = [int(size) for size in tensor.shape]
+    given = (shape, tensor.device_mesh, tensor.placements)
+    return tuple(compute_local_shape_and_global_offset(*given)[1])
+
+
 def gathering_ops() -> tuple[Any, Any]:
     """Return the op that gathers a tensor from all ranks of a named group, and that waits for it:
     those that DTensor calls, known to AOTAutograd and Inductor.

@@ -768,6 +768,24 @@ def test_ranks_gather_what_each_has() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
+@probes("offset_of_part")
+def test_a_part_of_a_dtensor_begins_where_it_was_cut() -> None:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+        for rows, held, first in ((9, 3, 6), (5, 1, 4), (3, 1, 2), (2, 0, 2)):
+            shape = {"shape": torch.Size((rows, 2)), "stride": (2, 1)}
+            part = DTensor.from_local(torch.ones(held, 2), mesh, [Shard(0)], **shape)
+            assert compat.offset_of_part(part) == (first, 0)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_every_function_of_compat_is_probed() -> None:
     functions = {
         name

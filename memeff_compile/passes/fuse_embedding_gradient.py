@@ -14,6 +14,14 @@ before. A table that is used otherwise, too, gets those gradients from autograd 
 A large 16-bit table without a fused head in the same graph becomes memeff::embedding, whose
 backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are left alone there:
 the buffer that Inductor scatters into is the gradient it returns.
+
+Of a table that DTensor lays out over ranks each looks up in its own part, by `over_ranks`. Where
+rows are cut, DTensor makes the gradient of all of them on every rank, in the table's dtype, so that
+every large one is served, and its rows are summed over ranks as before:
+
+    before: x = embedding(ids, W).redistribute(...)                  W: Shard(0)
+    after:  W_r = part_of_rank(W)
+            x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids).redistribute(...)
 """
 
 from __future__ import annotations
@@ -31,11 +39,18 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import embedding as op_folder
-from ..kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_total
+from ..kernels.linear_cross_entropy import (
+    layout,
+    linear_cross_entropy,
+    linear_cross_entropy_over_ranks,
+    linear_cross_entropy_total,
+    linear_cross_entropy_total_over_ranks,
+    part_of_rank,
+)
 from .graph.base import Decline, Done, Gain, GraphPass, mutated
 from .graph.canonical import Call, aten, call_of, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, kind_among
+from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
 # An fp32 buffer below this size is not worth an op of its own in the backward pass.
 MIN_BYTES = 16 << 20
@@ -43,6 +58,12 @@ MIN_BYTES = 16 << 20
 SLACK_BYTES = 1 << 20
 
 _WEIGHT_ARGUMENT = 1  # of memeff::linear_cross_entropy(hidden, weight, ...)
+_HEADS = (
+    linear_cross_entropy,
+    linear_cross_entropy_total,
+    linear_cross_entropy_over_ranks,
+    linear_cross_entropy_total_over_ranks,
+)
 
 
 @dataclass
@@ -79,11 +100,11 @@ class FuseEmbeddingGradient(GraphPass):
             table.calls.append(call)
         for weight in info.visit(unread):
             nodes = unread[weight]
-            if _heads(info, weight, nodes[0]) or _is_large(info, weight):
+            if _heads_of_all(info, weight, nodes[0]) or _is_large(info, weight):
                 yield from (_unread(node) for node in nodes)
         for weight in info.visit(tables):
             table = tables[weight]
-            table.heads = _heads(info, table.weight, table.lookups[-1])
+            table.heads = _heads_of_all(info, table.weight, table.lookups[-1])
             if (table.heads or _is_large(info, table.weight)) and self._pays(info, table):
                 yield table
 
@@ -98,16 +119,20 @@ class FuseEmbeddingGradient(GraphPass):
     def check(self, info: GraphInfo, match: Table) -> Decline | None:
         weight, kind = info.value(match.weight), kind_among((match.weight,))
         anchor = match.lookups[0]
-        if kind:
+        is_spread = compat.is_dtensor(weight)
+        if kind and not is_spread:
             said = f"the embedding's weight is a {kind}, which this op does not take"
             hint = "gather or dequantise the embedding"
             return Decline(f"subclass_weight({kind})", said, hint, anchor)
         for call in match.calls:
             ids = info.tensor(call.args["indices"])
-            sentence = "the ids are not a tensor" if ids is None else None
-            sentence = sentence or op_folder.supports(weight, ids)  # type: ignore[arg-type]
+            if ids is None:
+                return Decline("unsupported", "the ids are not a tensor", node=anchor)
+            sentence = op_folder.supports(compat.local_part(weight), compat.local_part(ids))
             if sentence:
                 return Decline("unsupported", sentence, node=anchor)
+            if is_spread and (answer := _unserved_layout(weight, ids, match)):
+                return answer
         for write in info.writes:
             if info.may_write(write, (match.weight,)):
                 return mutated(write.node, "the embedding's weight inside the graph", anchor)
@@ -116,16 +141,16 @@ class FuseEmbeddingGradient(GraphPass):
     def gain(self, info: GraphInfo, match: Table) -> Gain:
         """Return the formula for the table-sized buffers, before and after."""
         weight = info.value(match.weight)
-        n, d, v, b = sympy.symbols("N D V B", integer=True, positive=True)
-        compiled = info.options.inner == "inductor"
-        before = op_folder.bytes_before(v, d, dtype=weight.dtype, compiled=compiled)
+        n, d, v, b, held = sympy.symbols("N D V B V_r", integer=True, positive=True)
+        parts = op_folder.parts_of(weight)[0]
+        sizes = {"N": max(_tokens(info, call) for call in match.calls), **_sizes(weight)}
+        returned = {}
+        if parts > 1 and not match.heads:
+            returned["held"], sizes["V_r"] = held, -(-sizes["V"] // parts)
+        compiled = _is_compiled(info)
+        before = op_folder.bytes_before(v, d, dtype=weight.dtype, compiled=compiled, **returned)
         engine = op_folder.engine_for(weight.device, weight.dtype)
         call: dict[str, Any] = {"dtype": weight.dtype, "engine": engine}
-        sizes = {
-            "N": max(_tokens(info, call) for call in match.calls),
-            "D": compat.size_hint(weight.shape[1]),
-            "V": compat.size_hint(weight.shape[0]),
-        }
         sizes["B"] = int(op_folder.piece_bytes(sizes["N"], sizes["D"], **call))
         return Gain(before, op_folder.bytes_after(n, d, **call, pieces=b), sizes)
 
@@ -134,22 +159,50 @@ class FuseEmbeddingGradient(GraphPass):
 
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
         """Replace the lookups; let the heads read the table from the last one."""
-        table = match.weight
+        table, sources = match.weight, _sources(match.weight)
         for node, call in zip(match.lookups, match.calls, strict=True):
-            operands = (table, call.args["indices"], call.args["padding_idx"])
+            ids = call.args["indices"]
+            operands: tuple[Any, ...] = (ids, call.args["padding_idx"])
+            place = _layout(info, match.weight, ids)
             with editor.at(node):
+                if place is not None:
+                    if table is match.weight or not match.heads:
+                        table = editor.call(part_of_rank, match.weight, place.summed)
+                    local = ids
+                    if compat.is_dtensor(info.value(ids)):
+                        local = editor.call(part_of_rank, ids)
+                    operands = (local, operands[1])
+                    if place.is_by_rows:
+                        operands += (op_folder.first_row_of(info.value(match.weight)),)
                 if match.heads:
-                    both = editor.call(op_folder.embedding_tied, *operands)
+                    both = editor.call(op_folder.embedding_tied, table, *operands)
                     rows, table = editor.item(both, 0), editor.item(both, 1)
                 else:
-                    rows = editor.call(op_folder.embedding, *operands)
-            editor.replace(node, rows)
-        if match.heads:
-            editor.reroute(match.heads, match.weight, table)
+                    rows = editor.call(op_folder.embedding, table, *operands)
+                if place is not None:
+                    rows = editor.call(op_folder.over_ranks, rows, match.weight, ids)
+            if place is None or not place.is_by_rows:
+                editor.replace(node, rows)
+                continue
+            added = None
+            for user in list(node.users):
+                if node_name(user) not in _MOVES and added is None:
+                    with editor.at(node):
+                        added = editor.call(op_folder.added_up, rows)
+                with editor.at(user):
+                    read = rows if node_name(user) in _MOVES or added is None else added
+                    editor.replace(user, editor.copy(user, {node: read}))
+        for source in sources if match.heads else ():
+            if heads := [head for head in match.heads if source in head.all_input_nodes]:
+                editor.reroute(heads, source, table)
         return Done(match.lookups[0], _sentence(info, match))
 
+    def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
+        """Return whether ranks hold the table, whose gradients may move between them."""
+        return compat.is_dtensor(info.value(match.weight))
+
     def dead(self, match: Table) -> Sequence[Node]:
-        return match.lookups
+        return [*match.lookups, *(user for node in match.lookups for user in node.users)]
 
 
 _LOOKUPS: dict[Any, str] = {
@@ -198,6 +251,16 @@ def _unread(node: Node) -> Decline:
     return Decline(f"embedding_setting({setting})", said, hint, node)
 
 
+def _sources(weight: Node) -> list[Node]:
+    """Return a weight and what heads over ranks read in its place: what this rank has of it."""
+    parts = (user for user in weight.users if user.target is part_of_rank)
+    return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
+
+
+def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
+    return [head for source in _sources(weight) for head in _heads(info, source, last)]
+
+
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return what reads ``weight`` for fused heads behind ``last``: the ops, or a cast. Not a cast
     to a narrower dtype: its gradient would be held wide through the whole backward pass.
@@ -209,7 +272,7 @@ def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 def _is_head(node: Node, weight: Node) -> bool:
     return (
-        node.target in (linear_cross_entropy, linear_cross_entropy_total)
+        node.target in _HEADS
         and node.args[_WEIGHT_ARGUMENT] is weight
         and sum(operand is weight for operand in node.args) == 1
     )
@@ -225,11 +288,77 @@ def _is_cast_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _is_large(info: GraphInfo, weight: Node) -> bool:
-    """Return whether Inductor would scatter into an fp32 copy that is worth avoiding."""
+    """Return whether a buffer beside the gradient is worth avoiding: the fp32 copy that Inductor
+    scatters into for a 16-bit table, or all rows of a table of which a rank has some.
+    """
     value = info.tensor(weight)
-    if value is None or info.options.inner != "inductor" or value.dtype.itemsize != 2:
+    if value is None or value.dim() != 2:
         return False
-    return 4 * math.prod(compat.size_hint(size) for size in value.shape) >= MIN_BYTES
+    is_widened = _is_compiled(info) and value.dtype.itemsize == 2
+    if not is_widened and op_folder.parts_of(value)[0] == 1:
+        return False
+    given = _sizes(value).values()
+    before = op_folder.bytes_before(*given, dtype=value.dtype, compiled=_is_compiled(info))
+    return bool(before >= MIN_BYTES)
+
+
+def _is_compiled(info: GraphInfo) -> bool:
+    return info.options.inner == "inductor"
+
+
+def _sizes(weight: torch.Tensor) -> dict[str, int]:
+    """Return the rows and columns of what the gradient takes without us, the same on every rank."""
+    rows, columns = map(compat.size_hint, weight.shape)
+    return {"V": rows, "D": -(-columns // op_folder.parts_of(weight)[1])}
+
+
+def _layout(info: GraphInfo, weight: Node, ids: Node) -> op_folder.Layout | None:
+    """Return how ranks hold a table that is looked up, or None for a plain one."""
+    table = info.value(weight)
+    return op_folder.layout_of(table, info.value(ids)) if compat.is_dtensor(table) else None
+
+
+def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> Decline | None:
+    """Say why a table that ranks hold cannot be looked up part by part, or return None."""
+    anchor, found = match.lookups[0], None
+    if all(compat.known_size(size) is not None for size in weight.shape):
+        found = op_folder.layout_of(weight, ids)
+    if found is None:
+        said = f"the table of the embedding is laid out as {layout(weight)}"
+        said += f" and the ids as {layout(ids)}" if compat.is_dtensor(ids) else ""
+        return _spread(said, anchor)
+    if found.summed is not None and match.heads:
+        return _spread(
+            "a head reads the table of the embedding, whose ids ranks have parts of", anchor
+        )
+    if not found.is_by_rows:
+        return None
+    users = (user for lookup in match.lookups for user in lookup.users)
+    reader = next((user for user in users if not _reads_sums(user)), None)
+    if reader is None:
+        return None
+    what = f"`{node_name(reader)}` reads the rows of the embedding before ranks have added them up"
+    return _spread(what, anchor)
+
+
+def _reads_sums(user: Node) -> bool:
+    """Return whether what reads rows of which ranks have a part each has them added up first, as
+    what every rank has all of shows.
+    """
+    if node_name(user) in _MOVES:
+        return True
+    found = compat.example_value(user)
+    places = getattr(found, "placements", ())
+    is_whole = compat.is_dtensor(found) and all(place.is_replicate() for place in places)
+    return is_whole and not written_by(user)
+
+
+_MOVES = ("redistribute", "prim_redistribute")  # the second before torch 2.13
+
+
+def _spread(said: str, node: Node) -> Decline:
+    hint = "cut the embedding by RowwiseParallel or ColwiseParallel, with ids that every rank has"
+    return Decline("tensor_parallel_embedding", said, hint, node)
 
 
 def _tokens(info: GraphInfo, call: Call) -> int:
@@ -241,9 +370,15 @@ def _sentence(info: GraphInfo, match: Table) -> str:
     weight = info.value(match.weight)
     name = op_folder.engine_for(weight.device, weight.dtype)
     engine = f"engine {name}: {op_folder.ENGINES[name]}"
+    is_by_rows, here = op_folder.parts_of(weight)[0] > 1, ""
+    if is_by_rows:
+        first, count = op_folder.first_row_of(weight), compat.local_part(weight).shape[0]
+        rows = f"rows {first} to {first + count - 1}" if count else "none"
+        here = f" on several ranks, {rows} of {weight.shape[0]} here,"
     if match.heads:
         return (
-            "embedding and head share their weight -> memeff::embedding_tied, which adds the "
-            f"embedding's gradient into the head's; {engine}"
+            f"embedding and head share their weight{here} -> memeff::embedding_tied, which adds "
+            f"the embedding's gradient into the head's; {engine}"
         )
-    return f"embedding -> memeff::embedding, whose gradient has no fp32 copy; {engine}"
+    what = "is of these alone" if is_by_rows else "has no fp32 copy"
+    return f"embedding{here} -> memeff::embedding, whose gradient {what}; {engine}"

@@ -367,6 +367,8 @@ def a_model_of_transformers(*ties: bool) -> None:
         mine = [r for r in records if r.pass_name == "fuse_linear_cross_entropy"]
         assert [r.code for r in mine] == ["rewrote"], memeff_compile.last_report()
         assert "on 2 ranks" in mine[0].sentence
+        looked_up = [r for r in records if r.pass_name == "fuse_embedding_gradient"]
+        assert [r.code for r in looked_up] == (["rewrote"] if tied else [])  # small on its own
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
         assert_same_gradients(gradients(many), gradients(one))
         if not tied:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import memeff_compile
 from memeff_compile.errors import ExplainError, ShardedLogitsError, StaleLogitsError
+from memeff_compile.passes import fuse_embedding_gradient
 from tests.distributed.models import OPTIONS, assert_same_gradients, fresh_start, gradients, ids
 from tests.distributed.processes import TwoProcesses
 from tests.distributed.test_cut_models import (
@@ -194,6 +196,58 @@ def a_step_of_a_whole_model_beside_fsdp() -> None:
     assert ("fuse_linear_cross_entropy", "rewrote") in records()
 
 
+def cut_embeddings_beside_fsdp() -> None:
+    """Their gradients are of a quarter of the rows, tied to the head or not."""
+    for tied in (False, True):
+        case = Case(reduction="sum")
+        one, many = Model(case), Model(case)
+        plan = {
+            "embed": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(many, square()["classes"], plan)
+        for each in (one, many) if tied else ():
+            each.head.weight = each.embed.weight
+        fully_shard(many, mesh=square()["data"])
+        with mock.patch.object(fuse_embedding_gradient, "MIN_BYTES", 1):
+            run = compiled(many)
+            for step in range(2):
+                both = [of_rank(case, rank, step) for rank in range(2)]
+                (sum(one(*each) for each in both) / 2).backward()  # FSDP takes the mean
+                run(*both[square().get_local_rank("data")]).backward()
+                assert_same_gradients(gradients(many), gradients(one))
+        assert ("fuse_embedding_gradient", "rewrote") in records()
+        (*_, record) = memeff_compile.last_report().records
+        assert ("embedding_tied" in record.sentence) == tied
+
+
+class Types(nn.Module):
+    """A table of few rows and, behind it, the head."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(rows, 16), nn.Linear(16, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)).square().mean()  # type: ignore[no-any-return]
+
+
+def a_rank_without_rows() -> None:
+    one, many = Types(5), Types(5)
+    plan = {"embed": RowwiseParallel(input_layouts=Replicate())}
+    parallelize_module(many, line(), plan)
+    given = torch.tensor([[0, 4, 4], [2, 1, 4]])
+    with mock.patch.object(fuse_embedding_gradient, "MIN_BYTES", 1):
+        found = compiled(many)(given)
+        found.backward()
+    assert ("fuse_embedding_gradient", "rewrote") in records()
+    expected = one(given)
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    assert_same_gradients(gradients(many), gradients(one))
+
+
 def a_plan_of_a_model_that_is_cut_and_sharded() -> None:
     model, given = cut(llama(), square()["classes"]), {"input_ids": ids(), "labels": ids()}
     found = memeff_compile.explain(model, **given, device="cpu")
@@ -206,6 +260,7 @@ CASES: list[Any] = [
     a_plan_of_a_model_that_is_cut_and_sharded,
     *(over_four_ranks, static_beside_fsdp, dynamic_beside_fsdp, logits_beside_fsdp),
     *(a_step_of_a_whole_model, a_step_of_a_whole_model_beside_fsdp),
+    *(cut_embeddings_beside_fsdp, a_rank_without_rows),
     partial(decoding_by_the_verb, by_torch, 4),
     partial(decoding_by_the_verb, by_transformers, 4),
 ]

@@ -11,6 +11,8 @@ there anyway.
                           gradient into the head's gradient of the table, in place
     embedding_backward    the gradient of the table by itself
     embedding_accumulate  adds the rows' gradient into a gradient of the table
+
+`sharded` has what tables that DTensor lays out over ranks need beside these.
 """
 
 from __future__ import annotations
@@ -25,3 +27,9 @@ from .op import embedding_backward as embedding_backward
 from .op import embedding_tied as embedding_tied
 from .op import engine_for as engine_for
 from .op import supports as supports
+from .sharded import Layout as Layout
+from .sharded import added_up as added_up
+from .sharded import first_row_of as first_row_of
+from .sharded import layout_of as layout_of
+from .sharded import over_ranks as over_ranks
+from .sharded import parts_of as parts_of

@@ -16,15 +16,27 @@ INDEX_BYTES_PER_TOKEN = 96
 
 
 def bytes_before(
-    vocab: Size, depth: Size, *, dtype: torch.dtype, compiled: bool = True
+    vocab: Size,  # V, D as symbols or numbers
+    depth: Size,  # likewise
+    *,
+    dtype: torch.dtype,  # dtype of the table
+    compiled: bool = True,  # by Inductor, or run op by op
+    # rows that a rank has of a table that DTensor cuts by rows, of which no head gives a gradient
+    held: Size | None = None,
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient takes without us.
 
     Inductor scatters it into an fp32 buffer (fp64 for fp64) and adds that to the head's gradient or
-    rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype.
+    rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype. What
+    DTensor returns has the rows of all ranks.
     """
+    v, d = sympy.sympify(vocab), sympy.sympify(depth)
     itemsize = max(dtype.itemsize, 4) if compiled else dtype.itemsize
-    return sympy.Integer(itemsize) * sympy.sympify(vocab) * sympy.sympify(depth)
+    buffer = sympy.Integer(itemsize) * v * d
+    if held is None:
+        return buffer
+    rounded = dtype.itemsize * v * d if itemsize > dtype.itemsize else 0
+    return buffer + rounded - dtype.itemsize * sympy.sympify(held) * d
 
 
 def bytes_after(

@@ -7,11 +7,14 @@ ours: `embedding_backward` is functional, `embedding_accumulate` writes to its f
 In `embedding_tied` the head's weight is a second output of the lookup. So autograd hands the
 lookup's backward both gradients at once, the rows' and the head's, and the first is added into the
 second: the table has one gradient buffer from the head's backward to the end.
+
+Given a `first_row`, both take the weight for a part of a table whose rows several ranks hold, from
+that row on: ids of other rows, wherever they are held, look up zeros and give no gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,57 +50,97 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     return "sorted" if kernels_serve(device, dtype) else "reference"
 
 
+class _Places(NamedTuple):
+    """Which rows of a weight the ids look up, and whether the weight is but a part of the table."""
+
+    vocab: int | torch.SymInt  # rows of the weight
+    padding_idx: int  # an id, or -1
+    first_row: int | None  # the id of the weight's first row, where other ranks hold other rows
+
+    def of(self, ids: Tensor) -> tuple[Tensor, int]:
+        """Return rows of the weight, -1 for those held elsewhere, and the one without gradient."""
+        if self.first_row is None:
+            return ids, self.padding_idx
+        here = (ids >= self.first_row) & (ids < self.first_row + self.vocab)
+        return torch.where(here, ids - self.first_row, -1), max(
+            self.padding_idx - self.first_row, -1
+        )
+
+    def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """Return the rows of the weight, zeros for those held elsewhere."""
+        places, padding_idx = self.of(ids)
+        if self.first_row is not None:
+            return rows_or_zeros(weight, places)
+        rows: Tensor = torch.ops.aten.embedding.default(weight, places, padding_idx)
+        return rows
+
+
+def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of a weight at places, which may have none, and zeros where one is -1."""
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*places.shape, weight.shape[1]))
+    rows: Tensor = torch.ops.aten.embedding.default(weight, places.clamp(min=0))
+    return rows.masked_fill((places < 0).unsqueeze(-1), 0)
+
+
 class _Embedding(torch.autograd.Function):
     """aten.embedding with our backward."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int, first_row: int | None
+    ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.vocab, ctx.padding_idx = weight.shape[0], padding_idx
-        rows: Tensor = torch.ops.aten.embedding.default(weight, ids, padding_idx)
-        return rows
+        ctx.places = _Places(weight.shape[0], padding_idx, first_row)
+        return ctx.places.rows(weight, ids)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        return embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx), None, None
+        places, padding_idx = ctx.places.of(*ctx.saved_tensors)
+        gradient = embedding_backward(grad_rows, places, ctx.places.vocab, padding_idx)
+        return gradient, None, None, None
 
 
 class _TiedEmbedding(torch.autograd.Function):
     """aten.embedding and the table, whose two gradients meet in one buffer."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int, first_row: int | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(ids)
-        ctx.vocab, ctx.padding_idx = weight.shape[0], padding_idx
+        ctx.places = _Places(weight.shape[0], padding_idx, first_row)
         ctx.set_materialize_grads(False)
-        rows = torch.ops.aten.embedding.default(weight, ids, padding_idx)
-        return rows, weight.view_as(weight)
+        return ctx.places.rows(weight, ids), weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor | None, grad_weight: Tensor | None) -> Any:
-        (ids,) = ctx.saved_tensors
         if grad_rows is None:
-            return grad_weight, None, None
+            return grad_weight, None, None, None
+        places, padding_idx = ctx.places.of(*ctx.saved_tensors)
         if grad_weight is None or torch.is_grad_enabled():
-            alone = embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx)
+            alone = embedding_backward(grad_rows, places, ctx.places.vocab, padding_idx)
             # with create_graph=True every step must stay differentiable
-            return alone if grad_weight is None else grad_weight + alone, None, None
+            return alone if grad_weight is None else grad_weight + alone, None, None, None
         # Nobody else holds this buffer: the graph feeds the table to nothing but fused heads, whose
         # backward ops return fresh tensors.
-        embedding_accumulate(grad_weight, grad_rows, ids, ctx.padding_idx)
-        return grad_weight, None, None
+        embedding_accumulate(grad_weight, grad_rows, places, padding_idx)
+        return grad_weight, None, None, None
 
 
-def _embedding(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+def _embedding(
+    weight: Tensor, ids: Tensor, padding_idx: int, first_row: int | None = None
+) -> Tensor:
     require("embedding", supports(weight, ids))
-    rows: Tensor = _Embedding.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Embedding.apply(weight, ids, padding_idx, first_row)  # type: ignore[no-untyped-call]
     return rows
 
 
-def _embedding_tied(weight: Tensor, ids: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
+def _embedding_tied(
+    weight: Tensor, ids: Tensor, padding_idx: int, first_row: int | None = None
+) -> tuple[Tensor, Tensor]:
     require("embedding", supports(weight, ids))
-    both = _TiedEmbedding.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
+    both = _TiedEmbedding.apply(weight, ids, padding_idx, first_row)  # type: ignore[no-untyped-call]
     return both[0], both[1]
 
 
@@ -136,16 +179,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (ids,) = ctx.saved_tensors
-    rows = torch.ops.aten.embedding.default(grad, ids)
-    rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)
-    return rows, None, None, None
+    return rows_or_zeros(grad, ids.masked_fill(ids == ctx.padding_idx, -1)), None, None, None
 
 
 embedding = library.op(
-    "embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor", _embedding
+    "embedding(Tensor weight, Tensor ids, int padding_idx, int? first_row=None) -> Tensor",
+    _embedding,
 )
 embedding_tied = library.op(
-    "embedding_tied(Tensor(a) weight, Tensor ids, int padding_idx) "
+    "embedding_tied(Tensor(a) weight, Tensor ids, int padding_idx, int? first_row=None) "
     "-> (Tensor rows, Tensor(a) head_weight)",
     _embedding_tied,
 )

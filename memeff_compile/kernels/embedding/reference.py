@@ -21,8 +21,8 @@ MIN_COLUMNS = 16
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
     """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
 
-    The rows (N, D) have the dtype of `grad_weight` (V, D), ids are in 0 .. V - 1, and the row of
-    `padding_idx`, an id or -1, is left as it is.
+    The rows (N, D) have the dtype of `grad_weight` (V, D). The row of `padding_idx`, an id or -1,
+    is left as it is. An id outside 0 .. V - 1, whose row another rank holds, changes nothing.
     """
     tokens, depth = grad_rows.shape
     wide = checks.wide(grad_weight.dtype)
@@ -31,13 +31,19 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     is_new[1:] = rows[1:] != rows[:-1]
     segment = is_new.long().cumsum(0) - 1
     lengths = torch.zeros_like(rows).scatter_add_(0, segment, torch.ones_like(rows))
-    kept = (rows != padding_idx).unsqueeze(1)
+    kept = (rows != padding_idx) & (rows >= 0) & (rows < grad_weight.shape[0])
+    # Who adds nothing writes what the last one that does writes, or row 0 as it is.
+    place = torch.arange(tokens, device=rows.device)
+    place = torch.where(kept, place, torch.where(kept, place, 0).amax())
+    rows, segment = rows.index_select(0, place), segment.index_select(0, place)
+    skipped = ~kept.index_select(0, place).unsqueeze(1)
+    rows = rows.clamp(0, grad_weight.shape[0] - 1)
     width = columns(tokens, wide.itemsize)
     for first in range(0, depth, width):
         target = grad_weight[:, first : first + width]
         part = grad_rows[:, first : first + width].index_select(0, order).to(wide)
         sums = torch.segment_reduce(part, "sum", lengths=lengths, unsafe=True)
-        added = sums.index_select(0, segment).mul_(kept)
+        added = sums.index_select(0, segment).masked_fill_(skipped, 0)
         # Every token of an id writes the same numbers, so nobody waits for the count of ids.
         target[rows] = added.add_(target.index_select(0, rows)).to(target.dtype)
 

@@ -234,9 +234,11 @@ class Editor:
             return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
-        """Return the mode of the operands that are fake, or of any value of the graph."""
+        """Return the mode of the operands that are fake, or of any value of the graph: of the parts
+        that this rank holds, too, in whose place DTensors are.
+        """
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
-        fake: Any = next(filter(compat.is_fake, values))
+        fake: Any = next(filter(compat.is_fake, map(compat.local_part, values)))
         return fake.fake_mode
 
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from ... import compat
 from ...errors import MemeffError, StrictError
 from ...logits.recipe import DeferredOutput
-from ...options import MAY_FIND_NOTHING, PASS_NAMES, Options
+from ...options import MAY_FIND_NOTHING, PASS_NAMES, SWITCHES, Options
 from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
 from .base import NOTED, Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
@@ -152,11 +152,12 @@ class _Run:
             editor.rollback()
             is_match = not isinstance(found, Decline)
             if is_match and _said(False, lambda: graph_pass.joins_ranks(info, found)):
+                option, off = SWITCHES.get(graph_pass.name, ("memeff.passes", ()))
                 raise MemeffError(
-                    f"{graph_pass.name} failed on this process while it rewrote a head that is "
-                    f"split over several: {type(error).__name__}: {error}. To go on without it "
-                    "would have the others wait. Please report it; with options="
-                    "{'memeff.linear_cross_entropy': 'off'} every process leaves it as it was."
+                    f"{graph_pass.name} failed on this process while it rewrote what is split over "
+                    f"several: {type(error).__name__}: {error}. To go on without it would have the "
+                    f"others wait. Please report it; with options={{{option!r}: {off!r}}} every "
+                    "process leaves it as it was."
                 ) from error
             parts: Sequence[Any] = _said((), lambda: graph_pass.parts(found) if is_match else ())
             went_well = [self._try(graph_pass, info, p) for p in (parts if len(parts) > 1 else ())]

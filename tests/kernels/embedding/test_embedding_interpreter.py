@@ -72,6 +72,8 @@ def test_columns_beyond_one_block() -> None:
 
 def test_ids_outside_the_table_change_nothing() -> None:
     check(torch.tensor([0, 5, -1, 2, 2**40, 5] + [7] * (2 * CHUNK)), 3, 4, torch.float32, NONE)
+    # As of a table of which other ranks hold most rows.
+    check(torch.tensor([-1] * (2 * CHUNK + 3) + [0, 2]), 3, 4, torch.float32, NONE)
 
 
 def test_strides_are_followed() -> None:

@@ -181,6 +181,46 @@ def test_tied_embedding_adds_into_the_heads_own_buffer() -> None:
     assert found.sum(1).tolist() == [0.0, 8.0, 0.0, 0.0, 0.0, 4.0]
 
 
+# --- parts of a table -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding_idx", [NONE, 5], ids=["no padding", "padding"])
+@pytest.mark.parametrize("op", [embedding, embedding_tied], ids=["alone", "tied"])
+def test_parts_of_a_table_add_up_to_the_whole(op: Any, padding_idx: int) -> None:
+    """Of 7 rows three parts have 3, 3 and 1, a fourth none; up to the second derivative."""
+    whole = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    parts = [part.detach().requires_grad_() for part in (*whole.split(3), whole[7:])]
+    ids = torch.tensor([[0, 5, 5, 6], [4, 0, 6, 0]], dtype=torch.int32)
+
+    def derivatives(rows: Tensor, tables: list[Tensor]) -> list[Tensor]:
+        first = torch.autograd.grad(rows.pow(3).sum(), tables, create_graph=True)
+        second = torch.autograd.grad(torch.cat(first).square().sum(), tables)
+        return [rows, torch.cat(first), torch.cat(second)]
+
+    found = [op(part, ids, padding_idx, 3 * place) for place, part in enumerate(parts)]
+    found = [each[0] for each in found] if op is embedding_tied else found
+    expected = F.embedding(ids, whole, None if padding_idx == NONE else padding_idx)
+    for ours, eagers in zip(
+        derivatives(torch.stack(found).sum(0), parts), derivatives(expected, [whole]), strict=True
+    ):
+        torch.testing.assert_close(ours, eagers)
+
+
+@pytest.mark.parametrize(
+    "ids", [[-1, 4, 2, -1, 2], [-1, 4, 4, -1, 9], [3, 3, 3, 3, 3], [-1, 0, 1, 3, 3]], ids=str
+)
+def test_ids_of_rows_held_elsewhere_change_nothing(ids: list[int]) -> None:
+    """Nor does what is not a number in their rows."""
+    table, rows, _ = draw(5, 4, 3)
+    places = torch.tensor(ids)
+    kept = (places >= 0) & (places < 4) & (places != 3)
+    rows[~kept] = torch.nan
+    found = table.clone()
+    embedding_accumulate(found, rows, places, 3)
+    expected = table.double().index_add(0, places[kept], rows[kept].double())
+    torch.testing.assert_close(found, expected.float())
+
+
 # --- the ops as PyTorch sees them -----------------------------------------------------------------
 
 
@@ -250,3 +290,6 @@ def test_formulas_at_the_shape_of_a_small_llama() -> None:
     assert after == 8 * 512 * 2048 + 96 * 16384
     assert bytes_before(10, 10, dtype=torch.bfloat16, compiled=False) == 200
     assert bytes_before(10, 10, dtype=torch.float64) == 800
+    # Of a cut table an fp32 buffer and the rounded one, of which this rank's half is asked for.
+    assert bytes_before(10, 10, dtype=torch.bfloat16, held=5) == 400 + 200 - 100
+    assert bytes_before(10, 10, dtype=torch.float32, held=5) == 400 - 200

@@ -1,0 +1,96 @@
+"""Tables that DTensor lays out over ranks: what a rank looks up, and what its rows are of all.
+
+    before: x = embedding(ids, W)                 W: Shard(0), x: a sum over ranks that is due
+    after:  x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
+
+DTensor makes the gradient of W for all rows on every rank, V x D, and keeps what belongs to the
+rank. Here a rank sums the rows of its own ids alone, in the gradient that it keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import compat
+
+
+class Layout(NamedTuple):
+    """How ranks hold a table, and what they get of the rows that are looked up."""
+
+    placements: tuple[Any, ...]  # of the rows
+    summed: int | None  # the dimension of the mesh whose ranks have other ids, if there is one
+    is_by_rows: bool  # ranks hold some rows each
+
+
+def layout_of(table: Any, ids: Any) -> Layout | None:
+    """Return how the rows that ids look up in a table are laid out, or None where DTensor would
+    move one of them between ranks first; the answer is the same on every rank.
+
+    The table is a DTensor; the ids are one, or the same on every rank.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh = table.device_mesh
+    of_ids, of_mesh = (Replicate(),) * mesh.ndim, mesh
+    if hasattr(ids, "placements"):
+        of_ids, of_mesh = ids.placements, ids.device_mesh
+    if of_mesh != mesh:
+        return None
+    found, cut, summed = list[Any](), list[int](), list[int]()
+    for dim, (held, asked) in enumerate(zip(table.placements, of_ids, strict=True)):
+        if held.is_replicate() and (asked.is_replicate() or type(asked) is Shard):
+            found.append(asked)
+            summed += [] if asked.is_replicate() else [dim]
+        elif type(held) is Shard and asked.is_replicate():
+            found.append(Partial() if held.dim == 0 else Shard(ids.dim()))
+            cut.append(held.dim)
+        else:
+            return None
+    if len(cut) > 1 or len(summed) > 1:
+        return None
+    return Layout(tuple(found), next(iter(summed), None), 0 in cut)
+
+
+def first_row_of(table: Any) -> int:
+    """Return the id of the first row that this rank holds."""
+    return compat.offset_of_part(table)[0]
+
+
+def parts_of(table: Any) -> tuple[int, int]:
+    """Return in how many parts the rows and the columns of a table are cut."""
+    parts = [1, 1]
+    for dim, place in enumerate(getattr(table, "placements", ())):
+        if place.is_shard():
+            parts[place.dim] *= table.device_mesh.size(dim)
+    return parts[0], parts[1]
+
+
+def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
+    """Return the rows that a rank has looked up as a part of those of all ranks."""
+    from torch.distributed.tensor import DTensor
+
+    found = layout_of(table, ids)
+    assert found is not None, "the check admits only layouts that are known"
+    shape = torch.Size((*ids.shape, table.shape[1]))
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return DTensor.from_local(
+        rows,
+        table.device_mesh,
+        found.placements,
+        run_check=False,
+        shape=shape,
+        stride=tuple(strides),
+    )
+
+
+def added_up(rows: Any) -> Any:
+    """Return rows of all ranks on each of them."""
+    from torch.distributed.tensor import Replicate
+
+    found = [Replicate() if place.is_partial() else place for place in rows.placements]
+    return rows.redistribute(placements=found)
