@@ -277,8 +277,7 @@ class WindowLayer(InPlace, StaticLayer):
             length.add_(new)
             places = torch.arange(room, device=self.device) + (length - room).clamp(min=0)
             places = places.clamp(max=new - 1)
-            self.keys.copy_(key_states.index_select(2, places))
-            self.values.copy_(value_states.index_select(2, places))
+            self._fill(*(state.index_select(2, places) for state in states))
             length.clamp_(max=room)
             self.filled += new  # more than there is room for: the next step moves the window
             return
@@ -287,12 +286,18 @@ class WindowLayer(InPlace, StaticLayer):
             older = self._latest(self.kept)
             keys, values = (torch.cat(pair, 2) for pair in zip(older, states, strict=True))
             self.passing, self.filled = (keys, values), room + _NONE
-            self.keys.copy_(keys[:, :, -room:])
-            self.values.copy_(values[:, :, -room:])
+            self._fill(keys[:, :, -room:], values[:, :, -room:])
             length.fill_(room)
             return
         self.filled += new
         StaticLayer.update(self, *states)
+
+    def _fill(self, keys: Tensor, values: Tensor) -> None:
+        """Write to all places at once. Compilers put off a copy_ to the end of the graph, and keep
+        the prompt of each layer until then."""
+        everywhere = torch.arange(self.room, device=self.device)
+        self.keys.index_copy_(2, everywhere, keys)
+        self.values.index_copy_(2, everywhere, values)
 
     @property
     def kept(self) -> int:

@@ -270,7 +270,10 @@ class GraphInfo:
         return any(self.may_share_memory(t, node) for node in nodes for t in write.targets)
 
     def may_share_memory(self, a: Node, b: Node) -> bool:
-        """Return whether the two may overlap: one fake storage, or inputs nobody vouches for."""
+        """Return whether the two may overlap: one fake storage, or inputs nobody vouches for.
+
+        Inputs of two dtypes are vouched for: a key/value cache is not the mask beside it.
+        """
         if a is b:
             return True
         left, right = self.tensor(a), self.tensor(b)
@@ -279,6 +282,8 @@ class GraphInfo:
         keys = storage_of(left), storage_of(right)
         if None in keys or keys[0] == keys[1]:
             return True
+        if left.dtype != right.dtype:
+            return False
         return self._is_user_memory(left) and self._is_user_memory(right)
 
     def may_be_written(self, node: Node) -> bool:
@@ -286,20 +291,20 @@ class GraphInfo:
         value = self.tensor(node)
         if value is None or not self.writes:
             return False
-        keys, is_everything, is_user_memory = self._written_memory
+        keys, is_everything, users_dtypes = self._written_memory
         key = storage_of(value)
         if is_everything or key is None or key in keys:
             return True
-        return is_user_memory and self._is_user_memory(value)
+        return value.dtype in users_dtypes and self._is_user_memory(value)
 
     @cached_property
-    def _written_memory(self) -> tuple[set[int], bool, bool]:
-        """What is written to: storages, whether anything else, whether memory of the user's."""
+    def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
+        """What is written to: storages, whether anything else, dtypes of the user's memory."""
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
         keys = set(map(storage_of, values))
-        is_user_memory = None in keys or any(map(self._is_user_memory, values))
-        return {key for key in keys if key is not None}, None in keys, is_user_memory
+        users_dtypes = {value.dtype for value in values if self._is_user_memory(value)}
+        return {key for key in keys if key is not None}, None in keys, users_dtypes
 
     def _is_user_memory(self, value: torch.Tensor) -> bool:
         """Return whether ``value`` lives in a graph input that is not a parameter or buffer."""

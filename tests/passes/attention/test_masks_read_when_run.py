@@ -120,6 +120,25 @@ def test_lengths_may_change(fast: None) -> None:
         )
 
 
+def test_a_cache_that_is_written_beside_the_mask_is_not_the_mask(fast: None) -> None:
+    """As in the prompt of a model with windows; a mask that is written to may be this one."""
+
+    def prompt(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kept: Tensor) -> Tensor:
+        kept.copy_(k[:, :, -kept.shape[2] :] if kept.is_floating_point() else ~mask[:, :, -2:])
+        return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), mask)
+
+    with torch.no_grad():
+        given = [*qkv(G), shown(B, 1, S, S)]
+        for kept, code in (
+            (torch.zeros_like(given[1][:, :, :4]), "rewrote"),
+            (torch.zeros(B, 1, 2, S, dtype=torch.bool), "unread_mask"),
+        ):
+            report = compare_with_eager(prompt, *given, kept, rtol=1e-9, atol=1e-9).report
+            (record,) = records(report)
+            assert record.code == code
+    assert "may write to the mask" in record.sentence
+
+
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_bodies_of_checkpoints_are_given_the_codes(inner: str, fast: None) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -284,3 +303,30 @@ def test_a_mask_of_another_graph_is_read_by_the_graph_of_all_layers(fast: None) 
     report = compare_with_eager(Layers(), *given, rtol=1e-9, atol=1e-9, fullgraph=False).report
     assert [(r.action, r.code) for r in records(report)] == FIRED
     assert "is read when the kernel runs" in records(report)[0].sentence
+
+
+def test_a_prompt_through_windows_reads_the_mask_beside_its_cache(fast: None) -> None:
+    """The cache is written in the graph that is given the mask; tokens are those of eager."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=8,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config).double().eval()
+    ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+    memeff_compile.compile(model, kv_cache="static", options={"memeff.inner": "eager"})
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
+    prompt = memeff_compile.graphs()[0].records
+    assert [(r.code, r.sites) for r in prompt if r.pass_name == "recover_attention"] == [
+        ("rewrote", 2)
+    ]
