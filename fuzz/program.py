@@ -81,8 +81,11 @@ class Program:
         return Program(setup, body, self.imports)
 
     def with_writes_counted(self) -> Program:
-        """The same program, where autograd notices the writes that `.data` hides from it."""
+        """The same program, where autograd notices the writes that `.data` and copies of a tensor's
+        Python object hide from it.
+        """
         body = tuple(re.sub(r"\.data\b", ".detach()", line) for line in self.body)
+        body = tuple(re.sub(r"\bcopy\.copy\((\w+)\)", r"\1[...]", line) for line in body)
         return Program(self.setup, body, self.imports)
 
     def with_shakes(self) -> Program:

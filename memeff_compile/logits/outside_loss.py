@@ -315,18 +315,18 @@ class _Kept(NamedTuple):
                 "Ask for it the first time, or compile with "
                 "options={'memeff.linear_cross_entropy': 'off'}."
             )
-        with reading_for("a second derivative"):
-            plain = self.view.to_read()
-        if not self.view.memory.is_open:
-            return plain
         # Somebody may have written to them since: eager has what its loss saved.
-        if _written_by(self.view) is not self.written_by:
+        if self.view.memory.is_open and _written_by(self.view) is not self.written_by:
             raise DoubleBackwardError(
                 "linear_cross_entropy: create_graph=True was asked of a loss outside the graph "
                 "whose logits were changed in place since; the op has only a first derivative. "
                 "Copy the logits before you change them, or compile with "
                 "options={'memeff.linear_cross_entropy': 'off'}."
             )
+        with reading_for("a second derivative"):
+            plain = self.view.to_read()
+        if not self.view.memory.is_open:
+            return plain
         with torch.no_grad():
             change = self.head(made_of).logits(self.recipe).reshape(plain.shape) - plain
         return plain + change

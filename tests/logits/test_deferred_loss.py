@@ -677,6 +677,29 @@ def test_second_derivatives_of_logits_that_autograd_saw_changed_are_refused() ->
         torch.autograd.grad(loss, at.leaves["x"], create_graph=True)
 
 
+@pytest.mark.parametrize("write", ["fill_", "mul_"])
+def test_second_derivatives_of_a_copy_that_was_detached_and_changed_are_refused(write: str) -> None:
+    """Autograd has no way back to a view of it; without a change it has, and the numbers."""
+    found = []
+    for deferred in (True, False):
+        at = world("fp64 bias", deferred=deferred)
+        copied = at.logits.clone()
+        loss = FORMS["keywords"](copied)
+        copied.detach_()
+        (first,) = torch.autograd.grad(loss, at.leaves["x"], create_graph=True)
+        found.append((first.detach(), *torch.autograd.grad(first.square().sum(), at.leaves["x"])))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs, 1e-6)
+
+    at = world("fp64 bias")
+    copied = at.logits.clone()
+    loss = FORMS["keywords"](copied)
+    copied.detach_()
+    getattr(copied, write)(2.0)
+    with pytest.raises(DoubleBackwardError, match="changed in place since"):
+        torch.autograd.grad(loss, at.leaves["x"], create_graph=True)
+
+
 def test_second_derivatives_ask_log_probabilities_and_not_the_logits_changed_since() -> None:
     found = []
     for deferred in (True, False):
