@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -42,8 +43,9 @@ DEVICE = "cuda"
 WIDTH, CLASSES = 256, 4001  # an odd number: one rank has fewer
 SEEDS = 5
 OF_THE_ENGINE = 3.5e-3
-"""What rounding factors of gradients to bf16 costs at the most, whatever the logits. Eager PyTorch
-rounds logits, which costs less where they are near zero, as those of fresh weights are here."""
+"""What rounding factors of gradients to bf16 costs at the most, whatever the logits: beside what the
+rest of the model rounds. Eager PyTorch rounds logits, which costs less where they are near zero, as
+those of fresh weights are here, and next to nothing where a gradient is p - 1, as under a sum."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +138,9 @@ def heads(layout: str, reduction: str, returns: str) -> None:
             assert "rewrote" in codes, memeff_compile.last_report()
             first = of_again(run, model, seed)
             assert all(map(torch.equal, first, of_again(run, model, seed))), "other bits"
-    assert median(errors["ours"]) <= max(WORSE * median(errors["eager"]), OF_THE_ENGINE), errors
+    theirs = median(errors["eager"])
+    bound = max(WORSE * theirs, math.hypot(theirs, OF_THE_ENGINE))
+    assert median(errors["ours"]) <= bound, errors
 
 
 def of_again(run: Any, model: nn.Module, seed: int) -> list[Tensor]:
