@@ -226,27 +226,38 @@ def _wide(seen: Sequence[Any]) -> list[Any]:
     return [x.detach().double() if isinstance(x, Tensor) else x for x in leaves(seen)]
 
 
-def compare(found: Any, expected: Any, precision: torch.dtype, path: str = "seen") -> str:
-    """Say where two results differ, or return an empty string."""
+def compare(
+    found: Any, expected: Any, precision: torch.dtype, path: str = "seen", least: float = _LEAST
+) -> str:
+    """Say where two results differ, or return an empty string.
+
+    Gradients that are asked for at once share a scale in float32 and below: those of queries and
+    keys are what a softmax leaves of sums as large as that of values, and may be zero.
+    """
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor):
             return f"{path}: {type(found).__name__} instead of a tensor"
-        return _compare_tensors(found, expected, precision, path)
+        return _compare_tensors(found, expected, precision, path, least)
     if isinstance(expected, list | tuple):
         if not isinstance(found, list | tuple) or len(found) != len(expected):
             return f"{path}: {found!r:.100} instead of {expected!r:.100}"
+        if path != "seen" and precision != torch.float64:
+            floats = (x for x in expected if isinstance(x, Tensor) and x.is_floating_point())
+            least = max(least, *map(_size, floats), 0.0)
         places = range(len(expected))
-        lines = (compare(found[i], expected[i], precision, f"{path}[{i}]") for i in places)
+        lines = (compare(found[i], expected[i], precision, f"{path}[{i}]", least) for i in places)
         return next(filter(None, lines), "")
     if isinstance(expected, float) and isinstance(found, float):
         pair = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
-        return _compare_tensors(*pair, precision, path)
+        return _compare_tensors(*pair, precision, path, least)
     if expected is None and isinstance(found, Tensor) and not found.any():
         return ""  # AOTAutograd gives zeros to what a result does not depend on
     return "" if found == expected else f"{path}: {found!r:.100} instead of {expected!r:.100}"
 
 
-def _compare_tensors(found: Tensor, expected: Tensor, precision: torch.dtype, path: str) -> str:
+def _compare_tensors(
+    found: Tensor, expected: Tensor, precision: torch.dtype, path: str, least: float
+) -> str:
     for fact in ("shape", "dtype", "requires_grad"):
         ours, theirs = getattr(found, fact), getattr(expected, fact)
         if ours != theirs:
@@ -255,7 +266,7 @@ def _compare_tensors(found: Tensor, expected: Tensor, precision: torch.dtype, pa
     if not theirs.dtype.is_floating_point:
         wrong = int((ours != theirs).sum())
         return f"{path}: {wrong} of {theirs.numel()} entries differ" if wrong else ""
-    error, size = _error(ours, theirs), max(_size(theirs), _LEAST)
+    error, size = _error(ours, theirs), max(_size(theirs), least)
     if error <= _TOLERANCE[precision] * size:
         return ""
     return f"{path}: off by {error:.2g} where the largest entry is {size:.2g}"

@@ -166,6 +166,11 @@ def test_results_differ_by_value_kind_and_number() -> None:
     assert compare([one, one], [one], exact)
     assert compare([None], [one], exact)
     assert compare([one * torch.nan], [one], exact)
+    both = (one * 6, one * 0)  # as gradients that are asked for at once
+    for precision, is_failure in ((exact, True), (torch.float32, False)):
+        assert bool(compare([(one * 6, one * 1e-6)], [both], precision)) == is_failure
+        assert compare([(one * 6, one * 1e-4)], [both], precision)
+        assert compare([one * 6, one * 2e-6], list(both), precision)
     assert not compare([one * torch.nan], [one * torch.nan], exact)
     assert compare([torch.tensor([1])], [torch.tensor([2])], exact)
 
