@@ -32,7 +32,15 @@ from .graph.base import Decline, Done, Gain, GraphPass, mutated
 from .graph.canonical import aten, call_of
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
-from .ternary.chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
+from .ternary.chains import (
+    Quantized,
+    Unread,
+    are_codes,
+    may_round,
+    other_user,
+    read_quantized,
+    rounds,
+)
 from .ternary.neighbours import Entering, is_computed, read_added, read_entering, read_gate
 from .ternary.products import Product, read_product
 
@@ -82,7 +90,7 @@ class TernarizeLinear(GraphPass):
         calls on packed weights that have one input and can be one call.
         """
         groups: dict[Any, Group] = {}
-        for node in info.visit(info.gm.graph.nodes):
+        for node in info.visit(info.gm.graph.nodes if may_round(info.gm) else ()):
             site = _site(node)
             if site is None:
                 continue

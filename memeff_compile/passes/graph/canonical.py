@@ -16,6 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -103,27 +104,57 @@ def _require(holds: Any) -> None:
 _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "self"}
 
 
+@dataclass(frozen=True)
+class Argument:
+    """What the schema of an op says of an argument; asked of PyTorch once."""
+
+    name: str
+    kind: Any  # its type
+    is_named: bool  # by keyword alone
+    is_list: bool  # of a fixed size, such as int[1], which takes a bare integer
+    has_default: bool
+    default: Any
+
+
+@lru_cache(maxsize=4096)
+def arguments_of(op: Any) -> tuple[Argument, ...]:
+    """Return the arguments of an op, in order."""
+    return tuple(
+        Argument(
+            each.name,
+            each.type,
+            each.kwarg_only,
+            getattr(each, "N", None) is not None,
+            each.has_default_value(),
+            each.default_value,
+        )
+        for each in compat.schema(op).arguments
+    )
+
+
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Bind ``args`` and ``kwargs`` to the schema of ``op``, defaults filled, or raise."""
-    schema = compat.schema(op)
-    positional = [a.name for a in schema.arguments if not a.kwarg_only]
-    names = {a.name for a in schema.arguments}
+    arguments = arguments_of(op)
+    positional = [a.name for a in arguments if not a.is_named]
     _require(len(args) <= len(positional))
     bound: dict[str, Any] = dict(zip(positional, args, strict=False))
-    for key, value in kwargs.items():
-        name = key if key in names else _RENAMED.get(key, key)
-        _require(name in names and name not in bound)
-        bound[name] = value
+    if kwargs:
+        names = {a.name for a in arguments}
+        for key, value in kwargs.items():
+            name = key if key in names else _RENAMED.get(key, key)
+            _require(name in names and name not in bound)
+            bound[name] = value
     ordered: dict[str, Any] = {}
-    for argument in schema.arguments:
+    for argument in arguments:
         if argument.name in bound:
             value = bound[argument.name]
-            if getattr(argument, "N", None) is not None and _is_integer(value):
-                value = [value]  # a fixed-size list such as int[1] takes a bare integer
-            _require(_fits(value, argument.type))
+            if argument.is_list and _is_integer(value):
+                value = [value]
+            _require(_fits(value, argument.kind))
         else:
-            _require(argument.has_default_value())
-            value = argument.default_value
+            _require(argument.has_default)
+            default = argument.default
+            value = list(default) if isinstance(default, list) else default
         ordered[argument.name] = value
     return Call(op, ordered)
 

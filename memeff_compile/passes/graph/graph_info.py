@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import torch
@@ -63,6 +63,8 @@ class GraphInfo:
     shared: dict[Hashable, Node] = field(default_factory=dict)
     candidate: Node | None = None  # what a pass is looking at in its search
     left_out: set[Node] = field(default_factory=set)  # candidates at which that search has failed
+    # What nodes write to, with what it was read from: most outlive most edits.
+    written: dict[Node, tuple[Any, Any, Any, tuple[Node, ...]]] = field(default_factory=dict)
     # What modules are called; bodies ask the same.
     names: ModuleNames = field(default_factory=ModuleNames)
 
@@ -241,8 +243,19 @@ class GraphInfo:
     @cached_property
     def writes(self) -> list[Write]:
         """Every in-place write of this graph, in order."""
-        writes = (Write(node, place, written_by(node)) for node, place in self.positions.items())
+        writes = (Write(node, place, self._targets(node)) for node, place in self.positions.items())
         return [write for write in writes if write.targets]
+
+    def _targets(self, node: Node) -> tuple[Node, ...]:
+        """Return what a node writes to, read again where it has changed, or a body of it may have."""
+        target, args, kwargs = node.target, node.args, node.kwargs
+        known = self.written.get(node)
+        if known is not None and known[0] is target and known[1] is args and known[2] is kwargs:
+            return known[3]
+        found = written_by(node)
+        if not isinstance(target, HigherOrderOperator) and node.op != "call_module":
+            self.written[node] = target, args, kwargs, found
+        return found
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
         """Return a node after ``first``, up to ``last``, that may write to memory of ``nodes``."""
@@ -425,15 +438,26 @@ def _is_told_inplace(node: Node) -> bool:
     """Return whether a Python function is given ``inplace=True``, by name or by place."""
     code = getattr(node.target, "__code__", None)
     names = () if code is None else code.co_varnames[: code.co_argcount]
+    if "inplace" not in names and "inplace" not in node.kwargs:
+        return False
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace") is True
+
+
+@lru_cache(maxsize=4096)
+def _written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Return places and names of the arguments that an op writes to; asked of PyTorch once."""
+    arguments = enumerate(compat.schema(op).arguments)
+    return tuple(
+        (index, each.name)
+        for index, each in arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    )
 
 
 def _written_by_schema(node: Node, op: OpOverload) -> tuple[Node, ...]:
     written: list[Node] = []
-    for index, argument in enumerate(compat.schema(op).arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+    for index, name in _written_arguments(op):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
         values = value if isinstance(value, (list, tuple)) else (value,)
         written.extend(v for v in values if isinstance(v, Node))
     return tuple(written)

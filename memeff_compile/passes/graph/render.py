@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from ... import compat
 from ...compat import HigherOrderOperator, OpOverload
-from .canonical import PREVIOUS, Call, read
+from .canonical import PREVIOUS, Call, arguments_of, read
 from .module_names import clean_module_path
 
 _DTYPES = {
@@ -92,7 +92,9 @@ class _Renderer:
 
     def _type_of(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            sizes = ", ".join(self._symbolic(str(s)) for s in value.shape)
+            sizes = ", ".join(
+                str(s) if isinstance(s, int) else self._symbolic(str(s)) for s in value.shape
+            )
             return f"{_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
         if isinstance(value, (tuple, list)):
             return f"({', '.join(self._type_of(v) for v in value)})"
@@ -108,13 +110,13 @@ class _Renderer:
 
     def _call(self, previous: str, call: Call) -> str:
         parts, is_bare = [], True
-        for argument in compat.schema(call.op).arguments:
+        for argument in arguments_of(call.op):
             value = call.args[argument.name]
-            if argument.has_default_value() and _same(value, argument.default_value):
+            if argument.has_default and _same(value, argument.default):
                 is_bare = False  # what follows is named
                 continue
             text = previous if value is PREVIOUS else self._value(value)
-            is_named = argument.kwarg_only or not is_bare
+            is_named = argument.is_named or not is_bare
             parts.append(f"{argument.name}={text}" if is_named else text)
         namespace, _, name = compat.schema(call.op).name.partition("::")
         return f"{namespace}.{name}({', '.join(parts)})"

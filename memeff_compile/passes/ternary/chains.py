@@ -77,6 +77,15 @@ def _learned(sentence: str, which: str = "learned and running scales are") -> _M
     return _Misfit("learned_scale", sentence, f"{which} not served")
 
 
+_ROUNDING = ("round", "sign")
+
+
+def may_round(gm: GraphModule) -> bool:
+    """Return whether anything in a graph, or in one inside it, rounds or takes the sign."""
+    graphs = (each.graph for each in gm.modules() if isinstance(each, GraphModule))
+    return any(node_name(n).rstrip("_") in _ROUNDING for graph in graphs for n in graph.nodes)
+
+
 def rounds(node: Any) -> bool:
     """Return whether something rounds, or takes the sign, a few steps before this node."""
     pending, seen = [(node, 0)], set()
@@ -86,7 +95,7 @@ def rounds(node: Any) -> bool:
             continue
         seen.add(current)
         name = node_name(current).rstrip("_")
-        if current.op in ("call_function", "call_method") and name in ("round", "sign"):
+        if current.op in ("call_function", "call_method") and name in _ROUNDING:
             return True
         if _is_function(current):
             body = _body(current, 0)
