@@ -160,6 +160,7 @@ class FuseEmbeddingGradient(GraphPass):
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
         """Replace the lookups; let the heads read the table from the last one."""
         table, sources = match.weight, _sources(match.weight)
+        parts: dict[Node, Node] = {}
         for node, call in zip(match.lookups, match.calls, strict=True):
             ids = call.args["indices"]
             operands: tuple[Any, ...] = (ids, call.args["padding_idx"])
@@ -181,17 +182,11 @@ class FuseEmbeddingGradient(GraphPass):
                     rows = editor.call(op_folder.embedding, table, *operands)
                 if place is not None:
                     rows = editor.call(op_folder.over_ranks, rows, match.weight, ids)
-            if place is None or not place.is_by_rows:
+            if place is not None and place.is_by_rows:
+                parts[node] = rows
+            else:
                 editor.replace(node, rows)
-                continue
-            added = None
-            for user in list(node.users):
-                if node_name(user) not in _MOVES and added is None:
-                    with editor.at(node):
-                        added = editor.call(op_folder.added_up, rows)
-                with editor.at(user):
-                    read = rows if node_name(user) in _MOVES or added is None else added
-                    editor.replace(user, editor.copy(user, {node: read}))
+        _hand_over(editor, parts)
         for source in sources if match.heads else ():
             if heads := [head for head in match.heads if source in head.all_input_nodes]:
                 editor.reroute(heads, source, table)
@@ -351,6 +346,20 @@ def _reads_sums(user: Node) -> bool:
     places = getattr(found, "placements", ())
     is_whole = compat.is_dtensor(found) and all(place.is_replicate() for place in places)
     return is_whole and not written_by(user)
+
+
+def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
+    """Let what reads lookups read rows of which ranks have parts: added up, or to be moved."""
+    added: dict[Node, Node] = {}
+    for user in dict.fromkeys(user for node in parts for user in node.users):
+        moves = node_name(user) in _MOVES
+        for node in () if moves else user.all_input_nodes:
+            if node not in parts or node in added:
+                continue
+            with editor.at(node):
+                added[node] = editor.call(op_folder.added_up, parts[node])
+        with editor.at(user):
+            editor.replace(user, editor.copy(user, parts if moves else added))
 
 
 _MOVES = ("redistribute", "prim_redistribute")  # the second before torch 2.13

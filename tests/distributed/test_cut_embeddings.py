@@ -242,6 +242,27 @@ def nothing_of_all_rows() -> None:
     }
 
 
+def second_derivatives() -> None:
+    """What a norm of the gradient says of the weights behind the rows, of all ranks' ids."""
+
+    def derivatives(embed: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        scale = torch.linspace(-1, 1, WIDTH, dtype=torch.float64, requires_grad=True)
+        loss = (run(data()) * scale).tanh().square().sum()
+        (first,) = torch.autograd.grad(loss, embed.weight, create_graph=True)
+        second = torch.autograd.grad(whole(first).square().sum(), (embed.weight, scale))
+        return [whole(each).detach() for each in (first, *second)]
+
+    expected = derivatives(one := Model().double().embed, one)
+    many = by_rows(Model().double()).embed
+    fresh_start()
+    with mock.patch.object(fuse_embedding_gradient, "MIN_BYTES", 1):
+        run = torch.compile(many, backend="memeff", options={"memeff.inner": "eager"})
+        found = derivatives(many, run)
+    assert [each.code for each in records()] == ["rewrote"]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
 def lengths_that_change() -> None:
     one, many = tie(Model()), tie(by_rows(Model()))
     fresh_start()
@@ -271,6 +292,9 @@ def left_alone() -> None:
 NEEDS_2_13 = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="there such rows stay sums that are due"
 )
+HAS_SECOND = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="there DTensor's own parts have no second derivative"
+)
 CASES = [
     rows_of_a_table,
     a_tied_head,
@@ -280,6 +304,7 @@ CASES = [
     pytest.param(through_inductor, marks=pytest.mark.slow),
     pytest.param(columns_and_whole_tables, marks=pytest.mark.slow),
     nothing_of_all_rows,
+    pytest.param(second_derivatives, marks=HAS_SECOND),
     pytest.param(lengths_that_change, marks=pytest.mark.slow),
     pytest.param(left_alone, marks=pytest.mark.slow),
 ]

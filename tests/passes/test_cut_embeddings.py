@@ -121,6 +121,25 @@ def test_what_reads_the_sum_of_ranks_is_given_it() -> None:
     assert graph.after.count("added_up(") == 1
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="there a sum of parts is one of parts")
+def test_what_reads_two_lookups_in_one_table_is_given_both_sums() -> None:
+    def both(ids: DTensor, table: DTensor, places: DTensor) -> Tensor:
+        return weighed(F.embedding(ids, table) + F.embedding(places, table))
+
+    ids, table = laid_out([ROWS], [WHOLE], rows=15)
+    places = DTensor.from_local(torch.arange(4) + 9, ids.device_mesh, [WHOLE], run_check=False)
+    (record,) = answers(both, ids, table, places)
+    (graph,) = memeff_compile.graphs()
+    assert record.code == "rewrote"
+    assert graph.after.count("added_up(") == graph.after.count("memeff.embedding(") == 2
+    assert "aten.embedding(" not in graph.after
+    weights = torch.arange(ids.numel() * D, dtype=torch.float64).view(*ids.shape, D)
+    expected = gradient_of_all_rows(ids.to_local(), 15, -1)
+    expected.index_add_(0, places.to_local(), weights.sum(0))
+    assert table.grad is not None
+    assert torch.equal(table.grad.to_local(), expected[8:])
+
+
 SPREAD = {
     "columns": ([COLUMNS], [WHOLE], (Shard(2),), None),
     "whole": ([WHOLE], [WHOLE], (WHOLE,), None),

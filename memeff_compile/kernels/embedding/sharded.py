@@ -68,29 +68,45 @@ def parts_of(table: Any) -> tuple[int, int]:
     return parts[0], parts[1]
 
 
+class _OverRanks(torch.autograd.Function):
+    """DTensor.from_local, whose own second derivative leaves out what other ranks looked up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        ctx.placements = placements
+        ctx.set_materialize_grads(False)
+        said = {"run_check": False, "shape": shape, "stride": stride}
+        return DTensor.from_local(rows, mesh, placements, **said)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is not None:
+            grad = grad.redistribute(placements=_without_sums(ctx.placements))
+            # Where ranks hold rows each, what comes back is of these: a part of a sum.
+            grad = grad.to_local(grad_placements=ctx.placements)
+        return grad, None, None, None, None
+
+
 def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
     """Return the rows that a rank has looked up as a part of those of all ranks."""
-    from torch.distributed.tensor import DTensor
-
     found = layout_of(table, ids)
     assert found is not None, "the check admits only layouts that are known"
     shape = torch.Size((*ids.shape, table.shape[1]))
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
-    return DTensor.from_local(
-        rows,
-        table.device_mesh,
-        found.placements,
-        run_check=False,
-        shape=shape,
-        stride=tuple(strides),
-    )
+    given = (rows, table.device_mesh, found.placements, shape, tuple(strides))
+    return _OverRanks.apply(*given)  # type: ignore[no-untyped-call]
 
 
 def added_up(rows: Any) -> Any:
     """Return rows of all ranks on each of them."""
+    return rows.redistribute(placements=_without_sums(rows.placements))
+
+
+def _without_sums(placements: Any) -> list[Any]:
     from torch.distributed.tensor import Replicate
 
-    found = [Replicate() if place.is_partial() else place for place in rows.placements]
-    return rows.redistribute(placements=found)
+    return [Replicate() if place.is_partial() else place for place in placements]

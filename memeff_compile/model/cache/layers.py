@@ -296,8 +296,8 @@ class WindowLayer(InPlace, StaticLayer):
         """Write to all places at once. Compilers put off a copy_ to the end of the graph, and keep
         the prompt of each layer until then."""
         everywhere = torch.arange(self.room, device=self.device)
-        self.keys.index_copy_(2, everywhere, keys)
-        self.values.index_copy_(2, everywhere, values)
+        self.keys.index_copy_(2, everywhere, keys.to(self.keys.dtype))
+        self.values.index_copy_(2, everywhere, values.to(self.values.dtype))
 
     @property
     def kept(self) -> int:

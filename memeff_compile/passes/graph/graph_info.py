@@ -285,7 +285,9 @@ class GraphInfo:
     def may_share_memory(self, a: Node, b: Node) -> bool:
         """Return whether the two may overlap: one fake storage, or inputs nobody vouches for.
 
-        Inputs of two dtypes are vouched for: a key/value cache is not the mask beside it.
+        Inputs of two dtypes are vouched for: a key/value cache is not the mask beside it. Not where
+        the graph runs op by op: AOTAutograd takes other storages for other memory, too; eager reads
+        what is there.
         """
         if a is b:
             return True
@@ -295,7 +297,7 @@ class GraphInfo:
         keys = storage_of(left), storage_of(right)
         if None in keys or keys[0] == keys[1]:
             return True
-        if left.dtype != right.dtype:
+        if left.dtype != right.dtype and self.options.inner != "eager":
             return False
         return self._is_user_memory(left) and self._is_user_memory(right)
 
@@ -308,7 +310,8 @@ class GraphInfo:
         key = storage_of(value)
         if is_everything or key is None or key in keys:
             return True
-        return value.dtype in users_dtypes and self._is_user_memory(value)
+        is_alike = value.dtype in users_dtypes or self.options.inner == "eager"
+        return bool(users_dtypes) and is_alike and self._is_user_memory(value)
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:

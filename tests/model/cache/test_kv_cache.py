@@ -592,6 +592,18 @@ def test_a_window_says_what_one_that_forgets_nothing_says(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tokens", [12, 30])
+def test_a_prompt_under_autocast_is_kept_in_the_dtype_of_the_keys(tokens: int) -> None:
+    """There keys are turned in fp32, and values come in 16 bits."""
+    model = make("Mistral", sliding_window=8)
+    cache, ids = KVCache(model.config, LENGTH, 16), prompt(2, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(input_ids=ids, past_key_values=cache).logits
+        assert torch.equal(found, model(input_ids=ids, use_cache=False).logits)
+    assert cache.layers[0].values.dtype == cache.layers[0].keys.dtype == torch.float32
+
+
+@torch.no_grad()
 def test_a_window_that_was_moved_beforehand_says_the_same() -> None:
     model = make("Mistral", sliding_window=8)
     ids, found = prompt(2, 90), []
