@@ -56,7 +56,8 @@ class KeptGraph:
 
 def keep(gm: GraphModule, options: Options) -> KeptGraph:
     """Copy a graph while it compiles; the copy holds no tensor that its inputs bring."""
-    info = GraphInfo(gm, options, ambient_region())
+    by_ops = replace(options, inner="eager")  # the copy runs so, whatever the graph becomes
+    info = GraphInfo(gm, by_ops, ambient_region())
     inputs = info.placeholders
     written = [target for write in info.writes for target in write.targets]
     nodes = [node for level in levels_of(gm) for node in level.graph.nodes]

@@ -247,7 +247,7 @@ class GraphInfo:
         return [write for write in writes if write.targets]
 
     def _targets(self, node: Node) -> tuple[Node, ...]:
-        """Return what a node writes to, read again where it has changed, or a body of it may have."""
+        """Return what a node writes to, read again where it, or a body of it, may have changed."""
         target, args, kwargs = node.target, node.args, node.kwargs
         known = self.written.get(node)
         if known is not None and known[0] is target and known[1] is args and known[2] is kwargs:
