@@ -63,8 +63,6 @@ class GraphInfo:
     shared: dict[Hashable, Node] = field(default_factory=dict)
     candidate: Node | None = None  # what a pass is looking at in its search
     left_out: set[Node] = field(default_factory=set)  # candidates at which that search has failed
-    # What nodes write to, with what it was read from: most outlive most edits.
-    written: dict[Node, tuple[Any, Any, Any, tuple[Node, ...]]] = field(default_factory=dict)
     # What modules are called; bodies ask the same.
     names: ModuleNames = field(default_factory=ModuleNames)
 
@@ -243,19 +241,8 @@ class GraphInfo:
     @cached_property
     def writes(self) -> list[Write]:
         """Every in-place write of this graph, in order."""
-        writes = (Write(node, place, self._targets(node)) for node, place in self.positions.items())
+        writes = (Write(node, place, written_by(node)) for node, place in self.positions.items())
         return [write for write in writes if write.targets]
-
-    def _targets(self, node: Node) -> tuple[Node, ...]:
-        """Return what a node writes to, read again where it, or a body of it, may have changed."""
-        target, args, kwargs = node.target, node.args, node.kwargs
-        known = self.written.get(node)
-        if known is not None and known[0] is target and known[1] is args and known[2] is kwargs:
-            return known[3]
-        found = written_by(node)
-        if not isinstance(target, HigherOrderOperator) and node.op != "call_module":
-            self.written[node] = target, args, kwargs, found
-        return found
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
         """Return a node after ``first``, up to ``last``, that may write to memory of ``nodes``."""
