@@ -290,10 +290,12 @@ def left_alone() -> None:
 
 
 NEEDS_2_13 = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="there such rows stay sums that are due"
+    torch.__version__ < "2.13",
+    reason="before, DTensor leaves a product of such rows a sum over ranks that is still due",
 )
 HAS_SECOND = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="there DTensor's own parts have no second derivative"
+    torch.__version__ < "2.13",
+    reason="before, DTensor itself gives wrong second derivatives of its parts",
 )
 CASES = [
     rows_of_a_table,

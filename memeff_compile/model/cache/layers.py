@@ -293,8 +293,9 @@ class WindowLayer(InPlace, StaticLayer):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write to all places at once. Compilers put off a copy_ to the end of the graph, and keep
-        the prompt of each layer until then."""
+        """Write to all places at once, where the layer is, as exact layers do. With a copy_ in its
+        place the prompts of all layers were there at a GPU's peak, by a snapshot of its memory.
+        """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys.to(self.keys.dtype))
         self.values.index_copy_(2, everywhere, values.to(self.values.dtype))

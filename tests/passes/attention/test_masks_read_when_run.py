@@ -278,9 +278,10 @@ def test_a_cpu_keeps_the_mask_and_a_gpu_reads_it_in_16_bits_alone() -> None:
 # --- models ---------------------------------------------------------------------------------------
 
 
-def llama() -> nn.Module:
+def tiny(family: str, **more: Any) -> Any:
+    """Return a causal model of two small layers, in float64."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -288,10 +289,10 @@ def llama() -> nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
+        **more,
     )
     torch.manual_seed(0)
-    model: nn.Module = transformers.LlamaForCausalLM(config).double()
-    return model
+    return getattr(transformers, f"{family}ForCausalLM")(config).double()
 
 
 def step(model: nn.Module, side: str) -> list[Tensor]:
@@ -308,9 +309,9 @@ def step(model: nn.Module, side: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_layers_that_are_compiled_one_by_one_read_the_mask_of_eager(side: str, fast: None) -> None:
-    model = llama()
+    model = tiny("Llama")
     expected = step(model, side)
-    for layer in model.model.layers:  # type: ignore[union-attr]
+    for layer in model.model.layers:
         layer.compile(backend="memeff", options={"memeff.inner": "aot_eager"})
     found = step(model, side)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
@@ -338,21 +339,7 @@ def test_a_mask_of_another_graph_is_read_by_the_graph_of_all_layers(fast: None) 
 
 def test_a_prompt_through_windows_reads_the_mask_beside_its_cache(fast: None) -> None:
     """The cache is written in the graph that is given the mask; tokens are those of eager."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        sliding_window=8,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(config).double().eval()
+    model = tiny("Mistral", sliding_window=8, bos_token_id=1, eos_token_id=None).eval()
     ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
     expected = model.generate(ids, max_new_tokens=3, do_sample=False)
     memeff_compile.compile(model, kv_cache="static", options={"memeff.inner": "aot_eager"})
