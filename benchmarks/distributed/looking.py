@@ -1,4 +1,6 @@
-"""What the collectives of one step move, and the largest block that the allocator is asked for."""
+"""What the collectives of one step move, when the GPU computes and when it waits, and the largest
+block that the allocator is asked for.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ def at(step: Callable[[], object], device: str) -> dict[str, Any]:
     if device != "cuda":
         step()
         return {}
-    moved = _collectives(step)
-    return {"collectives": moved, "largest_block_mib": round(_largest_block(step) / 2**20, 1)}
+    events = _traced(step)
+    seen = {"collectives": collectives(events), "stream": stream(events)}
+    return {**seen, "largest_block_mib": round(_largest_block(step) / 2**20, 1)}
 
 
-def _collectives(step: Callable[[], object]) -> list[dict[str, Any]]:
-    """Return the collectives by name and bytes given, how often each was called, and its time."""
+Events = list[dict[str, Any]]
+
+
+def _traced(step: Callable[[], object]) -> Events:
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         step()
@@ -34,7 +39,12 @@ def _collectives(step: Callable[[], object]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         seen.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        events: Events = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def collectives(events: Events) -> Events:
+    """Return the collectives by name and bytes given, how often each was called, and its time."""
     found: dict[tuple[str, int], list[float]] = {}
     for event in events:
         told = event.get("args", {})
@@ -45,6 +55,39 @@ def _collectives(step: Callable[[], object]) -> list[dict[str, Any]]:
         {"name": name, "bytes_in": given, "calls": len(ms), "ms": round(sum(ms), 3)}
         for (name, given), ms in sorted(found.items(), key=lambda item: -item[0][1])
     ]
+
+
+def stream(events: Events, most: int = 8) -> dict[str, Any]:
+    """Return how long the stream that computes was busy and idle, its longest gaps with the kernels
+    around them, and the kernels that took most of it.
+    """
+    ours = (e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+    streams: dict[Any, Events] = {}
+    for event in ours:
+        if "Collective name" not in event.get("args", {}):
+            streams.setdefault(event.get("tid"), []).append(event)
+    if not streams:
+        return {}
+    taken = max(streams.values(), key=lambda found: sum(e["dur"] for e in found))
+    taken = sorted(taken, key=lambda event: float(event["ts"]))
+    by_name: dict[str, float] = {}
+    for event in taken:
+        by_name[event["name"]] = by_name.get(event["name"], 0.0) + event["dur"]
+    start, end, gaps = float(taken[0]["ts"]), float(taken[0]["ts"]), list[dict[str, Any]]()
+    for before, event in zip([taken[0], *taken], taken, strict=False):
+        gap = float(event["ts"]) - end
+        if gap > 0:
+            at, between = round((end - start) / 1e3, 1), [before["name"][:60], event["name"][:60]]
+            gaps.append({"ms": round(gap / 1e3, 3), "at_ms": at, "between": between})
+        end = max(end, float(event["ts"]) + event["dur"])
+    idle, whole = sum(gap["ms"] for gap in gaps), (end - start) / 1e3
+    longest = sorted(by_name.items(), key=lambda item: -item[1])[:most]
+    return {
+        "busy_ms": round(whole - idle, 2),
+        "idle_ms": round(idle, 2),
+        "gaps": sorted(gaps, key=lambda gap: -float(gap["ms"]))[:most],
+        "kernels": [[name[:80], round(took / 1e3, 2)] for name, took in longest],
+    }
 
 
 def _largest_block(step: Callable[[], object]) -> int:

@@ -225,14 +225,29 @@ def line(device: str) -> DeviceMesh:
 
 
 def _shard(
-    blocks: Sequence[nn.Module], root: nn.Module, mesh: DeviceMesh, *, keeps_last: bool = False
+    blocks: Sequence[nn.Module],
+    root: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    keeps_last: bool = False,
+    ahead: int = 1,
+    together: int = 1,
 ) -> None:
+    """Shard blocks, so many ``together``, and the root in groups of their own; the backward gathers
+    so many of them ``ahead`` of the one that it is at.
+    """
     from torch.distributed.fsdp import fully_shard
 
-    for block in blocks:
-        is_kept = keeps_last and block is blocks[-1]
-        fully_shard(block, mesh=mesh, reshard_after_forward=not is_kept)
+    groups = [list(blocks[i : i + together]) for i in range(0, len(blocks), together)]
+    for group in groups:
+        is_kept = keeps_last and group is groups[-1]
+        fully_shard(
+            group if together > 1 else group[0], mesh=mesh, reshard_after_forward=not is_kept
+        )
     fully_shard(root, mesh=mesh)
+    first: list[Any] = [group[0] for group in groups] if ahead > 1 else []
+    for place, block in enumerate(first):
+        block.set_modules_to_backward_prefetch(first[max(place - ahead, 0) : place][::-1])
 
 
 def cut(model: Any, mesh: DeviceMesh, *, looks_up_parts: bool = True) -> Any:
@@ -262,7 +277,7 @@ def fsdp2(
     compiled: Callable[[Any], Any],
     *,
     is_layerwise: bool = False,
-    keeps_last: bool = False,
+    **layout: Any,
 ) -> Made:
     """Layers and root in groups of their own, the model compiled around them.
 
@@ -271,7 +286,7 @@ def fsdp2(
     layer, which the backward needs first, may be kept whole from the forward.
     """
     model, ids = _llama(size, device), _ids(size, device)
-    _shard(list(model.model.layers), model, line(device), keeps_last=keeps_last)
+    _shard(list(model.model.layers), model, line(device), **layout)
     for layer in model.model.layers if is_layerwise else ():
         layer.forward = compiled(layer.forward)
     run = compiled(model)
@@ -351,6 +366,12 @@ CASES: dict[str, Callable[..., Made]] = {
     "FSDP2": fsdp2,
     "FSDP2 by layers": partial(fsdp2, is_layerwise=True),
     "FSDP2 by layers, last kept": partial(fsdp2, is_layerwise=True, keeps_last=True),
+    "FSDP2 by layers, last kept, two ahead": partial(
+        fsdp2, is_layerwise=True, keeps_last=True, ahead=2
+    ),
+    "FSDP2 by layers, last two kept": partial(
+        fsdp2, is_layerwise=True, keeps_last=True, together=2
+    ),
     "DDP": ddp,
     "blocks": blocks,
     "padded blocks": partial(blocks, is_padded=True),

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks import measuring, methods, registry, tiles
+from benchmarks.distributed import looking
 from benchmarks.ops import linear_cross_entropy
 
 TINY = "48x32x300"
@@ -207,3 +208,20 @@ def test_tile_shares_and_dropped_mass_equal_a_loop_over_entries() -> None:
     assert found["mass_below_eps"] == pytest.approx(
         float(torch.where(p < eps, p, 0).sum(1).mean()), rel=1e-4
     )
+
+
+def test_what_a_stream_does_is_told_from_a_trace() -> None:
+    def kernel(
+        name: str, start: float, took: float, stream: int = 7, **told: str
+    ) -> dict[str, Any]:
+        found = {"cat": "kernel", "name": name, "ts": start, "dur": took, "tid": stream}
+        return {**found, "args": told}
+
+    gathered = kernel("nccl", 0, 9000, 9, **{"Collective name": "allgather"})
+    others = [kernel("copy", 500, 100, 8), {"cat": "cpu_op", "ts": 0, "dur": 1, "name": "mm"}]
+    ours = [kernel("mm", 1000, 2000), kernel("add", 2500, 600), kernel("mm", 4100, 1000)]
+    said = looking.stream([gathered, *others, *ours])
+    assert (said["busy_ms"], said["idle_ms"]) == (3.1, 1.0)
+    assert said["gaps"] == [{"ms": 1.0, "at_ms": 2.1, "between": ["add", "mm"]}]
+    assert said["kernels"] == [["mm", 3.0], ["add", 0.6]]
+    assert looking.stream([gathered]) == {}

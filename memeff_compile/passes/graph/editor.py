@@ -32,6 +32,7 @@ class Editor:
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
         self._undo: list[Callable[[], object]] = []  # what takes back each edit, in order
+        self._touched: dict[Node, None] = {}  # nodes that are new or were given other operands
         self._outer: Editor | None = None
         self._at: tuple[Node, Node, Region] | None = None
 
@@ -150,6 +151,7 @@ class Editor:
         placeholder.meta["example_value"] = compat.example_value(given)
         self._undo.append(partial(setattr, called_by, "args", called_by.args))
         called_by.args = (*called_by.args, given)
+        self.around().touch(called_by)
         self.info.refresh()
         return placeholder
 
@@ -159,6 +161,7 @@ class Editor:
 
     def _inserted(self, node: Node) -> Node:
         self._undo.append(partial(self.graph.erase_node, node))
+        self.touch(node)
         return node
 
     def _adopted(self, node: Node) -> Node:
@@ -186,22 +189,33 @@ class Editor:
         for user in users:
             user.replace_input_with(old, new)
             self._undo.append(partial(user.replace_input_with, new, old))
+            self.touch(user)
 
     def set_output(self, arguments: Any) -> None:
         """Replace the graph's outputs."""
         output = self.info.output
         self._undo.append(partial(setattr, output, "args", output.args))
         output.args = arguments
+        self.touch(output)
+
+    def touch(self, node: Node) -> None:
+        """Note that the operands of a node have to be looked at before these edits are kept."""
+        self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
         """Have the checkpoint whose body this is keep results of calls; as in `compat`."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Lint the graph, which can fail, then erase unused nodes of ``dead``, which is final."""
+        """Check what was edited, which can fail, then erase unused nodes of ``dead``, for good.
+        The whole graph is linted once, behind all passes.
+        """
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"
-        self.graph.lint()
+        for node in self._touched:
+            for operand in node.all_input_nodes:
+                if operand.graph is not node.graph or not operand < node:
+                    raise RuntimeError(f"{operand.name} does not come before {node.name}")
         if self._outer is not None:
             self._outer.commit([])
         for node in order:

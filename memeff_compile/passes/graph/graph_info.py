@@ -341,7 +341,9 @@ def _short_path(path: str) -> str:
 
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
     """Return the region that holds for the nodes after ``node``."""
-    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    if node.op != "call_function" or isinstance(node.target, OpOverload):
+        return current
+    name = getattr(node.target, "__name__", "")
     if name == "_set_grad_enabled":
         return Region(bool(node.args[0]), current.inference, current.autocast)
     if name == "_enter_inference_mode":

@@ -56,8 +56,9 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         for graph_pass in passes:
             for level in info.inward():
                 state.apply(graph_pass, level)
-        if options.passes:
-            gm.graph.lint()  # an edit of theirs beside the editor is undone by nothing else
+        edited = [module for module, _ in state.snapshot]
+        for module in [gm, *edited] if options.passes else edited:
+            module.graph.lint()  # an edit beside the editor, of a pass of theirs, shows here alone
         state.note_unused_skips(info)
     except MemeffError:
         raise  # other processes would wait for what this one left out

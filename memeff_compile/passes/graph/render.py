@@ -37,7 +37,9 @@ class _Renderer:
     ) -> None:
         self.gm, self.indent = gm, indent
         self.names: dict[Node, str] = {}
+        self.taken: set[str] = set()  # names of inputs
         self.symbols = {} if symbols is None else symbols
+        self.formulas: dict[str, str] = {}  # of sizes, and what they are called here
 
     def lines(self) -> list[str]:
         """Return one line per node."""
@@ -45,6 +47,7 @@ class _Renderer:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 self.names[node] = self._placeholder_name(node)
+                self.taken.add(self.names[node])
                 inputs.append(f"{self.names[node]}: {self._role(node)}{self._type(node)}")
             elif node.op == "get_attr":
                 self.names[node] = str(node.target)
@@ -75,9 +78,8 @@ class _Renderer:
         match = re.fullmatch(r"[LG]\['([^']*)'\]", source)
         name = match.group(1) if match else path
         name = name or re.sub(r"^[lsL]_+|_+$", "", str(node.target))
-        taken = set(self.names.values())
-        if name in taken:
-            name = f"{name}_{sum(t.split('#')[0] == name for t in taken)}"
+        if name in self.taken:
+            name = f"{name}_{sum(t.split('#')[0] == name for t in self.taken)}"
         if isinstance(compat.example_value(node), torch.SymInt):
             return self._symbolic(str(compat.example_value(node)))
         return name
@@ -106,7 +108,9 @@ class _Renderer:
         def rename(match: re.Match[str]) -> str:
             return self.symbols.setdefault(match.group(0), f"s{len(self.symbols)}")
 
-        return re.sub(r"\b[suz]+\d+\b", rename, text)
+        if text not in self.formulas:
+            self.formulas[text] = re.sub(r"\b[suz]+\d+\b", rename, text)
+        return self.formulas[text]
 
     def _call(self, previous: str, call: Call) -> str:
         parts, is_bare = [], True
