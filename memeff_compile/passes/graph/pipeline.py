@@ -67,6 +67,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
     if state.changed:
         for module, _ in state.snapshot:
             module.recompile()
+    after = _guarded_render(gm) if state.changed else before
     seconds = time.perf_counter() - started
     compile_id = compat.compile_id()
     report = GraphReport(
@@ -76,7 +77,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         nodes=nodes,
         seconds=seconds,
         before=before,
-        after=_guarded_render(gm) if state.changed else before,
+        after=after,
         logits=LogitsUse() if state.deferred else None,
     )
     _log(report)
