@@ -3,9 +3,10 @@
 Where a piece of R rows meets the whole vocabulary and X stands in memory, what a column holds is
 known exactly. Rows are ranked, those with much of their mass in light tiles last, and taken 128 at
 a time. `block` keeps a column in a block if one of its |p - 1(target)| reaches eps; `mass` keeps it
-above the highest level at which every row of the block loses at most tau. Columns are then ordered
-by the blocks that they count in, so that tiles of 128 x 128 are full or empty whatever the ids are:
-an order is V numbers, and rows of the weight and of its gradient are read and written in place.
+where their sum over the block is above the highest level at which every row loses at most tau.
+Columns are then ordered by the blocks that they count in, so that tiles of 128 x 128 are full or
+empty whatever the ids are: an order is V numbers, and rows of the weight and of its gradient are
+read and written in place. Tiles are packed turned, a column of a block being one run of memory.
 Bias gradients are exact. Where more than `DENSE_SHARE` of the tiles count, nothing is left out and
 the products of engine T run; that is decided on the GPU.
 
@@ -21,9 +22,10 @@ import sympy
 import torch
 from torch import Tensor
 
-from .._triton.launch import start
+from .._triton.launch import launch, start
 from . import fused
 from .rows import Selection, gather
+from .shapes import Shapes
 
 if TYPE_CHECKING:
     from .total_fused import Walk
@@ -38,15 +40,22 @@ LEAST_DEPTH = 2048
 BLOCKS = 16
 # Share of tiles that may count; the packed ones take as much of the bytes of X.
 DENSE_SHARE = 0.5
-# Levels that `mass` tries, from below its tau on, in steps of 2^(-15/16).
-LEVELS, STEP = 16, 0.9375
+# Levels that `mass` tries, from twice its tau on, in steps of 2^(-1/4); `block` has one.
+LEVELS, STEP, LEAST_LEVELS = 64, 0.25, 16
 # Sums of dropped mass are of numbers that were rounded to bf16; the bound allows for that.
 ROUNDING = 1.0 - 2.0**-8
-# Columns of a program that scores, of a step of it, and tiles that one lists at a time.
-CHUNK, STRIP, LISTED = 4096, 64, 512
+# Columns of a program that scores, of a step of it, its stages and warps; levels and chunks that
+# one sums at a time; tiles that one lists at a time.
+CHUNK, STRIP, SCORE_STAGES, SCORE_WARPS = 4096, 64, 3, 8
+SOME, CHUNKS, LISTED = 8, 8, 512
+# Columns of a strip that is packed, strips of a program, and its warps.
+PACKED, STRIPS, PACK_WARPS = 64, 4, 4
 # Bytes of dE's shares, and shares of tiles per program.
 SHARES_BYTES = 64 << 20
 ITEMS = 4
+# Tiles of the products: two programs share a multiprocessor, so that one multiplies while the other
+# reads and writes its dC. Each sums a few blocks of rows only.
+COLUMNS, WARPS, STAGES, PROGRAMS = 128, 4, 5, 2
 
 
 def filter_level(gradient_filter: str, level: float) -> float:
@@ -78,32 +87,55 @@ def bytes_held(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
     return tiles + 64 * vocab + 2 * height * depth + SHARES_BYTES + 4 * height * depth
 
 
+def products_shapes(shapes: Shapes) -> Shapes:
+    """Return the tiles of the products on a GPU where those of engine T are given."""
+    if shapes.is_interpreted:
+        return shapes
+    return shapes._replace(
+        columns=COLUMNS, warps=WARPS, stages=STAGES, programs=PROGRAMS * shapes.programs
+    )
+
+
+def products_constants(shapes: Shapes) -> dict[str, Any]:
+    """Return the constants of the products, and their launch."""
+    constants = shapes.constants(shapes.columns)
+    parts = 4 if shapes.columns >= 256 else 2
+    return {**constants, "TILE": shapes.rows, "PARTS": parts}
+
+
 class Filter:
     """What a walk under a filter holds, and its launches for each of so many pieces."""
 
     def __init__(self, walk: Walk, pieces: int) -> None:
         self.walk, self.tile, knobs = walk, walk.shapes.rows, walk.knobs
+        self.shapes = products_shapes(walk.shapes)
         self.blocks, self.tiles = walk.height // self.tile, -(-walk.vocab // self.tile)
         level = filter_level(knobs.gradient_filter, knobs.filter_level)
-        is_mass = knobs.gradient_filter == "mass"
-        self.highest, self.step = (level / 2, STEP) if is_mass else (level, 0.0)
-        self.limit = level * ROUNDING if is_mass else float("inf")
+        self.is_mass = knobs.gradient_filter == "mass"
+        self.highest = 2 * level if self.is_mass else level
+        self.limit = level * ROUNDING if self.is_mass else float("inf")
+        self.levels: dict[str, Any] = {
+            "TILE": self.tile,
+            "LEVELS": LEVELS if self.is_mass else LEAST_LEVELS,
+            "STEP": STEP if self.is_mass else 0.0,
+        }
         self.chunks = -(-walk.vocab // CHUNK)
         self.capacity = max(int(DENSE_SHARE * self.blocks * self.tiles), 1)
-        items = self.blocks * -(-walk.depth // walk.shapes.columns)
+        items = self.blocks * -(-walk.depth // self.shapes.columns)
         fitting = SHARES_BYTES // (4 * walk.height * walk.depth)
         self.splits = max(1, min(-(-ITEMS * walk.shapes.programs // items), fitting))
 
         ints, floats, slots = walk.marks, walk.floats, self.blocks * self.tiles
+        levels = self.levels["LEVELS"]
         self.inverse, self.light = floats(walk.height), floats(walk.height)
         self.rank, self.here = ints(walk.height), ints(1)
         self.score = floats(self.blocks, walk.vocab)
-        self.part = floats(self.blocks, self.chunks, LEVELS, self.tile)
-        self.level = floats(self.blocks)
+        self.part = floats(self.blocks, self.chunks, levels, self.tile)
+        self.lost, self.fits = floats(self.blocks, levels, self.tile), ints(self.blocks, levels)
         self.word = walk.hidden.new_empty(walk.vocab, dtype=torch.int16)
+        self.place = ints(self.tiles * self.tile)
         self.tile_word, self.tile_start = ints(self.tiles), ints(self.tiles + 1)
-        self.block_start = ints(self.blocks + 1)
-        self.slot_tile, self.slot_block = ints(slots), ints(slots)
+        self.block_start, self.slot_at = ints(self.blocks + 1), ints(slots)
         self.tile_slot, self.tile_block = ints(slots), ints(slots)
         self.packed = walk.hidden.new_empty((self.capacity * self.tile, self.tile))
         self.slot_column = ints(self.capacity * self.tile)
@@ -121,57 +153,74 @@ class Filter:
 
     def choose(self, index: int, first: int, here: int) -> None:
         """Find the tiles that count in a piece, as `add_products` has it, and pack them."""
-        from . import selected_kernels as kernels
-
-        walk, tile = self.walk, self.tile
-        kept, order = walk.selection.kept, walk.selection.order
-        sizes = {"TILE": tile, "LEVELS": LEVELS, "STEP": self.step}
+        walk, tile, blocks, tiles = self.walk, self.tile, self.blocks, self.tiles
+        kept, order, levels = walk.selection.kept, walk.selection.order, self.levels
         is_sparse, dense_kept = self.is_sparse[index], self.dense_kept[index]
         walk.weigh(self.inverse, self.light, self.here, first, here)
-        kernels._linear_cross_entropy_selected_rank_kernel[(-(-here // tile),)](
-            self.light, self.here, self.rank, BLOCK=tile, OTHERS=32
+        _run(
+            "rank",
+            (-(-here // tile),),
+            *(self.light, self.here, self.rank),
+            BLOCK=tile,
+            OTHERS=32,
         )
-        start(
-            kernels._linear_cross_entropy_selected_score_kernel,
-            (self.blocks, self.chunks),
+        _run(
+            "score",
+            (blocks, self.chunks),
             *(walk.x, self.rank, self.here, self.inverse, self.score, self.part),
             *(walk.vocab, walk.width, self.highest),
             CHUNK=CHUNK,
             BLOCK=STRIP,
-            STAGES=3,
+            STAGES=SCORE_STAGES,
+            SUMS=self.is_mass,
             UPCAST=walk.shapes.is_interpreted,
-            **sizes,
-            num_warps=8,
+            num_warps=SCORE_WARPS,
+            **levels,
         )
-        start(
-            kernels._linear_cross_entropy_selected_level_kernel,
-            (self.blocks,),
-            *(self.part, self.rank, order, self.here, self.level, self.dropped),
-            *(first, self.chunks, self.highest, self.limit),
-            **sizes,
+        _run(
+            "level",
+            (blocks, levels["LEVELS"] // SOME),
+            *(self.part, self.lost, self.fits, self.chunks, self.limit),
+            SOME=SOME,
+            CHUNKS=CHUNKS,
+            **levels,
         )
-        kernels._linear_cross_entropy_selected_word_kernel[(-(-walk.vocab // 512),)](
-            *(self.score, self.level, self.word, self.blocks, walk.vocab), BLOCK=512
+        _run(
+            "word",
+            (max(-(-walk.vocab // 512), blocks),),
+            *(self.score, self.fits, self.lost, self.rank, order, self.here, self.dropped),
+            *(self.word, first, blocks, walk.vocab, self.highest),
+            BLOCK=512,
+            **levels,
         )
         words = self.word
         if walk.knobs.sort_vocabulary:
             words, self.column_order = torch.sort(words, stable=True)
-        kernels._linear_cross_entropy_selected_tile_kernel[(self.tiles,)](
-            *(words, self.tile_word, walk.vocab), TILE=tile, num_warps=1
+        _run(
+            "tile",
+            (tiles,),
+            *(words, self.column_order, self.tile_word, self.place, walk.vocab),
+            TILE=tile,
+            num_warps=1,
         )
-        kernels._linear_cross_entropy_selected_list_kernel[(self.blocks,)](
-            *(self.tile_word, kept, is_sparse, dense_kept, self.block_start, self.slot_tile),
-            self.slot_block,
-            *(self.tile_start, self.tile_slot, self.tile_block, self.tiles, self.capacity),
+        _run(
+            "list",
+            (blocks,),
+            *(self.tile_word, kept, is_sparse, dense_kept, self.block_start, self.slot_at),
+            *(self.tile_start, self.tile_slot, self.tile_block, tiles, self.capacity),
             BLOCK=LISTED,
         )
         self.active[index : index + 1].copy_(self.tile_start[-1:])
-        kernels._linear_cross_entropy_selected_pack_kernel[(2 * walk.shapes.programs,)](
-            *(walk.x, self.packed, self.slot_column, self.rank, self.here, self.column_order),
-            *(is_sparse, self.tile_start[-1:], self.slot_tile, self.slot_block),
-            *(walk.vocab, walk.width),
+        strip = min(PACKED, tile)
+        _run(
+            "pack",
+            (-(-tiles * tile // (strip * STRIPS)), blocks),
+            *(walk.x, self.packed, self.slot_column, self.rank, self.here, self.place),
+            *(self.tile_word, self.slot_at, is_sparse, tiles, walk.width),
             TILE=tile,
-            num_warps=8,
+            BLOCK=strip,
+            STRIPS=STRIPS,
+            num_warps=PACK_WARPS,
         )
 
     def add_products(self, index: int, first: int, here: int, factor: Tensor) -> tuple[bool, bool]:
@@ -181,30 +230,39 @@ class Filter:
         """
         from . import selected_kernels as kernels
 
-        walk, shapes = self.walk, self.walk.shapes
+        walk, shapes = self.walk, self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
         ranks = Selection(walk.selection.target, self.rank, None, self.here)
         gather(factor, self.ranked, ranks, 0, shapes)
-        constants: dict[str, Any] = shapes.constants(columns)
         start(
             kernels._linear_cross_entropy_selected_products_kernel,
             (shapes.programs,),
             *(fused.tiles_of(self.packed, step, tile), fused.tiles_of(self.packed, tile, step)),
             fused.tiles_of(self.ranked, step, columns),
             *(walk.weight, walk.grad_weight, self.sums, self.slot_column, self.column_order),
-            *(self.is_sparse[index], self.block_start, self.tile_start),
-            *(self.tile_slot, self.tile_block, self.counters[index]),
+            *(self.is_sparse[index], self.block_start, self.slot_at, self.tile_start),
+            *(self.tile_slot, self.tile_block, self.counters[index], first),
             *(self.blocks, self.tiles, self.splits, walk.height, walk.vocab, walk.depth),
-            TILE=tile,
             NEEDS_HIDDEN=self.needs_hidden,
             NEEDS_WEIGHT=self.needs_weight,
-            **constants,
+            **products_constants(shapes),
         )
         if self.sums is not None:
-            kernels._linear_cross_entropy_selected_rows_kernel[(here,)](
+            block = 16 if shapes.is_interpreted else min(1024, 1 << (walk.depth - 1).bit_length())
+            _run(
+                "rows",
+                (here,),
                 *(self.sums, walk.grad_hidden, self.rank, walk.selection.order, self.here),
                 *(self.is_sparse[index], walk.row_scale, first, walk.height),
                 *(self.splits, walk.depth),
-                BLOCK=16 if shapes.is_interpreted else 1024,
+                BLOCK=block,
             )
         return self.needs_hidden, self.needs_weight
+
+
+def _run(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel of `selected_kernels`, which is looked up: a piece has a dozen launches."""
+    from . import selected_kernels
+
+    kernel = getattr(selected_kernels, f"_linear_cross_entropy_selected_{name}_kernel")
+    launch(kernel, grid, arguments, constants, tuple(constants.values()))

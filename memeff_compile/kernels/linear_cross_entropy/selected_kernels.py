@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .._triton.products_kernels import dot
-from .fused_kernels import _quarter, _rows_here
+from .fused_kernels import _halves, _rows_here
 
 # A tile of statistics is light in a row if none of its probabilities reaches this.
 LIGHT = tl.constexpr(2.0**-10)
@@ -137,9 +137,9 @@ def _linear_cross_entropy_selected_score_kernel(
     vocab,
     width,  # W
     highest,  # of the levels
-    C: tl.constexpr,
+    C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most
 ):
-    """Score columns by the most that a row of the block has there; sum what each level drops."""
+    """Score columns by what the rows of the block have there; sum what each level drops."""
     block = tl.program_id(0)
     chunk = tl.program_id(1)
     rows_here = tl.load(here_ptr)
@@ -155,15 +155,19 @@ def _linear_cross_entropy_selected_score_kernel(
         columns = start + tl.arange(0, C.BLOCK)
         # Behind the last column X is zero, in whole tiles.
         there = row_ptr[:, None] + columns[None, :]
-        loaded = tl.load(there, mask=is_row[:, None], other=0.0)
-        x = tl.abs(loaded.to(tl.float32))
-        weighed = x * inverse[:, None]
-        weighed = tl.where(weighed == weighed, weighed, float("inf"))
-        score = tl.max(weighed, axis=0)
+        x = tl.abs(tl.load(there, mask=is_row[:, None], other=0.0))
+        weighed = x.to(tl.float32) * inverse[:, None]
+        if C.SUMS:
+            score = tl.sum(weighed, axis=0)
+        else:
+            weighed = tl.where(weighed == weighed, weighed, float("inf"))
+            score = tl.max(weighed, axis=0)
+        # What is nan counts.
+        score = tl.where(score == score, score, float("inf"))
         tl.store(score_ptr + block * vocab + columns, score, mask=columns < vocab)
         is_under = score[:, None] < levels[None, :]
         # Zeros and ones times what is rounded already: only the sums are rounded.
-        sums = dot(x.to(loaded.dtype), is_under.to(loaded.dtype), sums, C.UPCAST)
+        sums = dot(x, is_under.to(x.dtype), sums, C.UPCAST)
     sums = tl.where(is_row[:, None], sums * inverse[:, None], 0.0)
     out = (block * tl.num_programs(1) + chunk) * C.LEVELS * C.TILE
     place = tl.arange(0, C.LEVELS)[None, :] * C.TILE + tl.arange(0, C.TILE)[:, None]
@@ -172,57 +176,72 @@ def _linear_cross_entropy_selected_score_kernel(
 
 @triton.jit
 def _linear_cross_entropy_selected_level_kernel(
-    part_ptr,
-    rank_ptr,
-    order_ptr,  # (N,) int32
-    here_ptr,
-    level_ptr,  # (blocks,) fp32 out: columns with a score of this or more count
-    dropped_ptr,  # (N,) fp32 out, original rows
-    first_row,
+    part_ptr,  # (blocks, chunks, LEVELS, TILE) fp32
+    lost_ptr,  # (blocks, LEVELS, TILE) fp32 out: what each row loses at each level
+    fits_ptr,  # (blocks, LEVELS) int32 out: whether that is not too much of any
     chunks,
-    highest,
     limit,  # what a row may lose
-    C: tl.constexpr,
+    C: tl.constexpr,  # SOME: levels of a program
 ):
-    """Choose the highest level at which no row of the block loses too much."""
+    """Sum over the vocabulary what rows lose at some levels."""
     block = tl.program_id(0)
-    places = block * C.TILE + tl.arange(0, C.TILE)
-    is_row = places < tl.load(here_ptr)
-    index = tl.arange(0, C.LEVELS)
+    index = tl.program_id(1) * C.SOME + tl.arange(0, C.SOME)
     place = index[:, None] * C.TILE + tl.arange(0, C.TILE)[None, :]
-    sums = tl.zeros((C.LEVELS, C.TILE), tl.float32)
-    for chunk in range(chunks):
-        sums += tl.load(part_ptr + (block * chunks + chunk) * C.LEVELS * C.TILE + place)
+    sums = tl.zeros((C.SOME, C.TILE), tl.float32)
+    for start in range(0, chunks, C.CHUNKS):
+        each = start + tl.arange(0, C.CHUNKS)
+        at = (block * chunks + each)[:, None, None] * (C.LEVELS * C.TILE) + place[None, :, :]
+        found = tl.load(part_ptr + at, mask=(each < chunks)[:, None, None], other=0.0)
+        sums += tl.sum(found, axis=0)
+    tl.store(lost_ptr + block * C.LEVELS * C.TILE + place, sums)
     # nan does not fit.
     is_over = tl.where(sums <= limit, 0, 1)
-    fits = tl.max(is_over, axis=1) == 0
-    chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
-    level = tl.sum(tl.where(index == chosen, _levels(highest, C), 0.0), axis=0)
-    # Where no level fits, every column counts; in a block without rows, none does.
-    level = tl.where(chosen < C.LEVELS, level, -1.0)
-    level = tl.where(tl.max(is_row.to(tl.int32), axis=0) > 0, level, float("inf"))
-    tl.store(level_ptr + block, level)
-    lost = tl.sum(tl.where((index == chosen)[:, None], sums, 0.0), axis=0)
-    source = tl.load(rank_ptr + places, mask=is_row, other=0)
-    out = tl.load(order_ptr + first_row + source, mask=is_row, other=0)
-    tl.store(dropped_ptr + out, lost, mask=is_row)
+    tl.store(fits_ptr + block * C.LEVELS + index, 1 - tl.max(is_over, axis=1))
 
 
 @triton.jit
 def _linear_cross_entropy_selected_word_kernel(
     score_ptr,  # (blocks, V) fp32
-    level_ptr,
+    fits_ptr,  # (blocks, LEVELS) int32
+    lost_ptr,  # (blocks, LEVELS, TILE) fp32
+    rank_ptr,
+    order_ptr,  # (N,) int32
+    here_ptr,
+    dropped_ptr,  # (N,) fp32 out, original rows
     word_ptr,  # (V,) int16 out
+    first_row,
     blocks,
     vocab,
-    BLOCK: tl.constexpr,
+    highest,
+    C: tl.constexpr,
 ):
-    """Write a column's word: a bit for each block that it counts in."""
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.zeros((BLOCK,), tl.int32)
+    """Write a column's word: a bit for each block that it counts in, the first one's the highest.
+
+    It counts at the highest level at which no row of the block loses too much. Ordered by their
+    words, columns that count where few do stand together, which fills more tiles than the reverse.
+    """
+    columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
+    rows_here = tl.load(here_ptr)
+    index = tl.arange(0, C.LEVELS)
+    word = tl.zeros((C.BLOCK,), tl.int32)
     for block in range(blocks):
+        fits = tl.load(fits_ptr + block * C.LEVELS + index) > 0
+        chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
+        level = tl.sum(tl.where(index == chosen, _levels(highest, C), 0.0), axis=0)
+        # Where no level fits, every column counts; in a block without rows, none does.
+        level = tl.where(chosen < C.LEVELS, level, -1.0)
+        level = tl.where(block * C.TILE < rows_here, level, float("inf"))
         score = tl.load(score_ptr + block * vocab + columns, mask=columns < vocab, other=0.0)
-        word |= (score >= tl.load(level_ptr + block)).to(tl.int32) << block
+        word |= (score >= level).to(tl.int32) << (BLOCKS - 1 - block)
+        if block == tl.program_id(0):
+            places = block * C.TILE + tl.arange(0, C.TILE)
+            is_row = places < rows_here
+            is_lost = is_row & (chosen < C.LEVELS)
+            place = (block * C.LEVELS + chosen) * C.TILE + tl.arange(0, C.TILE)
+            lost = tl.load(lost_ptr + place, mask=is_lost, other=0.0)
+            source = tl.load(rank_ptr + places, mask=is_row, other=0)
+            out = tl.load(order_ptr + first_row + source, mask=is_row, other=0)
+            tl.store(dropped_ptr + out, lost, mask=is_row)
     tl.store(word_ptr + columns, word.to(tl.int16), mask=columns < vocab)
 
 
@@ -234,13 +253,19 @@ def _either(one, other):
 @triton.jit
 def _linear_cross_entropy_selected_tile_kernel(
     word_ptr,  # (V,) int16, sorted
+    column_order_ptr,  # (V,) int64
     tile_word_ptr,  # (T,) int32 out
+    place_ptr,  # (T * TILE,) int32 out: where a column stands in the order
     vocab,
     TILE: tl.constexpr,
 ):
     """Write a tile's word: a bit for each block that one of its columns counts in."""
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
+    is_column = places < vocab
+    # Behind the last column stand those that do not exist, of which X is zero.
+    column = tl.load(column_order_ptr + places, mask=is_column, other=0)
+    tl.store(place_ptr + tl.where(is_column, column, places), places)
+    words = tl.load(word_ptr + places, mask=is_column, other=0).to(tl.int32) & 0xFFFF
     tl.store(tile_word_ptr + tl.program_id(0), tl.reduce(words, 0, _either))
 
 
@@ -259,8 +284,7 @@ def _linear_cross_entropy_selected_list_kernel(
     is_sparse_ptr,  # (1,) int32 out: whether what counts fits
     dense_kept_ptr,  # (1,) int32 out: rows that are left to the dense kernels
     block_start_ptr,  # (blocks + 1,) int32 out: where a block's slots start
-    slot_tile_ptr,  # (blocks * T,) int32 out: the tile of each slot, block by block
-    slot_block_ptr,  # (blocks * T,) int32 out: and its block
+    slot_at_ptr,  # (blocks, T) int32 out: a block's slot of a tile, or the next one
     tile_start_ptr,  # (T + 1,) int32 out: where a tile's list starts
     tile_slot_ptr,  # (blocks * T,) int32 out: its slots
     tile_block_ptr,  # (blocks * T,) int32 out: and their blocks
@@ -275,7 +299,7 @@ def _linear_cross_entropy_selected_list_kernel(
     for start in range(0, tiles, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         words = tl.load(tile_word_ptr + offs, mask=offs < tiles, other=0)
-        before += tl.sum(_bits(words & ((1 << block) - 1)), axis=0)
+        before += tl.sum(_bits(words >> (BLOCKS - block)), axis=0)
         total += tl.sum(_bits(words), axis=0)
     tl.store(block_start_ptr + block, before)
     if block == 0:
@@ -290,12 +314,11 @@ def _linear_cross_entropy_selected_list_kernel(
         offs = start + tl.arange(0, BLOCK)
         words = tl.load(tile_word_ptr + offs, mask=offs < tiles, other=0)
         count = _bits(words)
-        own = (words >> block) & 1
+        own = (words >> (BLOCKS - 1 - block)) & 1
         first = listed + tl.cumsum(count, axis=0) - count
         here = slot + tl.cumsum(own, axis=0) - own
-        at = first + _bits(words & ((1 << block) - 1))
-        tl.store(slot_tile_ptr + here, offs, mask=own > 0)
-        tl.store(slot_block_ptr + here, tl.zeros((BLOCK,), tl.int32) + block, mask=own > 0)
+        at = first + _bits(words >> (BLOCKS - block))
+        tl.store(slot_at_ptr + block * tiles + offs, here, mask=offs < tiles)
         tl.store(tile_slot_ptr + at, here, mask=own > 0)
         tl.store(tile_block_ptr + at, tl.zeros((BLOCK,), tl.int32) + block, mask=own > 0)
         tl.store(tile_start_ptr + offs, first, mask=(offs < tiles) & (block == 0))
@@ -306,47 +329,59 @@ def _linear_cross_entropy_selected_list_kernel(
 @triton.jit
 def _linear_cross_entropy_selected_pack_kernel(
     x_ptr,  # (R, W)
-    packed_ptr,  # (slots * TILE, TILE) out
-    slot_column_ptr,  # (slots * TILE,) int32 out, -1 behind the last column
+    packed_ptr,  # (slots * TILE, TILE) out: columns of X, of the rows of a block
+    slot_column_ptr,  # (slots * TILE,) int32 out: which ones; V or more behind the last
     rank_ptr,
     here_ptr,
-    column_order_ptr,  # (V,) int64
+    place_ptr,  # (T * TILE,) int32
+    tile_word_ptr,
+    slot_at_ptr,
     is_sparse_ptr,
-    slots_ptr,  # (1,) int32: how many there are
-    slot_tile_ptr,
-    slot_block_ptr,
-    vocab,
+    tiles,
     width,
-    TILE: tl.constexpr,
+    C: tl.constexpr,  # STRIPS of BLOCK columns per program
 ):
-    """Copy tiles that count, row by row and column by column; what does not exist is zero.
+    """Copy tiles that count, turned: a column of a block is one run of memory, wherever it goes.
 
-    All programs are in the same few blocks at a time, whose rows of X then stay in the L2 cache.
+    X is read once, in the order in which it lies.
     """
-    stop = tl.where(tl.load(is_sparse_ptr) > 0, tl.load(slots_ptr), 0)
-    rows_here = tl.load(here_ptr)
-    offs = tl.arange(0, TILE)
-    for slot in range(tl.program_id(0), stop, tl.num_programs(0)):
-        places = tl.load(slot_block_ptr + slot) * TILE + offs
-        is_row = places < rows_here
+    if tl.load(is_sparse_ptr) > 0:
+        block = tl.program_id(1)
+        offs = tl.arange(0, C.TILE)
+        places = block * C.TILE + offs
+        is_row = places < tl.load(here_ptr)
         source = tl.load(rank_ptr + places, mask=is_row, other=0)
         row_ptr = x_ptr + source.to(tl.int64) * width
-        column_place = tl.load(slot_tile_ptr + slot) * TILE + offs
-        is_column = column_place < vocab
-        column = tl.load(column_order_ptr + column_place, mask=is_column, other=0)
-        mask = is_row[:, None] & is_column[None, :]
-        x = tl.load(row_ptr[:, None] + column[None, :], mask=mask, other=0.0)
-        top = slot * TILE
-        out = (top + offs).to(tl.int64)[:, None] * TILE + offs[None, :]
-        tl.store(packed_ptr + out, x)
-        number = tl.where(is_column, column, -1).to(tl.int32)
-        tl.store(slot_column_ptr + top + offs, number)
+        first = tl.program_id(0) * (C.STRIPS * C.BLOCK)
+        stop = tl.minimum(first + C.STRIPS * C.BLOCK, tiles * C.TILE)
+        for start in range(first, stop, C.BLOCK):
+            columns = start + tl.arange(0, C.BLOCK)
+            place = tl.load(place_ptr + columns)
+            tile = place // C.TILE
+            counts = ((tl.load(tile_word_ptr + tile) >> (BLOCKS - 1 - block)) & 1) > 0
+            if tl.max(counts.to(tl.int32), axis=0) > 0:
+                slot = tl.load(slot_at_ptr + block * tiles + tile)
+                there = row_ptr[:, None] + columns[None, :]
+                x = tl.load(there, mask=is_row[:, None], other=0.0)
+                out = slot * C.TILE + place % C.TILE
+                out_ptrs = packed_ptr + out.to(tl.int64)[None, :] * C.TILE + offs[:, None]
+                tl.store(out_ptrs, x, mask=counts[None, :])
+                tl.store(slot_column_ptr + out, columns, mask=counts)
+
+
+@triton.jit
+def _part(tile, index: tl.constexpr, C: tl.constexpr):
+    """Return one of PARTS of the columns of a tile."""
+    part = _halves(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
+    if C.PARTS == 4:
+        part = _halves(part, C.TILE, C.BN // 2)[index % 2]
+    return part
 
 
 @triton.jit
 def _linear_cross_entropy_selected_products_kernel(
-    packed_by_column_desc,  # (slots * TILE, TILE), block BK x TILE
-    packed_by_row_desc,  # (slots * TILE, TILE), block TILE x BK
+    packed_by_step_desc,  # (slots * TILE, TILE), block BK x TILE
+    packed_by_tile_desc,  # (slots * TILE, TILE), block TILE x BK
     ranked_desc,  # (R, D) rows times their scale, ranked, block BK x BN
     weight_ptr,  # (V, D) contiguous
     grad_weight_ptr,  # (V, D) contiguous, in and out, or None
@@ -355,13 +390,15 @@ def _linear_cross_entropy_selected_products_kernel(
     column_order_ptr,
     is_sparse_ptr,
     block_start_ptr,
+    slot_at_ptr,
     tile_start_ptr,
     tile_slot_ptr,
     tile_block_ptr,
     counter_ptr,  # (1,) int32, 0 at first
+    first_row,  # of the piece; dC is still zero in the first one
     blocks,
     tiles,
-    splits,  # programs that share the sum of a tile of dE
+    splits,  # shares of the tiles, each of which has its own sum of dE
     piece_rows,
     vocab,
     depth,
@@ -369,8 +406,9 @@ def _linear_cross_entropy_selected_products_kernel(
 ):
     """Sum packed tiles times gathered rows of the weight, and add packed tiles times rows to dC.
 
-    Tiles of dE, the longest first, then those of dC; each is one program's, so that the order in
-    which programs take them changes no bit.
+    Tiles of dE first, which are the longest, blocks side by side: they share rows of the weight,
+    which stay in the L2 cache. Each tile is one program's, so that the order in which programs take
+    them changes no bit.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
@@ -381,38 +419,41 @@ def _linear_cross_entropy_selected_products_kernel(
         items += tiles * depth_blocks
     items = tl.where(tl.load(is_sparse_ptr) > 0, items, 0)
     STEPS: tl.constexpr = C.TILE // C.BK
+    WIDE: tl.constexpr = C.BN // C.PARTS
     item = tl.atomic_add(counter_ptr, 1)
     while item < items:
-        offs_d = (item % depth_blocks) * C.BN + tl.arange(0, C.BN)
         if item < hidden_items:
             if C.NEEDS_HIDDEN:
+                first_column = (item % depth_blocks) * C.BN
+                offs_d = first_column + tl.arange(0, C.BN)
                 rest = item // depth_blocks
-                block = blocks - 1 - rest // splits
-                split = rest % splits
-                start = tl.load(block_start_ptr + block)
-                stop = tl.load(block_start_ptr + block + 1)
-                share = tl.cdiv(stop - start, splits)
-                first = start + split * share
-                stop = tl.minimum(stop, first + share)
+                block = blocks - 1 - rest % blocks
+                split = rest // blocks
+                share = tl.cdiv(tiles, splits)
+                end = tl.load(block_start_ptr + block + 1)
+                at = slot_at_ptr + block * tiles
+                start = tl.load(at + split * share, mask=split * share < tiles, other=0)
+                start = tl.where(split * share < tiles, start, end)
+                last = (split + 1) * share
+                stop = tl.where(last < tiles, tl.load(at + last, mask=last < tiles, other=0), end)
                 acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
-                for step in range(first * STEPS, stop * STEPS):
-                    g = packed_by_row_desc.load([step // STEPS * C.TILE, step % STEPS * C.BK])
+                for step in range(start * STEPS, stop * STEPS):
+                    g = packed_by_step_desc.load([step * C.BK, 0])
                     column = tl.load(slot_column_ptr + step * C.BK + tl.arange(0, C.BK))
-                    mask = (column >= 0)[:, None] & (offs_d < depth)[None, :]
+                    mask = (column < vocab)[:, None] & (offs_d < depth)[None, :]
                     place = column.to(tl.int64)[:, None] * depth + offs_d[None, :]
                     c = tl.load(weight_ptr + place, mask=mask, other=0.0)
-                    acc = dot(g, c, acc, C.UPCAST)
+                    acc = dot(g.T, c, acc, C.UPCAST)
                 rows = split * piece_rows + block * C.TILE + tl.arange(0, C.TILE)
-                for quarter in tl.static_range(4):
-                    part = _quarter(acc, quarter, C.TILE, C.BN)
-                    columns = (item % depth_blocks) * C.BN + quarter * (C.BN // 4)
-                    columns += tl.arange(0, C.BN // 4)
+                for index in tl.static_range(C.PARTS):
+                    part = _part(acc, index, C)
+                    columns = first_column + index * WIDE + tl.arange(0, WIDE)
                     place = rows.to(tl.int64)[:, None] * depth + columns[None, :]
                     tl.store(sums_ptr + place, part, mask=(columns < depth)[None, :])
         else:
             if C.NEEDS_WEIGHT:
                 tile = (item - hidden_items) // depth_blocks
-                depth_block = (item - hidden_items) % depth_blocks
+                first_column = (item - hidden_items) % depth_blocks * C.BN
                 start = tl.load(tile_start_ptr + tile)
                 stop = tl.load(tile_start_ptr + tile + 1)
                 if stop > start:
@@ -421,19 +462,19 @@ def _linear_cross_entropy_selected_products_kernel(
                         slot = tl.load(tile_slot_ptr + step // STEPS)
                         block = tl.load(tile_block_ptr + step // STEPS)
                         k = step % STEPS * C.BK
-                        g = packed_by_column_desc.load([slot * C.TILE + k, 0])
-                        e = ranked_desc.load([block * C.TILE + k, depth_block * C.BN])
-                        acc = dot(g.T, e, acc, C.UPCAST)
+                        g = packed_by_tile_desc.load([slot * C.TILE, k])
+                        e = ranked_desc.load([block * C.TILE + k, first_column])
+                        acc = dot(g, e, acc, C.UPCAST)
                     places = tile * C.TILE + tl.arange(0, C.TILE)
                     is_column = places < vocab
                     column = tl.load(column_order_ptr + places, mask=is_column, other=0)
-                    for quarter in tl.static_range(4):
-                        part = _quarter(acc, quarter, C.TILE, C.BN)
-                        columns = depth_block * C.BN + quarter * (C.BN // 4)
-                        columns += tl.arange(0, C.BN // 4)
+                    for index in tl.static_range(C.PARTS):
+                        part = _part(acc, index, C)
+                        columns = first_column + index * WIDE + tl.arange(0, WIDE)
                         mask = is_column[:, None] & (columns < depth)[None, :]
                         out_ptrs = grad_weight_ptr + column[:, None] * depth + columns[None, :]
-                        part += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+                        if first_row > 0:
+                            part += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
                         tl.store(out_ptrs, part.to(out_ptrs.dtype.element_ty), mask=mask)
         item = tl.atomic_add(counter_ptr, 1)
 

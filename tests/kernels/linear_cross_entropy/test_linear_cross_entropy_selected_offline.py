@@ -14,19 +14,21 @@ pytestmark = pytest.mark.offline
 CAPABILITIES = gpus(80, 90, 100)
 HALVES = ("x_ptr", "packed_ptr", "weight_ptr", "grad_weight_ptr", "grad_hidden_ptr")
 FLOATS = ("part_ptr", "level_ptr", "score_ptr", "sums_ptr", "stats_ptr", "base_ptr", "light_ptr")
-FLOATS += ("inverse_ptr", "dropped_ptr", "row_scale_ptr", "row_values_ptr")
+FLOATS += ("inverse_ptr", "dropped_ptr", "row_scale_ptr", "row_values_ptr", "lost_ptr")
 WIDTHS = {"word_ptr": "*i16", "column_order_ptr": "*i64"}
-LEVELS = {"TILE": 128, "LEVELS": 16, "STEP": 0.9375}
+LEVELS = {"TILE": 128, "LEVELS": 64, "STEP": 0.25}
+STRIPS = {"CHUNK": 4096, "BLOCK": 64, "STAGES": 3, "UPCAST": False}
 HELPERS = {
     "weigh": ({"HAS_KEPT": True, "ROWS": 8, "TILES": 128}, 4),
     "weigh_rows": ({"HAS_KEPT": True, "BLOCK": 4096}, 4),
     "rank": ({"BLOCK": 128, "OTHERS": 32}, 4),
-    "score": ({**LEVELS, "CHUNK": 4096, "BLOCK": 64, "STAGES": 3, "UPCAST": False}, 8),
-    "level": (LEVELS, 4),
-    "word": ({"BLOCK": 512}, 4),
+    "score": ({**LEVELS, **STRIPS, "SUMS": True}, 8),
+    "score by the most": ({**LEVELS, **STRIPS, "LEVELS": 16, "STEP": 0.0, "SUMS": False}, 8),
+    "level": ({**LEVELS, "SOME": 8, "CHUNKS": 8}, 4),
+    "word": ({**LEVELS, "BLOCK": 512}, 4),
     "tile": ({"TILE": 128}, 1),
     "list": ({"BLOCK": 512}, 4),
-    "pack": ({"TILE": 128}, 8),
+    "pack": ({"TILE": 128, "BLOCK": 64, "STRIPS": 4}, 4),
     "rows": ({"BLOCK": 1024}, 4),
 }
 
@@ -34,10 +36,11 @@ HELPERS = {
 def _compile(capability: int, name: str, constants: dict[str, Any], warps: int, stages: int) -> Any:
     from memeff_compile.kernels.linear_cross_entropy import selected_kernels
 
+    columns = constants.get("BN", 128)
     blocks = {
-        "packed_by_column_desc": (64, 128),
-        "packed_by_row_desc": (128, 64),
-        "ranked_desc": (64, 256),
+        "packed_by_step_desc": (64, 128),
+        "packed_by_tile_desc": (128, 64),
+        "ranked_desc": (64, columns),
     }
 
     def type_of(argument: str) -> str | None:
@@ -48,6 +51,7 @@ def _compile(capability: int, name: str, constants: dict[str, Any], warps: int, 
             return WIDTHS.get(argument, f"*{kind}")
         return "fp32" if argument in ("scale", "highest", "limit") else "i32"
 
+    name = name.split()[0]
     kernel = getattr(selected_kernels, f"_linear_cross_entropy_selected_{name}_kernel")
     aligned = ("depth", "width")
     return compile_for(
@@ -63,16 +67,19 @@ def test_helpers_compile_within_the_limits(name: str, capability: int) -> None:
     constants, warps = HELPERS[name]
     ptx = within_limits(_compile(capability, name, constants, warps, 3), capability)
     # What is scored next is on its way.
-    assert name != "score" or "cp.async" in ptx
+    assert not name.startswith("score") or "cp.async" in ptx
+    # A column of a block is written as one run.
+    assert name != "pack" or re.search(r"st\.global\.v4\.b32", ptx)
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
 def test_products_compile_within_the_limits(needs: tuple[bool, bool]) -> None:
+    from memeff_compile.kernels.linear_cross_entropy import selected
     from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
-    shapes = shapes_for_programs(132)
-    constants = {"TILE": 128, "NEEDS_HIDDEN": needs[0], "NEEDS_WEIGHT": needs[1]}
-    constants |= shapes.constants(256)
+    shapes = selected.products_shapes(shapes_for_programs(132))
+    constants = {"NEEDS_HIDDEN": needs[0], "NEEDS_WEIGHT": needs[1]}
+    constants |= selected.products_constants(shapes)
     ptx = within_limits(_compile(90, "products", constants, shapes.warps, shapes.stages), 90)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
