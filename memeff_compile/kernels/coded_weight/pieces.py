@@ -1,0 +1,164 @@
+"""The engine `triton` for weights of win4 in one piece of memory: several of them in one launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import compat
+from .._triton.launch import launch_plain
+from ..device import on_device
+from . import shapes
+from .codecs import Step, kernel_of, moves
+from .layout import CHUNK, padded, piece_places, piece_room
+
+MOST = 8
+"""Weights of one launch."""
+HEADING = 2 * MOST
+"""Numbers of 16 bits in front of the values in a refuge: the lengths that lists need."""
+
+
+def parts_of(piece: Tensor, count: int) -> list[Tensor]:
+    """Return the parts of a weight of so many elements in one piece, which share its memory."""
+    found = []
+    for place, (start, length) in enumerate(piece_places(count, piece.numel())):
+        words = piece[start : start + length]
+        found.append(words.view(torch.int16) if place in (3, 4) else words)
+    return found
+
+
+def sheltered(counts: Sequence[int]) -> int:
+    """Return the numbers of 16 bits that weights of so many elements take in a refuge together."""
+    return HEADING + sum(map(padded, counts))
+
+
+class _Launch(NamedTuple):
+    grid: int
+    settings: dict[str, Any]  # as `launch_plain` takes them
+    name: tuple[Any, ...]
+
+
+class _Plan(NamedTuple):
+    """How weights of these sizes are decoded, moved and encoded, and listed."""
+
+    chunks: int
+    rooms: tuple[int, ...]
+    decode: _Launch
+    steps: tuple[_Launch, _Launch]  # without weight decay, and with it
+    lists: _Launch
+
+
+@lru_cache(maxsize=4096)
+def _plan(*sizes: tuple[int, int]) -> _Plan:
+    """Plan launches for weights of (elements, words of the piece) each."""
+    chunks = tuple(padded(count) // CHUNK for count, _ in sizes)
+    rooms = tuple(piece_room(*size) for size in sizes)
+    each = tuple(-(-count // shapes.LISTS_PROGRAMS) for count in chunks)
+    listing = tuple(accumulate(-(-c // e) for c, e in zip(chunks, each, strict=True)))
+    ends = tuple(accumulate(chunks))
+    about = (("COUNT", len(sizes)), ("ENDS", ends), ("CHUNKS", chunks), ("ROOMS", rooms))
+    words, patches = shapes.WIN4_DECODE_WORDS, ("PATCHES", shapes.PATCHES)
+    decoding = tuple(end * (CHUNK // 8 // words) for end in ends)
+    decode = _launch(
+        decoding[-1],
+        shapes.WIN4_DECODE_WARPS,
+        *(*about, ("DECODING", decoding), ("WORDS", words), patches),
+    )
+    lists = _launch(
+        listing[-1],
+        1,
+        *(*about, ("LISTING", listing), ("PROGRAMS", shapes.LISTS_PROGRAMS)),
+        *(("BLOCK", shapes.STARTS_BLOCK), ("HEADING", HEADING)),
+    )
+    without, with_decay = (
+        _launch(
+            ends[-1],
+            shapes.WIN4_STEP_WARPS,
+            *(*about, ("STEP", True), ("HAS_DECAY", has_decay), patches),
+        )
+        for has_decay in (False, True)
+    )
+    return _Plan(ends[-1], rooms, decode, (without, with_decay), lists)
+
+
+def _launch(grid: int, warps: int, *constants: tuple[str, Any]) -> _Launch:
+    return _Launch(grid, {**dict(constants), "num_warps": warps}, (warps, *constants))
+
+
+def _run(kernel: str, how: _Launch, tensors: list[Tensor], numbers: Sequence[float] = ()) -> None:
+    found = kernel_of("piece_kernels", f"piece_{kernel}_kernel")
+    launch_plain(found, (how.grid,), tensors, numbers, how.settings, how.name)
+
+
+def _operands(several: Sequence[Tensor]) -> list[Tensor]:
+    """Return as many tensors as a kernel takes; those beyond the last are not read."""
+    return [*several, *(several[:1] * (MOST - len(several)))]
+
+
+def decode(pieces: Sequence[Tensor], several: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the bf16 weights of these shapes; one may lie in a slightly larger buffer."""
+    counts = [math.prod(shape) for shape in several]
+    plan = _plan(*((c, piece.numel()) for c, piece in zip(counts, pieces, strict=True)))
+    outs: list[Tensor] = []
+    with on_device(pieces[0]):
+        for shape, count in zip(several, counts, strict=True):
+            whole = count % CHUNK == 0 and count == padded(count)
+            outs.append(compat.empty_like_memory_of(pieces[0], shape if whole else (padded(count),)))
+        _run("decode", plan.decode, [*_operands(list(pieces)), *_operands(outs)])
+    return [
+        out if out.dim() == len(shape) and out.numel() == count else out[:count].view(*shape)
+        for out, shape, count in zip(outs, several, counts, strict=True)
+    ]
+
+
+class Outcomes:
+    """Whether weights fitted into their lists, known when the GPU has got so far."""
+
+    def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
+        """Note the moment on the current stream."""
+        self._refuge, self._rooms, self._counts = refuge, rooms, counts
+        self._event = torch.cuda.Event() if torch.cuda.is_available() else None
+        if self._event is not None:
+            self._event.record()
+
+    def misfits(self) -> list[tuple[int, Tensor]]:
+        """Wait for the GPU; return the places of weights that did not fit, and their patterns."""
+        if self._event is not None:
+            self._event.synchronize()
+        needed = self._refuge[:HEADING].view(torch.int32).tolist()
+        if all(need <= room for need, room in zip(needed, self._rooms, strict=False)):
+            return []
+        ends = list(accumulate(map(padded, self._counts), initial=HEADING))
+        return [
+            (place, self._refuge[ends[place] : ends[place] + count])
+            for place, count in enumerate(self._counts)
+            if needed[place] > self._rooms[place]
+        ]
+
+
+def step(
+    pieces: Sequence[Tensor],
+    gradients: Sequence[Tensor],  # bf16, of whole chunks; over them the new weights go
+    by: Step,
+    refuge: Tensor,  # of the host, `sheltered` long, for those that do not fit
+) -> Outcomes:
+    """Move weights along their gradients and encode them where they are, all in two launches.
+
+    The bits are those of `codecs.step` and `encode_soon` for each. Where memory runs out, nothing
+    was written.
+    """
+    counts = [gradient.numel() for gradient in gradients]
+    plan = _plan(*((c, piece.numel()) for c, piece in zip(counts, pieces, strict=True)))
+    rates, _ = moves(by)
+    with on_device(pieces[0]):
+        found = torch.empty(2 * plan.chunks, dtype=torch.int32, device=pieces[0].device)
+        operands = [*_operands(list(pieces)), *_operands(list(gradients)), found]
+        _run("encode", plan.steps[by.decay != 0], operands, rates)
+        _run("lists", plan.lists, [*operands, refuge])
+        return Outcomes(refuge, plan.rooms, counts)
