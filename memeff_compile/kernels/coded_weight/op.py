@@ -21,8 +21,8 @@ from torch import Tensor
 from ...errors import UnsupportedInputError
 from .. import library
 from ..device import kernels_serve, without_autocast
-from . import codecs, reference
-from .layout import LISTS, Format, parse
+from . import codecs, pieces, reference
+from .layout import LISTS, Format, fits_one_piece, parse
 
 ENGINES = {
     "triton": (
@@ -118,7 +118,7 @@ def make_refuge(count: int, device: torch.device) -> Tensor | None:
 
 def _form(codec: str, parts: Sequence[Tensor]) -> Format:
     form = parse(codec)
-    if len(parts) != len(form.parts):
+    if len(parts) != len(form.parts) and not (len(parts) == 1 and fits_one_piece(form)):
         raise UnsupportedInputError(
             f"coded_weight: {len(parts)} parts were given; {codec} has {len(form.parts)}: "
             f"{', '.join(form.parts)}."
@@ -128,9 +128,17 @@ def _form(codec: str, parts: Sequence[Tensor]) -> Format:
 
 def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object = None) -> Tensor:
     form = _form(codec, parts)
-    if _uses_kernels(parts[0]):
-        return codecs.decode(parts, form, size)
-    return reference.decode(parts, form, size)
+    if not _uses_kernels(parts[0]):
+        return reference.decode(_apart(parts, form, size), form, size)
+    if len(parts) < len(form.parts):
+        return pieces.decode(parts, [size])[0]
+    return codecs.decode(parts, form, size)
+
+
+def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequence[Tensor]:
+    """Return the parts of a weight that may be one piece of memory."""
+    is_apart = len(parts) == len(form.parts)
+    return parts if is_apart else pieces.parts_of(parts[0], math.prod(size))
 
 
 def _fake_decode(
@@ -180,7 +188,8 @@ def _product(given: Product) -> Tensor:
     tokens = math.prod(x.shape[:-1])
     is_near = _uses_kernels(x) and x.shape[-1] == size[1]
     if is_near and codecs.fuses(form, tokens, size, x.device, trains=trains):
-        rows = codecs.product(x.reshape(tokens, size[1]), parts, bias, size)
+        apart = _apart(parts, form, size)
+        rows = codecs.product(x.reshape(tokens, size[1]), apart, bias, size)
         return rows.view(*x.shape[:-1], size[0])
     weight = _decode(parts, codec, size)
     with without_autocast(x.device.type):

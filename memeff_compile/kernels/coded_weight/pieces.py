@@ -16,7 +16,7 @@ from .._triton.launch import launch_plain
 from ..device import on_device
 from . import shapes
 from .codecs import Step, kernel_of, moves
-from .layout import CHUNK, padded, piece_places, piece_room
+from .layout import CHUNK, padded, piece_places, piece_room, piece_words
 
 MOST = 8
 """Weights of one launch."""
@@ -31,6 +31,16 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
         words = piece[start : start + length]
         found.append(words.view(torch.int16) if place in (3, 4) else words)
     return found
+
+
+def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
+    """Return a piece with the parts of a weight of so many elements, or fill one that is longer."""
+    if piece is None:
+        words = piece_words(count, parts[3].numel())
+        piece = torch.zeros(words, dtype=torch.int32, device=parts[0].device)
+    for place, part in zip(parts_of(piece, count), parts, strict=True):
+        place[: part.numel()].copy_(part)
+    return piece
 
 
 def sheltered(counts: Sequence[int]) -> int:

@@ -356,7 +356,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
             share = min(2 * room.share, MOST_ROOM.share)
             self._room = Room(share, min(2 * room.least, MOST_ROOM.least))
             with suppress(torch.OutOfMemoryError):  # where they are is good enough
-                side_by_side(coded, self._room)
+                side_by_side(coded, self._room, whole=True)
 
     def _coded(self) -> list[CodedWeight]:
         return [u.parameter for u in self._updates if isinstance(u.parameter, CodedWeight)]
@@ -463,7 +463,7 @@ def optim_in_backward(
     for weight in tight:
         weight.room = TRAINING_ROOM
     with torch.no_grad():
-        side_by_side(tight, TRAINING_ROOM)
+        side_by_side(tight, TRAINING_ROOM, whole=True)
     queue = _Queue(coded)
     updates = [_Update(name, p, factory, queue, shards.get(id(p))) for name, p in trained]
     if not updates:
