@@ -1217,6 +1217,17 @@ def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
         hook(optimizer, (), {})
 
 
+def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> None:
+    """Call a function when the gradients of what made these results have been computed, before
+    autograd hands them on.
+    """
+    for result in results:
+        made_by = result.grad_fn if isinstance(result, torch.Tensor) else None
+        if made_by is not None:
+            made_by.register_hook(lambda *_: function())
+            return
+
+
 def after_backward(function: Callable[[], None]) -> bool:
     """Call a function at the end of the backward that runs; return False where none does."""
     try:

@@ -22,6 +22,7 @@ from .layout import CODECS as CODECS
 from .layout import Format as Format
 from .layout import parse as parse
 from .marks import Mark as Mark
+from .marks import announce as announce
 from .marks import is_updated_in_backward as is_updated_in_backward
 from .memory import bits_per_weight as bits_per_weight
 from .memory import bytes_before as bytes_before
@@ -33,8 +34,11 @@ from .op import encode as encode
 from .op import engine_for as engine_for
 from .op import make_refuge as make_refuge
 from .op import supports_weight as supports_weight
+from .pieces import MOST as MOST_TOGETHER
+from .pieces import sheltered as sheltered_together
 from .slabs import side_by_side as side_by_side
 from .tensor import OWN_ATTRIBUTES as OWN_ATTRIBUTES
 from .tensor import CodedWeight as CodedWeight
 from .tensor import Unsettled as Unsettled
+from .tensor import UnsettledTogether as UnsettledTogether
 from .tensor import refuse_step as refuse_step

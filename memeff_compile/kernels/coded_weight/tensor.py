@@ -96,9 +96,9 @@ class UnsettledTogether:
 
     is_settled = False
 
-    def __init__(self, by: codecs.Step, encode: Callable[[], None]) -> None:
-        """Collect weights that are moved by this step; `encode` calls ours, with a refuge."""
-        self.by, self._encode = by, encode
+    def __init__(self, by: codecs.Step, encode_now: Callable[[], None]) -> None:
+        """Collect weights that are moved by this step; `encode_now` calls `encode`."""
+        self.by, self._encode_now = by, encode_now
         self.weights: list[CodedWeight] = []
         self._gradients: list[Tensor] = []
         self._outcomes: pieces.Outcomes | None = None
@@ -125,11 +125,11 @@ class UnsettledTogether:
 
     def settle(self) -> None:
         """Wait for the GPU; encode anew what did not fit."""
+        if self._outcomes is None:
+            self._encode_now()  # without our lock: it takes another one first
         with self._lock:
             if self.is_settled:
                 return
-            if self._outcomes is None:
-                self._encode()
             outcomes = cast("pieces.Outcomes", self._outcomes)
             for place, kept in outcomes.misfits():
                 weight = self.weights[place]
