@@ -418,21 +418,54 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 
 
 def compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    tag: str = "",
+    last: Callable[[Graph], None] | None = None,
 ) -> Compiled:
     """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
 
     Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
     other versions have other ops. ``tag`` is what else our ops were compiled for and no graph
-    shows.
+    shows. ``last`` edits each graph that AOTAutograd makes of it, if nobody else asked to.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
 
     tagged = f"{config.cache_key_tag}memeff:{op_fingerprint()}:{tag}"
+    if last is not None:
+        patches = {**patches, **_with_pass(last, patches)}
     with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
         compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
     return cast("Compiled", compiled)
+
+
+def _with_pass(function: Callable[[Graph], None], patches: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting with which Inductor calls a function with each graph it is to compile."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    name = "post_grad_custom_pre_pass"
+    if patches.get(name) is not None or getattr(config, name) is not None:
+        return {}
+
+    class Last(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> str:
+            """Return what its caches tell it apart by: our version is in their key already."""
+            return f"memeff:{function.__module__}.{function.__qualname__}"
+
+    return {name: Last()}
+
+
+def sort_graph(graph: Graph) -> None:
+    """Put nodes behind what they need, and otherwise leave their order."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
 
 
 @contextlib.contextmanager
@@ -660,20 +693,17 @@ def remove_buffer(gm: GraphModule, name: str) -> None:
     sources.pop(name, None)
 
 
-def empty_like_memory_of(like: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Return empty bf16 memory on the device of a tensor, which is the current one if it is a GPU.
+def empty_bf16(
+    size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor
+) -> torch.Tensor:
+    """Return empty memory on the device of a tensor, which is the current one if it is a GPU.
 
     Code of Inductor's makes its buffers so: the way through the dispatcher takes three times as
     long.
     """
-    if not like.is_cuda or _empty_on_gpu is None:
-        return torch.empty(tuple(size), dtype=torch.bfloat16, device=like.device)
-    strides, stride = [], 1
-    for length in reversed(size):
-        strides.append(stride)
-        stride *= length
-    found = _empty_on_gpu(tuple(size), tuple(reversed(strides)), torch.bfloat16)
-    return cast("torch.Tensor", found)
+    if like.is_cuda and _empty_on_gpu is not None:
+        return cast("torch.Tensor", _empty_on_gpu(size, strides, torch.bfloat16))
+    return torch.empty_strided(size, strides, dtype=torch.bfloat16, device=like.device)
 
 
 _empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)

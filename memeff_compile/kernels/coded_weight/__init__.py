@@ -28,6 +28,7 @@ from .memory import bits_per_weight as bits_per_weight
 from .memory import bytes_before as bytes_before
 from .op import ENGINES as ENGINES
 from .op import coded_weight_decode as coded_weight_decode
+from .op import coded_weight_decode_together as coded_weight_decode_together
 from .op import coded_weight_linear as coded_weight_linear
 from .op import coded_weight_linears as coded_weight_linears
 from .op import encode as encode

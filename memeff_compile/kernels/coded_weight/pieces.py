@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from itertools import count as counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import compat
-from .._triton.launch import launch_plain
+from .._triton.launch import launch_aligned
 from ..device import on_device
 from . import shapes
 from .codecs import Step, kernel_of, moves
@@ -49,9 +50,9 @@ def sheltered(counts: Sequence[int]) -> int:
 
 
 class _Launch(NamedTuple):
-    grid: int
+    grid: tuple[int]
     settings: dict[str, Any]  # as `launch_plain` takes them
-    name: tuple[Any, ...]
+    name: int  # unlike any other's
 
 
 class _Plan(NamedTuple):
@@ -97,34 +98,61 @@ def _plan(*sizes: tuple[int, int]) -> _Plan:
     return _Plan(ends[-1], rooms, decode, (without, with_decay), lists)
 
 
+_names = counter()
+
+
 def _launch(grid: int, warps: int, *constants: tuple[str, Any]) -> _Launch:
-    return _Launch(grid, {**dict(constants), "num_warps": warps}, (warps, *constants))
+    return _Launch((grid,), {**dict(constants), "num_warps": warps}, next(_names))
 
 
-def _run(kernel: str, how: _Launch, tensors: list[Tensor], numbers: Sequence[float] = ()) -> None:
+def _run(
+    kernel: str,
+    how: _Launch,
+    tensors: Sequence[Tensor],  # in pairs behind the `before` first ones
+    numbers: Sequence[float] = (),
+    *,
+    before: int = 0,
+) -> None:
     found = kernel_of("piece_kernels", f"piece_{kernel}_kernel")
-    launch_plain(found, (how.grid,), tensors, numbers, how.settings, how.name)
-
-
-def _operands(several: Sequence[Tensor]) -> list[Tensor]:
-    """Return as many tensors as a kernel takes; those beyond the last are not read."""
-    return [*several, *(several[:1] * (MOST - len(several)))]
+    many = before + 2 * MOST
+    launch_aligned(found, how.grid, tensors, many, numbers, how.settings, how.name)
 
 
 def decode(pieces: Sequence[Tensor], several: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return the bf16 weights of these shapes; one may lie in a slightly larger buffer."""
-    counts = [math.prod(shape) for shape in several]
-    plan = _plan(*((c, piece.numel()) for c, piece in zip(counts, pieces, strict=True)))
-    outs: list[Tensor] = []
+    sizes = [(*shape, piece.numel()) for shape, piece in zip(several, pieces, strict=True)]
+    plan, buffers = _decoding(*sizes)
+    tensors, outs = [], []
     with on_device(pieces[0]):
-        for shape, count in zip(several, counts, strict=True):
-            whole = count % CHUNK == 0 and count == padded(count)
-            outs.append(compat.empty_like_memory_of(pieces[0], shape if whole else (padded(count),)))
-        _run("decode", plan.decode, [*_operands(list(pieces)), *_operands(outs)])
+        for piece, buffer in zip(pieces, buffers, strict=True):
+            out = compat.empty_bf16(buffer.size, buffer.strides, piece)
+            tensors += [piece, out]
+            outs.append(out)
+        _run("decode", plan.decode, tensors)
     return [
-        out if out.dim() == len(shape) and out.numel() == count else out[:count].view(*shape)
-        for out, shape, count in zip(outs, several, counts, strict=True)
+        out if buffer.is_whole else out[: math.prod(shape)].view(*shape)
+        for out, buffer, shape in zip(outs, buffers, several, strict=True)
     ]
+
+
+class _Buffer(NamedTuple):
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_whole: bool  # the weight fills it
+
+
+@lru_cache(maxsize=4096)
+def _decoding(*sizes: tuple[int, ...]) -> tuple[_Plan, tuple[_Buffer, ...]]:
+    """Plan the decoding of weights of (*shape, words of the piece); say how the results lie."""
+    counts = [math.prod(size[:-1]) for size in sizes]
+    buffers = []
+    for size, needed in zip(sizes, counts, strict=True):
+        is_whole = needed == padded(needed)
+        given = size[:-1] if is_whole else (padded(needed),)
+        strides = tuple(math.prod(given[at + 1 :]) for at in range(len(given)))
+        buffers.append(_Buffer(given, strides, is_whole))
+    plan = _plan(*((needed, size[-1]) for needed, size in zip(counts, sizes, strict=True)))
+    return plan, tuple(buffers)
 
 
 class Outcomes:
@@ -168,7 +196,7 @@ def step(
     rates, _ = moves(by)
     with on_device(pieces[0]):
         found = torch.empty(2 * plan.chunks, dtype=torch.int32, device=pieces[0].device)
-        operands = [*_operands(list(pieces)), *_operands(list(gradients)), found]
-        _run("encode", plan.steps[by.decay != 0], operands, rates)
-        _run("lists", plan.lists, [*operands, refuge])
+        pairs = [each for pair in zip(pieces, gradients, strict=True) for each in pair]
+        _run("encode", plan.steps[by.decay != 0], [found, *pairs], rates, before=1)
+        _run("lists", plan.lists, [found, refuge, *pairs], before=2)
         return Outcomes(refuge, plan.rooms, counts)
