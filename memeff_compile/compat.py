@@ -693,9 +693,7 @@ def remove_buffer(gm: GraphModule, name: str) -> None:
     sources.pop(name, None)
 
 
-def empty_bf16(
-    size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor
-) -> torch.Tensor:
+def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Return empty memory on the device of a tensor, which is the current one if it is a GPU.
 
     Code of Inductor's makes its buffers so: the way through the dispatcher takes three times as

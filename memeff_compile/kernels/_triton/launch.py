@@ -128,7 +128,7 @@ def launch_aligned(
             given += given[-1:] * (count - len(given))
             found(grid, device, [*given, *numbers])
             return
-    every = (*tensors, *(tensors[-1:] * (count - len(tensors))), *numbers)
+    every = [*tensors, *[tensors[-1]] * (count - len(tensors)), *numbers]
     if compat.is_compiled(kernel):
         _compile(kernel, grid, every, constants, key)
     else:

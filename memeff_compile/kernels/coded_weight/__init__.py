@@ -35,8 +35,8 @@ from .op import encode as encode
 from .op import engine_for as engine_for
 from .op import make_refuge as make_refuge
 from .op import supports_weight as supports_weight
-from .pieces import MOST as MOST_TOGETHER
-from .pieces import sheltered as sheltered_together
+from .pieces import MOST_TOGETHER as MOST_TOGETHER
+from .pieces import sheltered_together as sheltered_together
 from .slabs import side_by_side as side_by_side
 from .tensor import OWN_ATTRIBUTES as OWN_ATTRIBUTES
 from .tensor import CodedWeight as CodedWeight

@@ -75,7 +75,13 @@ def piece_decode_kernel(
     # DECODING: programs of it and those before it
 ):
     """Write WORDS * 8 weights of one of several."""
-    at = _at(tl.program_id(0), (p0, p1, p2, p3, p4, p5, p6, p7), (w0, w1, w2, w3, w4, w5, w6, w7), C.DECODING, C)
+    at = _at(
+        tl.program_id(0),
+        (p0, p1, p2, p3, p4, p5, p6, p7),
+        (w0, w1, w2, w3, w4, w5, w6, w7),
+        C.DECODING,
+        C,
+    )
     _, program, piece, weight, chunks, _, room = at
     decode_some(program, _parts(piece, chunks, room), weight, C.WORDS, C.PATCHES)
 
@@ -104,7 +110,13 @@ def piece_encode_kernel(
     C: tl.constexpr,
 ):
     """Move and encode one chunk of one of several weights, from gradients to values."""
-    at = _at(tl.program_id(0), (p0, p1, p2, p3, p4, p5, p6, p7), (w0, w1, w2, w3, w4, w5, w6, w7), C.ENDS, C)
+    at = _at(
+        tl.program_id(0),
+        (p0, p1, p2, p3, p4, p5, p6, p7),
+        (w0, w1, w2, w3, w4, w5, w6, w7),
+        C.ENDS,
+        C,
+    )
     _, chunk, piece, weight, chunks, before, room = at
     parts, counts = _parts(piece, chunks, room), counts_ptr + 2 * before
     encode_chunk(chunk, chunks, weight, parts, counts, rate, decay, C)
@@ -134,12 +146,16 @@ def piece_lists_kernel(
     # LISTING: programs of a weight, at most PROGRAMS, and those before it
 ):
     """Write some of the lists of one of several weights."""
-    at = _at(tl.program_id(0), (p0, p1, p2, p3, p4, p5, p6, p7), (w0, w1, w2, w3, w4, w5, w6, w7), C.LISTING, C)
+    at = _at(
+        tl.program_id(0),
+        (p0, p1, p2, p3, p4, p5, p6, p7),
+        (w0, w1, w2, w3, w4, w5, w6, w7),
+        C.LISTING,
+        C,
+    )
     number, program, piece, weight, chunks, before, room = at
     header, _, starts, places, values, _ = _parts(piece, chunks, room)
     counts, lists = counts_ptr + 2 * before, (starts, places, values)
     refuge = (refuge_ptr, number, refuge_ptr + C.HEADING + tl.cast(before, tl.int64) * CHUNK)
     each = (chunks + C.PROGRAMS - 1) // C.PROGRAMS
-    list_chunks(
-        program, weight, header, counts, lists, refuge, room, chunks, each, C.BLOCK, True
-    )
+    list_chunks(program, weight, header, counts, lists, refuge, room, chunks, each, C.BLOCK, True)

@@ -19,9 +19,9 @@ from . import shapes
 from .codecs import Step, kernel_of, moves
 from .layout import CHUNK, padded, piece_places, piece_room, piece_words
 
-MOST = 8
+MOST_TOGETHER = 8
 """Weights of one launch."""
-HEADING = 2 * MOST
+HEADING = 2 * MOST_TOGETHER
 """Numbers of 16 bits in front of the values in a refuge: the lengths that lists need."""
 
 
@@ -44,7 +44,7 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
     return piece
 
 
-def sheltered(counts: Sequence[int]) -> int:
+def sheltered_together(counts: Sequence[int]) -> int:
     """Return the numbers of 16 bits that weights of so many elements take in a refuge together."""
     return HEADING + sum(map(padded, counts))
 
@@ -114,7 +114,7 @@ def _run(
     before: int = 0,
 ) -> None:
     found = kernel_of("piece_kernels", f"piece_{kernel}_kernel")
-    many = before + 2 * MOST
+    many = before + 2 * MOST_TOGETHER
     launch_aligned(found, how.grid, tensors, many, numbers, how.settings, how.name)
 
 

@@ -33,7 +33,8 @@ _DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    "codec room place piece shares_with unsettled times_anew _number _memory_number _is_param".split()
+    "codec room place piece shares_with unsettled times_anew".split()
+    + ["_number", "_memory_number", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -100,13 +101,15 @@ class UnsettledTogether:
         """Collect weights that are moved by this step; `encode_now` calls `encode`."""
         self.by, self._encode_now = by, encode_now
         self.weights: list[CodedWeight] = []
+        self.counts: list[int] = []  # of their elements
         self._gradients: list[Tensor] = []
         self._outcomes: pieces.Outcomes | None = None
         self._lock = threading.RLock()
 
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
-        """Have a weight moved along a gradient, which is given up to it; `pieces.step` can do it."""
+        """Have a weight moved along a gradient, given up to it, of whole chunks."""
         self.weights.append(weight)
+        self.counts.append(gradient.numel())
         self._gradients.append(gradient)
         weight.unsettled = self
 
@@ -156,7 +159,9 @@ class CodedWeight(Tensor):
     place: torch.device  # of the parts
     shares_with: CodedWeight | None = None  # the weight whose parts `.data` and `.detach()` show
     piece: Tensor | None = None  # the memory of all parts, where they are one piece
-    unsettled: Unsettled | UnsettledTogether | None = None  # a new value that may still turn out not to have fitted
+    unsettled: Unsettled | UnsettledTogether | None = (
+        None  # a new value that may still turn out not to have fitted
+    )
     times_anew: int = 0  # how often it was encoded into new parts
 
     @staticmethod

@@ -303,7 +303,17 @@ def win4_lists_kernel(
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)
     list_chunks(
-        program, weight_ptr, header_ptr, counts_ptr, lists, refuge, room, chunks, each, BLOCK, REFUGE
+        program,
+        weight_ptr,
+        header_ptr,
+        counts_ptr,
+        lists,
+        refuge,
+        room,
+        chunks,
+        each,
+        BLOCK,
+        REFUGE,
     )
 
 

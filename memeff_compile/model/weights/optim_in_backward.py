@@ -29,8 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from memeff_compile import compat
 from memeff_compile.errors import MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import (
-    CodedWeight,
     MOST_TOGETHER,
+    CodedWeight,
     Mark,
     Room,
     Step,
@@ -112,13 +112,13 @@ class _Queue:
 
         Those that one launch can update wait for each other.
         """
-        with self.lock:
+        with self.lock, compat.without_torch_function():
             self._encode()
             if self._ring is None:  # the host would have to wait for each
                 return
             self._expected = set()
             coded = [e for e in parameters if isinstance(e, CodedWeight) and e.piece is not None]
-            if 1 < len(coded) and sum(each.numel() for each in coded) <= LARGEST_TOGETHER:
+            if len(coded) > 1 and sum(each.numel() for each in coded) <= LARGEST_TOGETHER:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
@@ -129,7 +129,7 @@ class _Queue:
             weight.settle()
             together = self._together
             if together is not None and (
-                together.by != by or len(together.weights) == MOST_TOGETHER
+                together.by != by or len(together.counts) == MOST_TOGETHER
             ):
                 self._encode()
                 together = None
@@ -147,7 +147,7 @@ class _Queue:
         with self.lock:
             together, self._together = self._together, None
             if together is not None:
-                count = sheltered_together([weight.numel() for weight in together.weights])
+                count = sheltered_together(together.counts)
                 place = self.place_for(count)
                 assert place is not None, "there is a ring, or nothing is expected"
                 together.encode(place)
@@ -350,9 +350,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     def _hooked(self, update: _Update) -> RemovableHandle:
         # A weight that is moved gets other attributes, and its hooks do not run any more.
-        update.parameter.updated_in_backward = Mark(
-            update.parameter, self._queue.announce
-        )  # type: ignore[attr-defined]
+        update.parameter.updated_in_backward = Mark(update.parameter, self._queue.announce)  # type: ignore[attr-defined]
 
         def after_gradient(parameter: Tensor) -> None:
             update.seen += 1

@@ -57,7 +57,7 @@ def test_several_weights_are_moved_as_each_alone(decay: float) -> None:
     rooms = [1 << 15, 1 << 15, 0]  # the last one does not fit
     held = [in_one_piece(weight, room) for weight, room in zip(weights, rooms, strict=True)]
     counts = [weight.numel() for weight in weights]
-    refuge = torch.full((pieces.sheltered(counts),), 77, dtype=torch.int16)
+    refuge = torch.full((pieces.sheltered_together(counts),), 77, dtype=torch.int16)
     outcomes = pieces.step(held, gradients, by, refuge)
     misfits = dict(outcomes.misfits())
     assert list(misfits) == [2]
