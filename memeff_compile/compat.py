@@ -418,21 +418,54 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 
 
 def compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    tag: str = "",
+    last: Callable[[Graph], None] | None = None,
 ) -> Compiled:
     """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
 
     Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
     other versions have other ops. ``tag`` is what else our ops were compiled for and no graph
-    shows.
+    shows. ``last`` edits each graph that AOTAutograd makes of it, if nobody else asked to.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
 
     tagged = f"{config.cache_key_tag}memeff:{op_fingerprint()}:{tag}"
+    if last is not None:
+        patches = {**patches, **_with_pass(last, patches)}
     with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
         compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
     return cast("Compiled", compiled)
+
+
+def _with_pass(function: Callable[[Graph], None], patches: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting with which Inductor calls a function with each graph it is to compile."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    name = "post_grad_custom_pre_pass"
+    if patches.get(name) is not None or getattr(config, name) is not None:
+        return {}
+
+    class Last(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> str:
+            """Return what its caches tell it apart by: our version is in their key already."""
+            return f"memeff:{function.__module__}.{function.__qualname__}"
+
+    return {name: Last()}
+
+
+def sort_graph(graph: Graph) -> None:
+    """Put nodes behind what they need, and otherwise leave their order."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
 
 
 @contextlib.contextmanager
@@ -658,6 +691,20 @@ def remove_buffer(gm: GraphModule, name: str) -> None:
     delattr(gm, name)
     sources: Any = getattr(gm, "_param_name_to_source", {})
     sources.pop(name, None)
+
+
+def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Return empty memory on the device of a tensor, which is the current one if it is a GPU.
+
+    Code of Inductor's makes its buffers so: the way through the dispatcher takes three times as
+    long.
+    """
+    if like.is_cuda and _empty_on_gpu is not None:
+        return cast("torch.Tensor", _empty_on_gpu(size, strides, torch.bfloat16))
+    return torch.empty_strided(size, strides, dtype=torch.bfloat16, device=like.device)
+
+
+_empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def storage_key(value: torch.Tensor) -> int:
@@ -1196,6 +1243,17 @@ def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
     """Run the hooks that were registered to run after a step of any optimizer."""
     for hook in list(optimizers._global_optimizer_post_hooks.values()):
         hook(optimizer, (), {})
+
+
+def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> None:
+    """Call a function when the gradients of what made these results have been computed, before
+    autograd hands them on.
+    """
+    for result in results:
+        made_by = result.grad_fn if isinstance(result, torch.Tensor) else None
+        if made_by is not None:
+            made_by.register_hook(lambda *_: function())
+            return
 
 
 def after_backward(function: Callable[[], None]) -> bool:

@@ -11,7 +11,7 @@ depends on, and what Triton compiled is called directly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -109,12 +109,38 @@ def launch_plain(
         found(grid, device, given)
 
 
+def launch_aligned(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],  # as `launch_plain` takes them, all of them aligned to 16 bytes
+    count: int,  # tensors the kernel takes: more than these are the last one again, and not read
+    numbers: Sequence[int | float],
+    constants: Mapping[str, Any],
+    name: Hashable,  # as there
+) -> None:
+    """Do what `launch_plain` does where alignment is known."""
+    if compat.is_compiled(kernel):
+        device = current_gpu()
+        key = (id(kernel), device, name)
+        found = _compiled.get(key)
+        if found is not None and not compat.is_watched(kernel):
+            given: list[int | float] = [tensor.data_ptr() for tensor in tensors]
+            given += given[-1:] * (count - len(given))
+            found(grid, device, [*given, *numbers])
+            return
+    every = [*tensors, *[tensors[-1]] * (count - len(tensors)), *numbers]
+    if compat.is_compiled(kernel):
+        _compile(kernel, grid, every, constants, key)
+    else:
+        start(kernel, grid, *every, **constants)
+
+
 def _compile(
     kernel: Any,
     grid: tuple[int, ...],
     arguments: Sequence[Argument],
     constants: Mapping[str, Any],
-    key: tuple[Any, ...],
+    key: tuple[Hashable, ...],
 ) -> None:
     """Run a kernel as Triton does, and hold what it compiled."""
     constants = packed(kernel, constants)

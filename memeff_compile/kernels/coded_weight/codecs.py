@@ -56,7 +56,7 @@ EXACT_FIT = Room()
 
 
 @cache
-def _kernel(module: str, name: str) -> Any:
+def kernel_of(module: str, name: str) -> Any:
     return getattr(import_module(f".{module}", __package__), name)
 
 
@@ -77,7 +77,7 @@ def _run(
     **constants: Any,
 ) -> None:
     with on_device(on):
-        start(_kernel(module, kernel), grid, *operands, **constants, num_warps=warps)
+        start(kernel_of(module, kernel), grid, *operands, **constants, num_warps=warps)
 
 
 def _run_often(
@@ -92,7 +92,7 @@ def _run_often(
     """Do what `_run` does in a fraction of the host's time: a training step has a thousand."""
     settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
-        launch_plain(_kernel(module, kernel), (grid,), tensors, numbers, settings, name)
+        launch_plain(kernel_of(module, kernel), (grid,), tensors, numbers, settings, name)
 
 
 class Step(NamedTuple):
@@ -246,10 +246,10 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
-    moves, steps = _moves(by)
+    rates, steps = moves(by)
     warps = shapes.WIN4_ENCODE_WARPS if by is None else shapes.WIN4_STEP_WARPS
     tensors, constants = (patterns, *parts, counts), (*steps, ("PATCHES", shapes.PATCHES))
-    _run_often("win4_kernels", "win4_encode_kernel", chunks, tensors, moves, warps, *constants)
+    _run_often("win4_kernels", "win4_encode_kernel", chunks, tensors, rates, warps, *constants)
     return counts
 
 
@@ -399,7 +399,7 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
 _Constants: TypeAlias = tuple[tuple[str, Any], ...]
 
 
-def _moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
+def moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
     """Return the numbers of a step, and its constants, as kernels take them."""
     if by is None:
         return (0.0, 0.0), (("STEP", False), ("HAS_DECAY", False))
@@ -427,7 +427,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     fields = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), *fields)
     numbers: tuple[float, ...] = ()
     if form.codec != "win4":
-        numbers, steps = _moves(by)
+        numbers, steps = moves(by)
         fields += steps
     if form.codec == "rans":
         numbers += (out.numel() // RANS_CHUNK,)

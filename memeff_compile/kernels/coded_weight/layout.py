@@ -160,3 +160,51 @@ def frequencies(counts: Sequence[int]) -> list[int]:
         chosen = min(able, key=cost.__getitem__) if step < 0 else max(able, key=cost.__getitem__)
         found[chosen] += step
     return found
+
+
+PIECE_APART = 128
+"""Words of 32 bits that each part of a weight in one piece starts at a multiple of."""
+
+
+def fits_one_piece(form: Format) -> bool:
+    """Say whether the parts of a weight of this codec can be one piece of memory.
+
+    Where each begins then follows from the weight's size and the length of the piece: a compiled
+    graph, and a kernel of several weights, is given one tensor a weight instead of six.
+    """
+    return form == Format("win4")
+
+
+def _piece_lists(count: int) -> int:
+    """Return where the lists of a weight in one piece begin, in words."""
+    chunks = padded(count) // CHUNK
+    starts = -(-(chunks + 1) // PIECE_APART) * PIECE_APART
+    return PIECE_APART + 3 * chunks * (CHUNK // 8) + starts
+
+
+def piece_words(count: int, room: int) -> int:
+    """Return the 32-bit words of a weight in one piece, with lists of `room` patches or more."""
+    return _piece_lists(count) + -(-room // (2 * PIECE_APART)) * 2 * PIECE_APART
+
+
+def piece_room(count: int, words: int) -> int:
+    """Return how many patches a weight in one piece of so many words has room for."""
+    return words - _piece_lists(count)
+
+
+def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
+    """Return where each part of a weight in one piece begins, in words, and how many it has.
+
+    Parts are in the order of `Format.parts`; the lists of patches hold two numbers a word.
+    """
+    chunks, room = padded(count) // CHUNK, piece_room(count, words)
+    signs = PIECE_APART + chunks * (CHUNK // 8)
+    starts, lists = signs + chunks * (CHUNK // 4), words - room
+    return (
+        (0, 1),
+        (PIECE_APART, chunks * (CHUNK // 8)),
+        (starts, chunks + 1),
+        (lists, room // 2),
+        (lists + room // 2, room // 2),
+        (signs, chunks * (CHUNK // 4)),
+    )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
+
+Announce = Callable[[Sequence[Tensor]], None]
 
 
 class Mark:
@@ -12,8 +16,10 @@ class Mark:
     deep or pickled gets an empty set, which any reader of pickles knows.
     """
 
-    def __init__(self, parameter: Tensor) -> None:
+    def __init__(self, parameter: Tensor, announce: Announce | None = None) -> None:
         self.owner = id(parameter)
+        # tells who updates it that gradients of these parameters come next, and nothing in between
+        self.announce = announce
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return set, ()
@@ -23,3 +29,14 @@ def is_updated_in_backward(parameter: Tensor | None) -> bool:
     """Whether an `optim_in_backward` that was not taken off updates this very parameter."""
     mark = getattr(parameter, "updated_in_backward", None)
     return isinstance(mark, Mark) and mark.owner == id(parameter)
+
+
+def announce(parameters: Sequence[Tensor]) -> None:
+    """Say that the gradients of these parameters are there, all of them, and about to be given."""
+    told: dict[Announce, list[Tensor]] = {}
+    for parameter in parameters:
+        mark = getattr(parameter, "updated_in_backward", None)
+        if isinstance(mark, Mark) and mark.owner == id(parameter) and mark.announce is not None:
+            told.setdefault(mark.announce, []).append(parameter)
+    for tell, several in told.items():
+        tell(several)

@@ -21,8 +21,8 @@ from torch import Tensor
 from ...errors import UnsupportedInputError
 from .. import library
 from ..device import kernels_serve, without_autocast
-from . import codecs, reference
-from .layout import LISTS, Format, parse
+from . import codecs, pieces, reference
+from .layout import LISTS, Format, fits_one_piece, parse
 
 ENGINES = {
     "triton": (
@@ -118,7 +118,7 @@ def make_refuge(count: int, device: torch.device) -> Tensor | None:
 
 def _form(codec: str, parts: Sequence[Tensor]) -> Format:
     form = parse(codec)
-    if len(parts) != len(form.parts):
+    if len(parts) != len(form.parts) and not (len(parts) == 1 and fits_one_piece(form)):
         raise UnsupportedInputError(
             f"coded_weight: {len(parts)} parts were given; {codec} has {len(form.parts)}: "
             f"{', '.join(form.parts)}."
@@ -128,9 +128,42 @@ def _form(codec: str, parts: Sequence[Tensor]) -> Format:
 
 def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object = None) -> Tensor:
     form = _form(codec, parts)
-    if _uses_kernels(parts[0]):
-        return codecs.decode(parts, form, size)
-    return reference.decode(parts, form, size)
+    if not _uses_kernels(parts[0]):
+        return reference.decode(_apart(parts, form, size), form, size)
+    if len(parts) < len(form.parts):
+        return pieces.decode(parts, [size])[0]
+    return codecs.decode(parts, form, size)
+
+
+def _decode_in_inductor(
+    parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object = None
+) -> Tensor:
+    if len(parts) == 1 and _uses_kernels(parts[0]):
+        return pieces.decode(parts, [size])[0]
+    return _decode(parts, codec, size)
+
+
+def _decode_together(
+    several: Sequence[Tensor], codec: str, sizes: Sequence[int], at: object
+) -> list[Tensor]:
+    """Decode matrices in one piece each, whose sizes are two numbers each."""
+    pairs = [*zip(sizes[::2], sizes[1::2], strict=True)]
+    if _uses_kernels(several[0]):
+        return pieces.decode(several, pairs)
+    return [_decode([piece], codec, size) for piece, size in zip(several, pairs, strict=True)]
+
+
+def _fake_decode_together(
+    several: Sequence[Tensor], codec: str, sizes: Sequence[int], at: object
+) -> list[Tensor]:
+    pairs = zip(sizes[::2], sizes[1::2], strict=True)
+    return [_fake_decode([piece], codec, size) for piece, size in zip(several, pairs, strict=True)]
+
+
+def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequence[Tensor]:
+    """Return the parts of a weight that may be one piece of memory."""
+    is_apart = len(parts) == len(form.parts)
+    return parts if is_apart else pieces.parts_of(parts[0], math.prod(size))
 
 
 def _fake_decode(
@@ -180,7 +213,8 @@ def _product(given: Product) -> Tensor:
     tokens = math.prod(x.shape[:-1])
     is_near = _uses_kernels(x) and x.shape[-1] == size[1]
     if is_near and codecs.fuses(form, tokens, size, x.device, trains=trains):
-        rows = codecs.product(x.reshape(tokens, size[1]), parts, bias, size)
+        apart = _apart(parts, form, size)
+        rows = codecs.product(x.reshape(tokens, size[1]), apart, bias, size)
         return rows.view(*x.shape[:-1], size[0])
     weight = _decode(parts, codec, size)
     with without_autocast(x.device.type):
@@ -349,7 +383,14 @@ coded_weight_decode = library.op(
     "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size, Tensor? at=None) -> Tensor",
     _decode,
     _fake_decode,
-    direct=_decode,
+    direct=_decode_in_inductor,
+)
+coded_weight_decode_together = library.op(
+    "coded_weight_decode_together(Tensor[] pieces, str codec, SymInt[] sizes, Tensor[] at) "
+    "-> Tensor[]",
+    _decode_together,
+    _fake_decode_together,
+    direct=_decode_together,
 )
 coded_weight_product = library.op(
     "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "

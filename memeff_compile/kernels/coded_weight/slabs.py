@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .codecs import EXACT_FIT, Room
-from .layout import LISTS, parse
+from .layout import LISTS, fits_one_piece, parse, piece_words
+from .pieces import joined
 from .tensor import CodedWeight
 
 SLAB = 64 << 20
@@ -25,20 +26,25 @@ EVEN = Room(0.02, 1024)
 then sees the same block wherever a model has one, and compiles it once."""
 
 
-def side_by_side(weights: Iterable[CodedWeight], room: Room = EXACT_FIT) -> None:
+def side_by_side(
+    weights: Iterable[CodedWeight],
+    room: Room = EXACT_FIT,
+    *,
+    whole: bool = False,  # all parts of a weight next to each other, where its codec allows it
+) -> None:
     """Move the lists of weights into shared pieces of memory, with spare room behind each.
 
     A new piece is filled before the old lists in it are given up, weight by weight: what this takes
     beside the weights is one piece. They are of any codecs and devices, and keep their values; a
-    list that has spare room gets more on top.
+    list that has spare room gets more on top. A weight in one piece stays one.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:
         by_device.setdefault(weight.device, []).append(weight)
     for several in by_device.values():
         lengths = _lengths(several, room)
-        for group in _groups(several, lengths):
-            _move(group, lengths)
+        for group in _groups(several, lengths, whole):
+            _move(group, lengths, whole)
 
 
 def _lengths(weights: Sequence[CodedWeight], room: Room) -> dict[Tensor, int]:
@@ -56,12 +62,12 @@ def _lengths(weights: Sequence[CodedWeight], room: Room) -> dict[Tensor, int]:
 
 
 def _groups(
-    weights: Sequence[CodedWeight], lengths: Mapping[Tensor, int]
+    weights: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bool
 ) -> Iterator[list[CodedWeight]]:
     group: list[CodedWeight] = []
     taken = 0
     for weight in weights:
-        size = sum(_bytes(part, lengths) for _, part in _lists(weight))
+        size = _size(weight, lengths, whole)
         if group and taken + size > SLAB:
             yield group
             group, taken = [], 0
@@ -81,17 +87,44 @@ def _bytes(part: Tensor, lengths: Mapping[Tensor, int]) -> int:
     return -(-needed // ALIGNED) * ALIGNED
 
 
-def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int]) -> None:
-    size = sum(_bytes(part, lengths) for weight in group for _, part in _lists(weight))
+def _is_whole(weight: CodedWeight, whole: bool) -> bool:
+    return weight.piece is not None or (whole and fits_one_piece(parse(weight.codec)))
+
+
+def _words(weight: CodedWeight, lengths: Mapping[Tensor, int]) -> int:
+    return piece_words(weight.numel(), max(lengths[part] for _, part in _lists(weight)))
+
+
+def _size(weight: CodedWeight, lengths: Mapping[Tensor, int], whole: bool) -> int:
+    """Return the bytes of a slab that a weight takes."""
+    if _is_whole(weight, whole):
+        return 4 * _words(weight, lengths)
+    return sum(_bytes(part, lengths) for _, part in _lists(weight))
+
+
+def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bool) -> None:
+    size = sum(_size(weight, lengths, whole) for weight in group)
     if size == 0:
         return
     slab = torch.zeros(size, dtype=torch.uint8, device=group[0].device)
     start = 0
     for weight in group:
+        if _is_whole(weight, whole):
+            piece = _place(slab, torch.int32, start, _words(weight, lengths))
+            weight.show_all([joined(weight.parts, weight.numel(), piece)])
+            start += piece.nbytes
+            continue
         for name, part in _lists(weight):
-            # Memory of its own to autograd: a write to one weight's list is none to another's.
-            place = torch.empty(0, dtype=part.dtype, device=part.device)
-            place.set_(slab.untyped_storage(), start // part.element_size(), (lengths[part],), (1,))
+            place = _place(slab, part.dtype, start, lengths[part])
             place[: part.numel()].copy_(part)
             weight.show(name, place)
             start += _bytes(part, lengths)
+
+
+def _place(slab: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
+    """Return so many elements of a slab from a byte on.
+
+    It is memory of its own to autograd: a write to one weight's list is none to another's.
+    """
+    place = torch.empty(0, dtype=dtype, device=slab.device)
+    return place.set_(slab.untyped_storage(), start // dtype.itemsize, (length,), (1,))

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import compat
 from ...errors import CodedWeightError, UnsupportedInputError
-from . import codecs, op
+from . import codecs, op, pieces
 from .layout import CODECS, parse
 
 _aten = torch.ops.aten
@@ -33,7 +33,8 @@ _DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    "codec room place shares_with unsettled times_anew _number _memory_number _is_param".split()
+    "codec room place piece shares_with unsettled times_anew".split()
+    + ["_number", "_memory_number", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -87,6 +88,65 @@ class Unsettled:
                 weight.unsettled = None
 
 
+class UnsettledTogether:
+    """New values of several weights in one piece each, encoded in one launch; as `Unsettled`.
+
+    Until `encode` is called the gradients that make them wait here. Who reads a weight before
+    calls it.
+    """
+
+    is_settled = False
+
+    def __init__(self, by: codecs.Step, encode_now: Callable[[], None]) -> None:
+        """Collect weights that are moved by this step; `encode_now` calls `encode`."""
+        self.by, self._encode_now = by, encode_now
+        self.weights: list[CodedWeight] = []
+        self.counts: list[int] = []  # of their elements
+        self._gradients: list[Tensor] = []
+        self._outcomes: pieces.Outcomes | None = None
+        self._lock = threading.RLock()
+
+    def add(self, weight: CodedWeight, gradient: Tensor) -> None:
+        """Have a weight moved along a gradient, given up to it, of whole chunks."""
+        self.weights.append(weight)
+        self.counts.append(gradient.numel())
+        self._gradients.append(gradient)
+        weight.unsettled = self
+
+    def encode(self, refuge: Tensor) -> None:
+        """Move and encode them, with a place for those that do not fit."""
+        with self._lock:
+            gradients, self._gradients = self._gradients, []
+            held = [cast("Tensor", weight.piece) for weight in self.weights]
+            try:
+                self._outcomes = pieces.step(held, gradients, self.by, refuge)
+            except BaseException:
+                self._release()  # nothing was written
+                raise
+            for weight in self.weights:
+                torch.autograd.graph.increment_version(weight)
+
+    def settle(self) -> None:
+        """Wait for the GPU; encode anew what did not fit."""
+        if self._outcomes is None:
+            self._encode_now()  # without our lock: it takes another one first
+        with self._lock:
+            if self.is_settled:
+                return
+            outcomes = cast("pieces.Outcomes", self._outcomes)
+            for place, kept in outcomes.misfits():
+                weight = self.weights[place]
+                value = kept.to(weight.device).view(torch.bfloat16).view(weight.shape)
+                weight.encode_anew(value)
+            self._release()
+
+    def _release(self) -> None:
+        self.is_settled = True
+        for weight in self.weights:
+            if weight.unsettled is self:
+                weight.unsettled = None
+
+
 _numbers: dict[tuple[Any, ...], int] = {}
 _memory_numbers = itertools.count(1)
 
@@ -98,7 +158,10 @@ class CodedWeight(Tensor):
     room: codecs.Room  # spare room that lists get when they have to be made anew
     place: torch.device  # of the parts
     shares_with: CodedWeight | None = None  # the weight whose parts `.data` and `.detach()` show
-    unsettled: Unsettled | None = None  # a new value that may still turn out not to have fitted
+    piece: Tensor | None = None  # the memory of all parts, where they are one piece
+    unsettled: Unsettled | UnsettledTogether | None = (
+        None  # a new value that may still turn out not to have fitted
+    )
     times_anew: int = 0  # how often it was encoded into new parts
 
     @staticmethod
@@ -120,7 +183,8 @@ class CodedWeight(Tensor):
 
     def __init__(
         self,
-        parts: Sequence[Tensor],  # in the order of `parse(codec).parts`
+        # in the order of `parse(codec).parts`, or one piece of memory that has all of them
+        parts: Sequence[Tensor],
         codec: str = "",  # the codec's name
         shape: Sequence[int] = (),  # of the weight
         requires_grad: bool = False,  # as of any tensor
@@ -130,16 +194,41 @@ class CodedWeight(Tensor):
         """Wrap parts as `op.encode` makes them."""
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it
-        for name, part in zip(parse(codec).parts, parts, strict=True):
-            setattr(self, name, part)
         self.codec, self.room, self.place = codec, room, parts[0].device
+        self._hold(parts)
         _watch_optimizers()
+
+    def _hold(self, parts: Sequence[Tensor]) -> None:
+        """Take parts, or one piece of memory."""
+        names = parse(self.codec).parts
+        self.piece = parts[0] if len(parts) == 1 < len(names) else None
+        if self.piece is None:
+            for name, part in zip(names, parts, strict=True):
+                setattr(self, name, part)
+        else:  # they are made when somebody asks: a compiler does not
+            for name in names:
+                vars(self).pop(name, None)
 
     @property
     def parts(self) -> list[Tensor]:
         """The tensors that hold the weight, in the order of the codec's parts."""
         self.settle()
-        return [getattr(self, name) for name in parse(self.codec).parts]
+        names, held = parse(self.codec).parts, vars(self)
+        if self.piece is not None and names[0] not in held:
+            with torch.no_grad():
+                found = pieces.parts_of(self.piece, self.numel())
+            if type(self.piece) is not Tensor:
+                return found  # of a compiler's graph, which is one of several
+            held.update(zip(names, found, strict=True))
+        return [getattr(self, name) for name in names]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What ops are given: the parts, or the one piece that they are."""
+        if self.piece is None:
+            return self.parts
+        self.settle()
+        return [self.piece]
 
     @property
     def number(self) -> int:
@@ -149,7 +238,7 @@ class CodedWeight(Tensor):
         if "_number" not in held:
             parts = [
                 (type(p), p.dtype, p.shape, p.stride(), p.device, p.is_inference())
-                for p in self.parts
+                for p in self.held
             ]
             kind = type(self), self.codec, self.shape, *parts
             held["_number"] = _numbers.setdefault(kind, len(_numbers))
@@ -167,7 +256,7 @@ class CodedWeight(Tensor):
     @property
     def coded_bytes(self) -> int:
         """Bytes of all parts."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
         """Raise where the `.data` of another tensor would become this weight's memory."""
@@ -208,7 +297,7 @@ class CodedWeight(Tensor):
     def decode(self) -> Tensor:
         """Return the weight as a plain tensor."""
         with torch.no_grad():
-            return cast("Tensor", op.coded_weight_decode(self.parts, self.codec, self.shape))
+            return cast("Tensor", op.coded_weight_decode(self.held, self.codec, self.shape))
 
     def like(self, parts: Sequence[Tensor]) -> CodedWeight:
         """Return another coded weight of this shape."""
@@ -271,14 +360,20 @@ class CodedWeight(Tensor):
     def encode_anew(self, dense: Tensor) -> None:
         """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
         parts = op.encode(dense, self.codec, self.room)
-        for name, part in zip(parse(self.codec).parts, parts, strict=True):
-            self.show(name, part)
+        self.show_all(parts if self.piece is None else [pieces.joined(parts, dense.numel())])
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
         """Take other memory for a part, which holds the same or belongs to a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
+            for known in ("_number", "_memory_number"):
+                vars(owner).pop(known, None)
+
+    def show_all(self, held: Sequence[Tensor]) -> None:
+        """Take other memory for all parts, or one piece of it."""
+        for owner in self._owners():
+            owner._hold(held)
             for known in ("_number", "_memory_number"):
                 vars(owner).pop(known, None)
 
@@ -297,22 +392,26 @@ class CodedWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
         self.settle()
-        return list(parse(self.codec).parts), self.codec
+        names = ["piece"] if self.piece is not None else list(parse(self.codec).parts)
+        return names, self.codec
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
         """Put a weight together again."""
-        return CodedWeight([inner[name] for name in parse(codec).parts], codec, outer_size)
+        names = ("piece",) if "piece" in inner else parse(codec).parts
+        return CodedWeight([inner[name] for name in names], codec, outer_size)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the parts, and what others have set on the weight."""
-        return _rebuild, (type(self), self.parts, *self._about(), self._set_by_others())
+        # One piece may be part of larger memory, which would be written with it.
+        parts = self.parts if self.piece is None else [part.clone() for part in self.parts]
+        return _rebuild, (type(self), parts, *self._about(), self._set_by_others())
 
     def __copy__(self) -> CodedWeight:
         """Return another weight that shows the same parts."""
-        found = _rebuild(type(self), self.parts, *self._about(), self._set_by_others())
+        found = _rebuild(type(self), self.held, *self._about(), self._set_by_others())
         found.shares_with = self
         return found
 
@@ -321,7 +420,7 @@ class CodedWeight(Tensor):
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
         if id(self) not in memo:
-            parts = [part.clone() for part in self.parts]
+            parts = [part.clone() for part in self.held]
             others = copy.deepcopy(self._set_by_others(), memo)
             found = memo[id(self)] = _rebuild(type(self), parts, *self._about(), others)
             if not isinstance(self, nn.Parameter):  # a parameter's gradient is not copied with it
@@ -570,7 +669,7 @@ def _no_write(writer: str) -> Callable[..., NoReturn]:
 
 def _share_memory(weight: CodedWeight) -> CodedWeight:
     """Put every part into memory that other processes can see."""
-    for part in weight.parts:
+    for part in weight.held:
         part.share_memory_()
     return weight
 
@@ -677,7 +776,7 @@ _OF_VIEWS: dict[Any, Callable[..., Any]] = {
 _ABOVE: dict[Any, Callable[..., Any]] = {
     **_OF_VIEWS,
     Tensor.share_memory_: _share_memory,
-    Tensor.is_shared: lambda weight: all(part.is_shared() for part in weight.parts),
+    Tensor.is_shared: lambda weight: all(part.is_shared() for part in weight.held),
     Tensor.data_ptr: _no_address,
     Tensor.__cuda_array_interface__.__get__: _no_address,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
@@ -687,7 +786,7 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
 
 
 def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeight:
-    parts, shape = weight.parts, weight.shape if size is None else size
+    parts, shape = weight.held, weight.shape if size is None else size
     found = CodedWeight(parts, weight.codec, shape, room=weight.room)
     found.shares_with = weight
     return found
@@ -706,13 +805,13 @@ def _to_copy(weight: CodedWeight, **kwargs: Any) -> object:
     if kwargs.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     place = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
-    return weight.like([part.to(copy=True, **place) for part in weight.parts])
+    return weight.like([part.to(copy=True, **place) for part in weight.held])
 
 
 def _is_set_to(weight: CodedWeight, other: Tensor) -> bool:
     if not isinstance(other, CodedWeight) or weight.shape != other.shape:
         return False
-    return weight.parts[0] is other.parts[0]
+    return weight.held[0] is other.held[0]
 
 
 def _copy_(weight: CodedWeight, value: Tensor, *_: object) -> CodedWeight:
@@ -737,14 +836,14 @@ def _lerp(selves: Any, others: Any, weights: Any) -> object:
 def _product(
     x: Tensor, weight: CodedWeight, bias: Tensor | None = None, trains: bool = False
 ) -> object:
-    given = op.Product(x, weight.parts, bias, weight.codec, weight.shape, trains)
+    given = op.Product(x, weight.held, bias, weight.codec, weight.shape, trains)
     if trains:
         return op.trained_product(given, folds=weight.requires_grad)
     return op.coded_weight_product(*given)
 
 
 def _product_backward(grad: Tensor, weight: CodedWeight) -> object:
-    return op.trained_product_backward(grad, weight.parts, weight.codec, weight.shape)
+    return op.trained_product_backward(grad, weight.held, weight.codec, weight.shape)
 
 
 def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> object:
@@ -760,7 +859,7 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _share,
     _aten.alias.default: _share,
     _aten.view.default: _view,
-    _aten.clone.default: lambda weight, **_: weight.like([part.clone() for part in weight.parts]),
+    _aten.clone.default: lambda weight, **_: weight.like([part.clone() for part in weight.held]),
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
     _aten.is_set_to.default: _is_set_to,

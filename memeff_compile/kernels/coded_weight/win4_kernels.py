@@ -66,6 +66,26 @@ def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
 
 
 @triton.jit
+def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.constexpr):
+    """Write WORDS * 8 weights of a lossless one."""
+    header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
+    first = program.to(tl.int64) * WORDS
+    word = tl.arange(0, WORDS)
+    group = first // 32 + word // 32
+    lane = word % 32
+    chunk = first * 8 // CHUNK
+    begin = tl.load(starts_ptr + chunk)  # long before they are needed
+    end = tl.load(starts_ptr + chunk + 1)
+    patches = (begin, end, places_ptr, values_ptr)
+    base = tl.load(header_ptr) << 7
+    loaded = first_patches(patches, PATCHES)
+    codes = tl.load(codes_ptr + first + word)
+    pair_0, pair_1, pair_2, pair_3 = _pairs(codes, signs_ptr + group * 64 + lane, base)
+    _store_pairs(as_words(out_ptr) + group * 128 + lane, pair_0, pair_1, pair_2, pair_3)
+    store_patches(patches, loaded, as_patterns(out_ptr), first * 8, WORDS * 8, PATCHES)
+
+
+@triton.jit
 def win4_decode_kernel(
     header_ptr,
     codes_ptr,
@@ -80,21 +100,22 @@ def win4_decode_kernel(
     # BLOCK: weights per normaliser, or 0
 ):
     """Write WORDS * 8 weights."""
-    words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
-    first = tl.program_id(0).to(tl.int64) * C.WORDS
-    word = tl.arange(0, C.WORDS)
-    group = first // 32 + word // 32
-    lane = word % 32
-    chunk = first * 8 // CHUNK
-    begin = tl.load(starts_ptr + chunk)  # long before they are needed
-    end = tl.load(starts_ptr + chunk + 1)
-    patches = (begin, end, places_ptr, values_ptr)
-    base = tl.load(header_ptr) << 7
-    loaded = first_patches(patches, C.PATCHES)
-    codes = tl.load(codes_ptr + first + word)
     if C.FIELD == 8:
-        pair_0, pair_1, pair_2, pair_3 = _pairs(codes, signs_ptr + group * 64 + lane, base)
+        parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
+        decode_some(tl.program_id(0), parts, out_ptr, C.WORDS, C.PATCHES)
     else:
+        words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
+        first = tl.program_id(0).to(tl.int64) * C.WORDS
+        word = tl.arange(0, C.WORDS)
+        group = first // 32 + word // 32
+        lane = word % 32
+        chunk = first * 8 // CHUNK
+        begin = tl.load(starts_ptr + chunk)
+        end = tl.load(starts_ptr + chunk + 1)
+        patches = (begin, end, places_ptr, values_ptr)
+        base = tl.load(header_ptr) << 7
+        loaded = first_patches(patches, C.PATCHES)
+        codes = tl.load(codes_ptr + first + word)
         signs = tl.load(signs_ptr + first + word).to(tl.int32)
         at = group * 256 + 2 * lane
         pair_0 = narrow_fields(signs, 0, C.FIELD) | _exponents(codes, base, 0)
@@ -105,8 +126,8 @@ def win4_decode_kernel(
         pair_1 = scaled(pair_1, norms_ptr, at + 64, C.BLOCK)
         pair_2 = scaled(pair_2, norms_ptr, at + 128, C.BLOCK)
         pair_3 = scaled(pair_3, norms_ptr, at + 192, C.BLOCK)
-    _store_pairs(words_ptr + group * 128 + lane, pair_0, pair_1, pair_2, pair_3)
-    store_patches(patches, loaded, out_ptr, first * 8, C.WORDS * 8, C.PATCHES)
+        _store_pairs(words_ptr + group * 128 + lane, pair_0, pair_1, pair_2, pair_3)
+        store_patches(patches, loaded, out_ptr, first * 8, C.WORDS * 8, C.PATCHES)
 
 
 @triton.jit
@@ -130,14 +151,11 @@ def _coded_pair(pair, base, PAIR: tl.constexpr):
 
 
 @triton.jit
-def win4_encode_kernel(
+def encode_chunk(
+    chunk,
+    chunks,
     weight_ptr,  # numbers of 16 bits; with STEP the gradient, over which the weight goes
-    header_ptr,
-    codes_ptr,
-    starts_ptr,  # (chunks + 1,) int32; it and the two behind it are those of the old weight
-    places_ptr,
-    values_ptr,
-    signs_ptr,
+    parts,  # starts, places and values are those of the old weight
     counts_ptr,  # (2, chunks) int32: patches of each, and a bit for each group that has patches
     rate,
     decay,
@@ -149,7 +167,7 @@ def win4_encode_kernel(
     With a step a weight is read and written once: decoded, moved and encoded in registers. Patches
     go to the gradient's memory, where the others are as well, and come back from there.
     """
-    chunk = tl.program_id(0)
+    header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
     word = tl.arange(0, 1024)
     first = chunk.to(tl.int64) * 1024
@@ -185,18 +203,37 @@ def win4_encode_kernel(
     found = tl.sum(tl.reshape(count_0 + count_1 + count_2 + count_3, (32, 32)), 1)
     marks = tl.where(found > 0, 1 << tl.arange(0, 32), 0)
     tl.store(counts_ptr + chunk, tl.sum(found, 0))
-    tl.store(counts_ptr + tl.num_programs(0) + chunk, tl.sum(marks, 0))
+    tl.store(counts_ptr + chunks + chunk, tl.sum(marks, 0))
 
 
-@triton.jit(do_not_specialize=["room", "chunks", "each"])
-def win4_lists_kernel(
-    weight_ptr,  # numbers of 16 bits
+@triton.jit
+def win4_encode_kernel(
+    weight_ptr,
     header_ptr,
-    counts_ptr,  # (2, chunks) int32, as `win4_encode_kernel` writes them
-    starts_ptr,  # (chunks + 1,) int32
+    codes_ptr,
+    starts_ptr,
     places_ptr,
     values_ptr,
-    refuge_ptr,  # its heading, then patterns; read with REFUGE
+    signs_ptr,
+    counts_ptr,
+    rate,
+    decay,
+    C: tl.constexpr,
+):
+    """Encode a weight, or move and encode it, as `encode_chunk` says."""
+    parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    encode_chunk(chunk, chunks, weight_ptr, parts, counts_ptr, rate, decay, C)
+
+
+@triton.jit
+def list_chunks(
+    program,
+    weight_ptr,  # numbers of 16 bits
+    header_ptr,
+    counts_ptr,  # (2, chunks) int32, as `encode_chunk` writes them
+    lists,  # starts, (chunks + 1,) int32, places and values
+    refuge,  # a heading, which of its numbers is ours, and memory for patterns; read with REFUGE
     room,  # elements of the lists
     chunks,
     each,  # chunks of one program
@@ -207,7 +244,9 @@ def win4_lists_kernel(
 
     Those beyond the lists are dropped; where there are any, the weight goes to the refuge.
     """
-    first = tl.program_id(0) * each
+    starts_ptr, places_ptr, values_ptr = lists
+    heading_ptr, number, refuge_ptr = refuge
+    first = program * each
     weight_ptr = as_patterns(weight_ptr)
     at = 0
     total = 0
@@ -219,7 +258,7 @@ def win4_lists_kernel(
     if first == 0:
         tl.store(starts_ptr, 0)
         if REFUGE:
-            write_heading(refuge_ptr, 0, total)
+            write_heading(heading_ptr, number, total)
     for chunk in range(first, tl.minimum(first + each, chunks)):
         marks = tl.load(counts_ptr + chunks + chunk)
         weight = weight_ptr + tl.cast(chunk, tl.int64) * CHUNK
@@ -240,8 +279,42 @@ def win4_lists_kernel(
         if total > (room if REFUGE else 0x7FFFFFFF):
             for start in range(0, CHUNK, 256):
                 place = start + tl.arange(0, 256)
-                copy = refuge_ptr + HEADING + tl.cast(chunk, tl.int64) * CHUNK + place
+                copy = refuge_ptr + tl.cast(chunk, tl.int64) * CHUNK + place
                 tl.store(copy, tl.load(weight + place))
+
+
+@triton.jit(do_not_specialize=["room", "chunks", "each"])
+def win4_lists_kernel(
+    weight_ptr,
+    header_ptr,
+    counts_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    refuge_ptr,  # its heading, then patterns; read with REFUGE
+    room,
+    chunks,
+    each,
+    BLOCK: tl.constexpr,
+    REFUGE: tl.constexpr,
+):
+    """Write the lists of a weight, as `list_chunks` says."""
+    lists = (starts_ptr, places_ptr, values_ptr)
+    refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
+    program = tl.program_id(0)
+    list_chunks(
+        program,
+        weight_ptr,
+        header_ptr,
+        counts_ptr,
+        lists,
+        refuge,
+        room,
+        chunks,
+        each,
+        BLOCK,
+        REFUGE,
+    )
 
 
 @triton.jit

@@ -29,16 +29,19 @@ from torch.utils.hooks import RemovableHandle
 from memeff_compile import compat
 from memeff_compile.errors import MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import (
+    MOST_TOGETHER,
     CodedWeight,
     Mark,
     Room,
     Step,
     Unsettled,
+    UnsettledTogether,
     is_updated_in_backward,
     make_refuge,
     parse,
     refuse_step,
     sheltered,
+    sheltered_together,
     side_by_side,
 )
 from memeff_compile.model.changes import require_module
@@ -56,6 +59,9 @@ UNSETTLED = 2
 """Weights whose dense values are kept where the host has no memory that the GPU can write to."""
 REFUGES = 4
 """Times the largest weight: memory of the host that values can go to."""
+LARGEST_TOGETHER = 1 << 24
+"""Weights of a piece of the model that are updated in one launch, in all; larger ones keep the GPU
+busy for longer than a launch takes the host, and are updated one by one."""
 
 
 class _Queue:
@@ -68,12 +74,15 @@ class _Queue:
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
         # held from `place_for` to `add`; autograd has a thread for each device
         self.lock = threading.RLock()
-        self._waiting: list[tuple[Unsettled, int]] = []
+        self._waiting: list[tuple[Unsettled | UnsettledTogether, int]] = []
+        self._expected: set[int] = set()  # weights whose gradients come next, one after the other
+        self._together: UnsettledTogether | None = None  # those that have come
         self._head = 0
         self._ring: Tensor | None = None
         if weights:
             sizes = [weight.numel() for weight in weights]
-            size = min(sum(map(sheltered, sizes)), REFUGES * sheltered(max(sizes)))
+            most = max(REFUGES * sheltered(max(sizes)), REFUGES * LARGEST_TOGETHER)
+            size = min(sum(map(sheltered, sizes)), most)
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
@@ -98,6 +107,53 @@ class _Queue:
             return 0 if count < tail else None
         return self._head if self._head + count < tail else None
 
+    def announce(self, parameters: Sequence[Tensor]) -> None:
+        """Expect gradients of these parameters: they are all there, and come one after the other.
+
+        Those that one launch can update wait for each other.
+        """
+        with self.lock, compat.without_torch_function():
+            self._encode()
+            if self._ring is None:  # the host would have to wait for each
+                return
+            self._expected = set()
+            coded = [e for e in parameters if isinstance(e, CodedWeight) and e.piece is not None]
+            if len(coded) > 1 and sum(each.numel() for each in coded) <= LARGEST_TOGETHER:
+                self._expected = {id(each) for each in coded}
+
+    def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
+        """Have a weight moved along the gradient in a list with others, if it is expected."""
+        if id(weight) not in self._expected:
+            return False
+        with self.lock:
+            weight.settle()
+            together = self._together
+            if together is not None and (
+                together.by != by or len(together.counts) == MOST_TOGETHER
+            ):
+                self._encode()
+                together = None
+            if together is None:
+                together = self._together = UnsettledTogether(by, self._encode)
+                compat.after_backward(self.settle)
+            together.add(weight, held.pop())
+            self._expected.discard(id(weight))
+            if not self._expected:
+                self._encode()
+        return True
+
+    def _encode(self) -> None:
+        """Encode the weights that have come together."""
+        with self.lock:
+            together, self._together = self._together, None
+            if together is not None:
+                count = sheltered_together(together.counts)
+                place = self.place_for(count)
+                assert place is not None, "there is a ring, or nothing is expected"
+                together.encode(place)
+                self._waiting.append((together, self._head))
+                self._head += count
+
     def add(self, value: Unsettled, count: int) -> None:
         """Add a value; it is settled at the end of the backward at the latest."""
         if value.is_settled:
@@ -110,6 +166,7 @@ class _Queue:
     def settle(self) -> None:
         """Wait for all of them."""
         with self.lock:
+            self._encode()
             while self._waiting:
                 self._settle_oldest()
 
@@ -178,7 +235,8 @@ class _Update:
         if isinstance(coded, CodedWeight):
             by = plain_step(self.optimizer)
             if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):
-                self._store(coded, held, by)
+                if not self.queue.take(coded, held, by):
+                    self._store(coded, held, by)
                 compat.run_hooks_after_every_step(self.optimizer)
                 return
         elif self.is_coded:
@@ -292,7 +350,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     def _hooked(self, update: _Update) -> RemovableHandle:
         # A weight that is moved gets other attributes, and its hooks do not run any more.
-        update.parameter.updated_in_backward = Mark(update.parameter)  # type: ignore[attr-defined]
+        update.parameter.updated_in_backward = Mark(update.parameter, self._queue.announce)  # type: ignore[attr-defined]
 
         def after_gradient(parameter: Tensor) -> None:
             update.seen += 1
@@ -327,6 +385,12 @@ class BackwardOptimizer(VerbReport, Optimizer):
             result = None if closure is None else closure()
         self._queue.settle()
         self._tidy()
+        with compat.without_torch_function():
+            self._update_by_hand()
+        return result
+
+    def _update_by_hand(self) -> None:
+        """Use gradients that are still there, which were given by hand; complain of any others."""
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
@@ -344,7 +408,6 @@ class BackwardOptimizer(VerbReport, Optimizer):
                     "where it will train."
                 )
             update.run(self.max_norm)  # somebody gave it by hand, as DCP does to have states made
-        return result
 
     @torch.no_grad()
     def _tidy(self) -> None:
@@ -356,16 +419,17 @@ class BackwardOptimizer(VerbReport, Optimizer):
             share = min(2 * room.share, MOST_ROOM.share)
             self._room = Room(share, min(2 * room.least, MOST_ROOM.least))
             with suppress(torch.OutOfMemoryError):  # where they are is good enough
-                side_by_side(coded, self._room)
+                side_by_side(coded, self._room, whole=True)
 
     def _coded(self) -> list[CodedWeight]:
         return [u.parameter for u in self._updates if isinstance(u.parameter, CodedWeight)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that have not led to an update yet."""
-        for update in self._updates:
-            update.seen = 0
-            update.parameter.grad = None
+        with compat.without_torch_function():
+            for update in self._updates:
+                update.seen = 0
+                update.parameter.grad = None
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -463,7 +527,7 @@ def optim_in_backward(
     for weight in tight:
         weight.room = TRAINING_ROOM
     with torch.no_grad():
-        side_by_side(tight, TRAINING_ROOM)
+        side_by_side(tight, TRAINING_ROOM, whole=True)
     queue = _Queue(coded)
     updates = [_Update(name, p, factory, queue, shards.get(id(p))) for name, p in trained]
     if not updates:

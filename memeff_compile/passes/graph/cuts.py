@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ... import compat
-from ...kernels.coded_weight import is_updated_in_backward
+from ...kernels.coded_weight import CodedWeight, announce, is_updated_in_backward
 from ...report import Record, format_bytes
 from .graph_info import GraphInfo
 from .module_names import clean_module_path, module_stack
@@ -131,12 +131,24 @@ def compiled_in_pieces(
     def run(*args: Any) -> tuple[Any, ...]:
         values = dict(zip(placeholders, args, strict=True))
         for compiled, piece, done in steps:
-            values.update(zip(piece.gives, compiled(*map(values.get, piece.takes)), strict=True))
+            given = [values[node] for node in piece.takes]
+            found = compiled(*given)
+            values.update(zip(piece.gives, found, strict=True))
+            _announce(given, found)
             for node in done:
                 del values[node]
         return tuple(values[each] if isinstance(each, Node) else each for each in results)
 
     return run
+
+
+def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
+    """Have who updates compressed weights know when a piece has made the gradients of all of its:
+    one launch updates several.
+    """
+    coded = [each for each in given if isinstance(each, CodedWeight)]
+    if len(coded) > 1:
+        compat.after_gradients(found, lambda: announce(coded))
 
 
 def _split(gm: GraphModule, cuts: set[Node]) -> list[_Piece]:

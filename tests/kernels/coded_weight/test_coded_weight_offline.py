@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from memeff_compile.kernels.coded_weight import shapes
-from memeff_compile.kernels.coded_weight.layout import Multiplied
+from memeff_compile.kernels.coded_weight import pieces, shapes
+from memeff_compile.kernels.coded_weight.layout import Multiplied, piece_words
 from tests.support.offline import compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
@@ -293,6 +293,23 @@ def test_the_sum_of_shares_compiles_within_the_limits() -> None:
     constants = {"SPLITS": 4, "BLOCK": shapes.SUM_BLOCK}
     kernel = _compile("win4", "sum", 90, constants, 4, parts_ptr="*fp32", out_ptr="*bf16")
     _check(kernel, 90)
+
+
+@pytest.mark.parametrize("name", ["decode", "encode", "lists"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_of_several_weights_compile_within_the_limits(capability: int, name: str) -> None:
+    counts = (896 * 896, 128 * 896, 4864 * 896)
+    plan = pieces._plan(*((count, piece_words(count, count // 64)) for count in counts))
+    how = {"decode": plan.decode, "encode": plan.steps[True], "lists": plan.lists}[name]
+    constants = dict(how.settings)
+    warps = constants.pop("num_warps")
+    types = {f"p{place}": "*i32" for place in range(8)} | {f"w{n}": "*bf16" for n in range(8)}
+    types |= {"refuge_ptr": "*i16"}
+    kernel = _compile("piece", name, capability, constants, warps, **types)
+    _check(kernel, capability)
+    if name != "lists":
+        assert re.search(r"ld\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow loads"
+        assert re.search(r"st\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow stores"
 
 
 @pytest.mark.usefixtures("sizes_of_one")

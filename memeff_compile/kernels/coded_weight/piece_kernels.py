@@ -1,0 +1,161 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Several weights of win4, each in one piece of memory, in one launch.
+
+A launch takes the host longer than it takes the GPU to decode a small weight. Where the parts of a
+weight begin follows from its size, so that a kernel is given one pointer a weight (`layout`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .pair_kernels import CHUNK, as_patterns
+from .win4_kernels import decode_some, encode_chunk, list_chunks
+
+APART: tl.constexpr = tl.constexpr(128)  # `layout.PIECE_APART`
+
+
+@triton.jit
+def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
+    """Return which weight a program works on: (its number, its program, piece, values, chunks,
+    chunks before it, room).
+
+    One is chosen here, and the rest is compiled once.
+    """
+    number = 0
+    begin = 0
+    piece = pieces[0]
+    weight = weights[0]
+    chunks = C.CHUNKS[0]
+    before = 0
+    room = C.ROOMS[0]
+    for place in tl.static_range(1, C.COUNT):
+        if program >= ENDS[place - 1]:
+            number = place
+            begin = ENDS[place - 1]
+            piece = pieces[place]
+            weight = weights[place]
+            chunks = C.CHUNKS[place]
+            before = C.ENDS[place - 1]
+            room = C.ROOMS[place]
+    return number, program - begin, piece, weight, chunks, before, room
+
+
+@triton.jit
+def _parts(piece_ptr, chunks, room):
+    """Return the parts of a weight in one piece, in the order of `Format.parts`."""
+    codes = piece_ptr + APART
+    signs = codes + chunks * 1024
+    starts = signs + chunks * 2048
+    places = as_patterns(starts + (chunks + APART) // APART * APART)
+    return piece_ptr, codes, starts, places, places + room // 256 * 256, signs
+
+
+@triton.jit
+def piece_decode_kernel(
+    p0,
+    w0,
+    p1,
+    w1,
+    p2,
+    w2,
+    p3,
+    w3,
+    p4,
+    w4,
+    p5,
+    w5,
+    p6,
+    w6,
+    p7,
+    w7,
+    C: tl.constexpr,
+    # COUNT: weights; for each of them CHUNKS and ROOMS; ENDS: chunks of it and those before it
+    # DECODING: programs of it and those before it
+):
+    """Write WORDS * 8 weights of one of several."""
+    at = _at(
+        tl.program_id(0),
+        (p0, p1, p2, p3, p4, p5, p6, p7),
+        (w0, w1, w2, w3, w4, w5, w6, w7),
+        C.DECODING,
+        C,
+    )
+    _, program, piece, weight, chunks, _, room = at
+    decode_some(program, _parts(piece, chunks, room), weight, C.WORDS, C.PATCHES)
+
+
+@triton.jit
+def piece_encode_kernel(
+    counts_ptr,  # for each weight in turn what `encode_chunk` takes
+    p0,
+    w0,
+    p1,
+    w1,
+    p2,
+    w2,
+    p3,
+    w3,
+    p4,
+    w4,
+    p5,
+    w5,
+    p6,
+    w6,
+    p7,
+    w7,
+    rate,
+    decay,
+    C: tl.constexpr,
+):
+    """Move and encode one chunk of one of several weights, from gradients to values."""
+    at = _at(
+        tl.program_id(0),
+        (p0, p1, p2, p3, p4, p5, p6, p7),
+        (w0, w1, w2, w3, w4, w5, w6, w7),
+        C.ENDS,
+        C,
+    )
+    _, chunk, piece, weight, chunks, before, room = at
+    parts, counts = _parts(piece, chunks, room), counts_ptr + 2 * before
+    encode_chunk(chunk, chunks, weight, parts, counts, rate, decay, C)
+
+
+@triton.jit
+def piece_lists_kernel(
+    counts_ptr,
+    refuge_ptr,  # two numbers of 16 bits a weight, HEADING in all, then patterns
+    p0,
+    w0,
+    p1,
+    w1,
+    p2,
+    w2,
+    p3,
+    w3,
+    p4,
+    w4,
+    p5,
+    w5,
+    p6,
+    w6,
+    p7,
+    w7,
+    C: tl.constexpr,
+    # LISTING: programs of a weight, at most PROGRAMS, and those before it
+):
+    """Write some of the lists of one of several weights."""
+    at = _at(
+        tl.program_id(0),
+        (p0, p1, p2, p3, p4, p5, p6, p7),
+        (w0, w1, w2, w3, w4, w5, w6, w7),
+        C.LISTING,
+        C,
+    )
+    number, program, piece, weight, chunks, before, room = at
+    header, _, starts, places, values, _ = _parts(piece, chunks, room)
+    counts, lists = counts_ptr + 2 * before, (starts, places, values)
+    refuge = (refuge_ptr, number, refuge_ptr + C.HEADING + tl.cast(before, tl.int64) * CHUNK)
+    each = (chunks + C.PROGRAMS - 1) // C.PROGRAMS
+    list_chunks(program, weight, header, counts, lists, refuge, room, chunks, each, C.BLOCK, True)
