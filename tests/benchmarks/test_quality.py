@@ -213,6 +213,51 @@ def test_texts_are_of_this_python_or_of_a_file(subject: Any, tmp_path: Path) -> 
     assert torch.equal(own[0, :32], texts.rows_of(subject.tokenizer, "prose", 32, 2)[0])
 
 
+def test_own_continuations_are_saved_once_and_judged_by_every_mode(
+    folder: Path, subject: Any, tmp_path: Path
+) -> None:
+    from benchmarks.quality import texts
+
+    file, out = tmp_path / "own.safetensors", tmp_path / "quality.jsonl"
+    written = ["--length", "90", "--sequences", "3", "--to", str(file)]
+    script("continuations", str(folder), *written, "--dtype", "float32")
+    ids, drawn = texts.ids_of(file, subject.name, 80, 2)
+    assert torch.equal(ids, texts.own(subject.model, subject.tokenizer, 90, 3)[:2, :80])
+    assert drawn["dtype"] == "float32"
+    assert (drawn["sequences"], drawn["length"]) == ("3", "90")
+    given = ["measure", "--model", str(folder), "--length", "80", "--prompt", "32"]
+    given += ["--texts", f"own={file}", "--sequences", "2", "--out", str(out)]
+    script("lossy_modes", *given, "--modes", "attention, 8b+f16", "weights, 7 bits")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["text"] for row in rows] == ["own"] * 2
+    assert {row["digest"] for row in rows} == {texts.digest(ids)}
+    assert all(row["drawn"] == drawn for row in rows)
+    assert {row["tokens"] for row in rows} == {2 * (80 - 32 - 1)}
+
+
+def test_continuations_of_another_model_or_too_short_are_refused(
+    subject: Any, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    from benchmarks.quality import texts
+
+    file = tmp_path / "own.safetensors"
+    with pytest.raises(SystemExit, match=r"continuations\.py writes"):
+        texts.ids_of(file, subject.name, 64, 2)
+    save_file({"ids": torch.zeros(2, 64, dtype=torch.int64)}, file, {"model": "other"})
+    with pytest.raises(SystemExit, match="is of other"):
+        texts.ids_of(file, subject.name, 64, 2)
+    with pytest.raises(SystemExit, match="65 are needed"):
+        texts.ids_of(file, "other", 65, 2)
+
+
+def test_sequences_beyond_what_a_model_is_for_are_refused(folder: Path, tmp_path: Path) -> None:
+    given = ["measure", "--model", str(folder), "--texts", "prose", "--length", "2049"]
+    with pytest.raises(SystemExit, match="is for 2048 tokens; --length is 2049"):
+        script("lossy_modes", *given, "--out", str(tmp_path / "none.jsonl"))
+
+
 PAGES = ["lossy_modes quality.jsonl", "layer_pairs layer-pairs.jsonl"]
 
 
