@@ -273,7 +273,7 @@ def test_the_page_shows_what_the_rows_say(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["codes3", "codes4", "weights", "attention", "scores"])
+@pytest.mark.parametrize("part", ["codes3", "codes4", "weights", "errors", "attention", "scores"])
 def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part: str) -> None:
     from benchmarks.quality.designs import PARTS
 
@@ -293,6 +293,47 @@ def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part
     for row in others:
         assert row["kl_beside"] == pytest.approx(row["kl"] - first["kl"], abs=1e-9)
         assert row["same_beside"] == pytest.approx(row["same"] - first["same"], abs=1e-9)
+
+
+def test_weights_rounded_for_inputs_lose_less_of_products_and_stay_as_they_are_when_coded() -> None:
+    from benchmarks.quality import roundings
+    from memeff_compile.kernels.coded_weight import CodedWeight, encode
+
+    torch.manual_seed(0)
+    weight = (torch.randn(96, 200) * 0.05).bfloat16().float()
+    inputs = torch.randn(4000, 12) @ torch.randn(12, 200) + 0.1 * torch.randn(4000, 200)
+
+    def coded(x: torch.Tensor) -> torch.Tensor:
+        packed = encode(x.bfloat16(), "tier:k3:b512")
+        return CodedWeight(packed, "tier:k3:b512", x.shape).decode().float()
+
+    nearest, rounded = coded(weight), roundings.for_inputs(weight, inputs.t() @ inputs)
+    rounded = rounded.bfloat16().float()
+    assert torch.equal(coded(rounded), rounded)
+    lost = [float((inputs @ (w - weight).t()).norm()) for w in (nearest, rounded)]
+    assert lost[1] < 0.6 * lost[0]
+    assert (rounded - weight).norm() > (nearest - weight).norm(), "which is no least squared error"
+
+
+def test_drawn_errors_and_even_steps_have_the_sizes_they_say() -> None:
+    from benchmarks.quality import roundings
+
+    torch.manual_seed(0)
+    x = torch.randn(256, 512)
+    for name, each in (("errors of 2.6 %", 0.026), ("errors of 2.6 % of each", 0.026)):
+        off = (roundings.DRAWN[name](x) - x).norm() / x.norm()
+        assert off == pytest.approx(each, rel=0.03)
+    assert not torch.equal(
+        roundings.DRAWN["errors of 2.6 %"](x) - x, roundings.DRAWN["errors of 2.6 %"](-x) + x
+    )
+    even = roundings.in_even_steps(x, 5.0)
+    step = float(even[even > 0].min())
+    assert roundings.entropy((even / step).round()) == pytest.approx(5.0, abs=0.01)
+    # At high rates a normal source in even steps of entropy R is off by sqrt(pi e / 6) 2 ** -R.
+    off = float((even - x).norm() / x.norm())
+    assert off == pytest.approx((math.pi * math.e / 6) ** 0.5 * 2**-5.0, rel=0.02)
+    six, five = (roundings.in_integers(x, bits, 32) for bits in (6, 5))
+    assert (six - x).norm() < 0.6 * (five - x).norm()
 
 
 @pytest.mark.parametrize("settings", [{}, {"group": 32}, {"recent": 64, "keep_first": 0}])
