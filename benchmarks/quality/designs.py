@@ -5,7 +5,9 @@
 
 As lossy_modes.py, on the same texts and tokens, with designs in the place of modes, each compared
 with the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
-sizes, which `compress_` codes, or rounded in ways that nothing here codes. Attention has layers of
+sizes, which `compress_` codes, or rounded in ways that nothing here codes. "errors" asks what they
+must lose: beside roundings with inputs in view and codes of other numbers stand drawn errors, which
+say what KL an error of a size costs. Attention has layers of
 another level. Codes of caches, and scores of attention, are prototypes.py's: other arithmetic, most
 of which nothing here serves.
 """
@@ -30,8 +32,7 @@ from benchmarks.quality import lossy_modes, texts
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.prototypes import KEYS, VALUES, Cached, Coded, Study, Told
-from benchmarks.quality.roundings import DRAWN, KEPT, ROUNDINGS, for_inputs, grams
-from benchmarks.quality.roundings import SIZES as CODES
+from benchmarks.quality.roundings import CODES, DRAWN, KEPT, ROUNDINGS, for_inputs, grams
 from benchmarks.quality.subject import Lowered, States
 from memeff_compile.model.weights.compress import decompress_
 
@@ -140,9 +141,12 @@ PARTS: dict[str, list[Design]] = {
         *(Design(f"weights, 3 bits, {name}", rounding=name) for name in ROUNDINGS),
     ],
     "errors": [
-        Design("weights, 3 bits, blocks of 512", block=512),
-        Design("weights, 3 bits, for inputs of the other text", block=512, for_inputs=True),
-        *(Design(f"weights, {name}", rounding=name) for name in (*CODES, *DRAWN)),
+        *(
+            Design(f"errors, 3 bits, blocks of {size}{how}", block=size, for_inputs=bool(how))
+            for size in (512, 64)
+            for how in ("", ", for inputs of the other text")
+        ),
+        *(Design(f"errors, {name}", rounding=name) for name in (*CODES, *DRAWN)),
     ],
     "attention": [
         *(Design(f"attention, {level}", level=level) for level in ("8b", "8b+f16")),
@@ -211,19 +215,19 @@ class Bench(lossy_modes.Bench):
         ids = texts.rows_of(self.subject.tokenizer, name, self.given.length, count)
         return ids.to(self.subject.device)
 
-    def _for_inputs(self, model: Any) -> None:
+    def _for_inputs(self, model: Any, block: int) -> None:
         """Round the linears of a model with the exact one's inputs in view."""
         if self.seen[0] != self.text:
             self.seen = self.text, grams(self.subject.model, self._other(INPUTS))
         for name, gram in self.seen[1].items():
             weight = model.get_submodule(name).weight
-            weight.data = for_inputs(weight.detach().float(), gram).to(weight.dtype)
+            weight.data = for_inputs(weight.detach().float(), gram, block).to(weight.dtype)
 
     def _with_weights(self, design: Design) -> tuple[Any, dict[str, Any]]:
         subject, took = self.subject, dict[str, Any]()
         model = copy.deepcopy(subject.stored).to(subject.device)
-        if design.for_inputs:
-            self._for_inputs(model)
+        if design.block is not None and design.for_inputs:
+            self._for_inputs(model, design.block)
         if design.block is not None:
             report = memeff_compile.compress_(
                 model, "tier", mantissa=KEPT, block=design.block, min_size=1, progress=False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,16 +70,17 @@ def with_errors_passed_on(x: Tensor) -> Tensor:
     return found.t().contiguous()
 
 
-def with_errors(x: Tensor, share: float, *, each: bool = False) -> Tensor:
+def with_errors(x: Tensor, share: float, *, each: bool = False, draw: int = 0) -> Tensor:
     """Add normal errors, as large as a share of the weights together, or of each weight."""
-    seed = zlib.crc32(x[:4].cpu().numpy().tobytes())  # every weight has errors of its own
+    seed = zlib.crc32(x[:4].cpu().numpy().tobytes(), draw)  # every weight has errors of its own
     errors = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)
     return x + share * (x.abs() if each else x.square().mean().sqrt()) * errors
 
 
 def entropy(codes: Tensor) -> float:
     """Return how many bits a whole number takes in the best code of single numbers."""
-    counts = torch.unique(codes, return_counts=True)[1].double()
+    counts = torch.bincount((codes - codes.min()).long().flatten()).double()
+    counts = counts[counts > 0]
     return float(math.log2(codes.numel()) - (counts * counts.log2()).sum() / codes.numel())
 
 
@@ -111,19 +113,23 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 """Other roundings to three bits of the mantissa."""
 SHARES = (0.0065, 0.013, 0.026, 0.052)
 DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
-    **{f"errors of {100 * s:.2g} %": lambda x, s=s: with_errors(x, s) for s in SHARES},
-    "errors of 2.6 % of each": lambda x: with_errors(x, 0.026, each=True),
+    **{f"drawn, {100 * s:.2g} %": partial(with_errors, share=s) for s in SHARES},
+    "drawn, 2.6 % of each": partial(with_errors, share=0.026, each=True),
+    **{
+        f"drawn, 2.6 % of each, draw {n}": partial(with_errors, share=0.026, each=True, draw=n)
+        for n in (2, 3, 4)
+    },
 }
 """Errors without a rounding."""
-SIZES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
-    "even steps": (6.9, lambda x: in_even_steps(x, 6.9)),
-    "integers of 6 bits, a scale for 32": (6.5, lambda x: in_integers(x, 6, 32)),
-    "integers of 5 bits, a scale for 32": (5.5, lambda x: in_integers(x, 5, 32)),
+CODES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "even steps": (6.9, partial(in_even_steps, bits=6.9)),
+    "integers of 6 bits, a scale for 32": (6.5, partial(in_integers, bits=6, group=32)),
+    "integers of 5 bits, a scale for 32": (5.5, partial(in_integers, bits=5, group=32)),
 }
 """Codes of other numbers, and the bits a weight that they take."""
 
 
-def for_inputs(x: Tensor, gram: Tensor) -> Tensor:
+def for_inputs(x: Tensor, gram: Tensor, block: int = BLOCK) -> Tensor:
     """Round to `compress_`'s own numbers, with the products by such inputs in view.
 
     The error of a column goes to the columns behind it by the inverse of the inputs' Gram matrix
@@ -133,8 +139,9 @@ def for_inputs(x: Tensor, gram: Tensor) -> Tensor:
     Args:
         x: a weight (V, D) in fp32.
         gram: inputs' (D, D), in fp32.
+        block: weights that share a normaliser.
     """
-    blocks = in_blocks(x, BLOCK)
+    blocks = in_blocks(x, block)
     largest = blocks.abs().amax(1, True).clamp_min(1e-30)
     top = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1)
     scale, top = (like(each.expand_as(blocks), x) for each in (largest / top, top))

@@ -320,11 +320,11 @@ def test_drawn_errors_and_even_steps_have_the_sizes_they_say() -> None:
 
     torch.manual_seed(0)
     x = torch.randn(256, 512)
-    for name, each in (("errors of 2.6 %", 0.026), ("errors of 2.6 % of each", 0.026)):
+    for name, each in (("drawn, 2.6 %", 0.026), ("drawn, 2.6 % of each", 0.026)):
         off = (roundings.DRAWN[name](x) - x).norm() / x.norm()
         assert off == pytest.approx(each, rel=0.03)
     assert not torch.equal(
-        roundings.DRAWN["errors of 2.6 %"](x) - x, roundings.DRAWN["errors of 2.6 %"](-x) + x
+        roundings.DRAWN["drawn, 2.6 %"](x) - x, roundings.DRAWN["drawn, 2.6 %"](-x) + x
     )
     even = roundings.in_even_steps(x, 5.0)
     step = float(even[even > 0].min())
