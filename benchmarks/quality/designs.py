@@ -5,7 +5,9 @@
 
 As lossy_modes.py, on the same texts and tokens, with designs in the place of modes, each compared
 with the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
-sizes, which `compress_` codes, or rounded in ways that nothing here codes. Attention has layers of
+sizes, which `compress_` codes, or rounded in ways that nothing here codes. "errors" asks what they
+must lose: beside roundings with inputs in view and codes of other numbers stand drawn errors, which
+say what KL an error of a size costs. Attention has layers of
 another level. Codes of caches, and scores of attention, are prototypes.py's: other arithmetic, most
 of which nothing here serves.
 """
@@ -16,13 +18,11 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,67 +32,18 @@ from benchmarks.quality import lossy_modes, texts
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.prototypes import KEYS, VALUES, Cached, Coded, Study, Told
+from benchmarks.quality.roundings import CODES, DRAWN, KEPT, ROUNDINGS, for_inputs, grams
 from benchmarks.quality.subject import Lowered, States
-from memeff_compile.kernels.coded_weight import CodedWeight, encode
 from memeff_compile.model.weights.compress import decompress_
 
 BESIDE = ": KL, same tokens beside the first (se)"
 SIZES = {"bits": "bits a weight", "weights_off": "weights are off by"}
 """What a column is of, by the name of its fact."""
-KEPT = 3
-"""Bits of the mantissa."""
+ROUNDED = {**ROUNDINGS, **DRAWN, **{name: rounding for name, (_, rounding) in CODES.items()}}
+INPUTS = 8
+"""Sequences of the other text that weights are rounded for."""
 LEAST = (0.95, 0.955, 0.96, 0.965, 0.97)
 """Scores below which `calibrate_attention` would give a layer another level."""
-
-
-def kept(x: Tensor) -> Tensor:
-    """Return numbers with fewer bits of mantissa, half away from zero."""
-    fraction, exponent = torch.frexp(x)
-    whole = torch.floor(fraction.abs() * 2.0 ** (KEPT + 1) + 0.5)
-    return torch.ldexp(torch.sign(fraction) * whole / 2.0 ** (KEPT + 1), exponent)
-
-
-def in_blocks(x: Tensor, size: int) -> Tensor:
-    """Return the numbers of a weight, a block a row."""
-    return F.pad(x.reshape(-1), (0, -x.numel() % size)).view(-1, size)
-
-
-def like(blocks: Tensor, x: Tensor) -> Tensor:
-    """Return blocks as a weight of the shape of another."""
-    return blocks.reshape(-1)[: x.numel()].view_as(x)
-
-
-def by_least_error(x: Tensor) -> Tensor:
-    """Divide each block of 512 by that number of four which leaves the least squared error."""
-    blocks = in_blocks(x, 512)
-    found = torch.stack([kept(blocks / c) * c for c in (1.0, 1.25, 1.5, 1.75)])
-    least = (found - blocks).square().sum(2).argmin(0)
-    return like(found[least, torch.arange(len(blocks), device=x.device)], x)
-
-
-def with_row_scales(x: Tensor) -> Tensor:
-    """Scale each row of what `compress_` makes of it by least squares."""
-    codec = f"tier:k{KEPT}:b512"
-    found = CodedWeight(encode(x.bfloat16(), codec), codec, x.shape).decode().float()
-    return found * ((x * found).sum(1, True) / found.square().sum(1, True).clamp_min(1e-20))
-
-
-def with_errors_passed_on(x: Tensor) -> Tensor:
-    """Add the error of a weight to the next one of its row: sums of neighbours stay."""
-    columns = x.t().contiguous()
-    found, error = torch.empty_like(columns), torch.zeros_like(columns[0])
-    for number, column in enumerate(columns):
-        found[number] = kept(column + error)
-        error = column + error - found[number]
-    return found.t().contiguous()
-
-
-ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "no normaliser": kept,
-    "the best of four normalisers": by_least_error,
-    "a scale for each row behind it": with_row_scales,
-    "errors passed along the row": with_errors_passed_on,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +56,7 @@ class Design(Mode):
         least: as `calibrate_attention` has it.
         block: of coded weights.
         rounding: of weights that are not coded.
+        for_inputs: whether they are rounded with inputs in view, those of the other text.
         cached: a cache of other codes.
         study: attention of other arithmetic.
     """
@@ -113,6 +65,7 @@ class Design(Mode):
     least: float = 0.0
     block: int | None = None
     rounding: str | None = None
+    for_inputs: bool = False
     cached: Cached | None = None
     study: Study | None = None
 
@@ -187,6 +140,14 @@ PARTS: dict[str, list[Design]] = {
         Design("weights, 3 bits, blocks of 32", block=32),
         *(Design(f"weights, 3 bits, {name}", rounding=name) for name in ROUNDINGS),
     ],
+    "errors": [
+        *(
+            Design(f"errors, 3 bits, blocks of {size}{how}", block=size, for_inputs=bool(how))
+            for size in (512, 64)
+            for how in ("", ", for inputs of the other text")
+        ),
+        *(Design(f"errors, {name}", rounding=name) for name in (*CODES, *DRAWN)),
+    ],
     "attention": [
         *(Design(f"attention, {level}", level=level) for level in ("8b", "8b+f16")),
         *(
@@ -203,17 +164,18 @@ class Bench(lossy_modes.Bench):
     """A model under every design."""
 
     compares = True
-    held: tuple[str, Any, dict[str, Any]] = ("", None, {})
+    held: tuple[tuple[str, str], Any, dict[str, Any]] = (("", ""), None, {})
     text = texts.NAMED[0]
     scored: tuple[str, list[float]] = ("", [])
+    seen: tuple[str, dict[str, Tensor]] = ("", {})
 
     def states(self, mode: Mode, ids: Tensor, facts: dict[str, Any]) -> States:
         """Return what a design makes of tokens; `facts` gets what it took."""
         subject = self.subject
         assert isinstance(mode, Design)
         if mode.block is not None or mode.rounding is not None:
-            if self.held[0] != mode.name:
-                self.held = (mode.name, *self._with_weights(mode))
+            if self.held[0] != (mode.name, self.text):
+                self.held = ((mode.name, self.text), *self._with_weights(mode))
             _, model, took = self.held
             facts |= took
             return subject.states(ids, model)
@@ -237,11 +199,7 @@ class Bench(lossy_modes.Bench):
         """Return what each layer's attention scores in `8b`, on a text that is not judged."""
         if self.scored[0] != self.text:
             subject = self.subject
-            other = next(name for name in texts.NAMED if name != self.text)
-            ids = texts.rows_of(
-                subject.tokenizer, other, self.given.length, lossy_modes.CALIBRATION
-            )
-            inputs = [{"input_ids": row[None].to(subject.device)} for row in ids]
+            inputs = [{"input_ids": row[None]} for row in self._other(lossy_modes.CALIBRATION)]
             found = memeff_compile.calibrate_attention(
                 subject.model.base_model, inputs, levels=("8b",)
             )
@@ -251,21 +209,40 @@ class Bench(lossy_modes.Bench):
             self.scored = self.text, scores
         return self.scored[1]
 
+    def _other(self, count: int) -> Tensor:
+        """Return rows of the text that is not judged."""
+        name = next(name for name in texts.NAMED if name != self.text)
+        ids = texts.rows_of(self.subject.tokenizer, name, self.given.length, count)
+        return ids.to(self.subject.device)
+
+    def _for_inputs(self, model: Any, block: int) -> None:
+        """Round the linears of a model with the exact one's inputs in view."""
+        if self.seen[0] != self.text:
+            self.seen = self.text, grams(self.subject.model, self._other(INPUTS))
+        for name, gram in self.seen[1].items():
+            weight = model.get_submodule(name).weight
+            weight.data = for_inputs(weight.detach().float(), gram, block).to(weight.dtype)
+
     def _with_weights(self, design: Design) -> tuple[Any, dict[str, Any]]:
         subject, took = self.subject, dict[str, Any]()
         model = copy.deepcopy(subject.stored).to(subject.device)
+        if design.block is not None and design.for_inputs:
+            self._for_inputs(model, design.block)
         if design.block is not None:
             report = memeff_compile.compress_(
                 model, "tier", mantissa=KEPT, block=design.block, min_size=1, progress=False
             )
             took["bits"] = report.bits
             decompress_(model)
+        if design.rounding in CODES:
+            took["bits"] = CODES[design.rounding][0]
         off = []
         for name, linear in model.named_modules():
             if isinstance(linear, nn.Linear) and linear is not model.get_output_embeddings():
                 exact = subject.stored.get_submodule(name).weight.detach().to(subject.device)
                 if design.rounding is not None:
-                    linear.weight.data = ROUNDINGS[design.rounding](exact.float()).to(exact.dtype)
+                    rounded = ROUNDED[design.rounding](exact.float())
+                    linear.weight.data = rounded.to(exact.dtype)
                 error = (linear.weight.detach().float() - exact.float()).norm()
                 off.append(float(error / exact.float().norm()))
         return subject._ready(model), {**took, "weights_off": sum(off) / len(off)}

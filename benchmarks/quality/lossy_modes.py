@@ -2,10 +2,13 @@
 
     python benchmarks/quality/lossy_modes.py measure --model FOLDER
     python benchmarks/quality/lossy_modes.py measure --model FOLDER --length 8192 --sequences 4
+    python benchmarks/quality/lossy_modes.py measure --model FOLDER --texts own=FILE.safetensors
     python benchmarks/quality/lossy_modes.py table
 
 FOLDER is what `from_pretrained` takes; weights are never part of a repository. Texts are those of
-texts.py, the model's own continuations, and any file (`--texts prose notes=notes.txt`).
+texts.py, the model's own continuations, and any file (`--texts prose notes=notes.txt`). "own" is
+written anew, by the model and on the machine that are measured; own=FILE are token ids that
+data/continuations.py saved, the same for every machine and run.
 
 The exact model reads each sequence in one go, and so do attention in low bits and weights of fewer
 bits. A cache takes a prompt, then pieces, each of which attends to what the cache says of all
@@ -256,6 +259,10 @@ def measure(given: argparse.Namespace) -> int:
     """Write a row for each text and mode."""
     started = time.monotonic()
     subject = subject_of(given)
+    if given.length > subject.longest:
+        raise SystemExit(
+            f"{subject.name} is for {subject.longest} tokens; --length is {given.length}"
+        )
     bench = Bench(subject, given)
     deadline = started + given.budget
     environment = rows.environment()
@@ -267,8 +274,8 @@ def measure(given: argparse.Namespace) -> int:
         facts = {"what": "quality", **subject.facts, "text": label, "length": given.length}
         if name == "keys":
             made: Iterator[tuple[Mode, dict[str, Any]]] = bench.keys(deadline)
-        elif name == "own":
-            ids = texts.own(subject.model, subject.tokenizer, given.length, given.sequences)
+        elif label == "own":
+            ids, facts["drawn"] = own_ids(subject, name, given)
             made = bench.judge(ids, deadline)
         else:
             ids = texts.rows_of(subject.tokenizer, name, given.length, given.sequences)
@@ -279,6 +286,17 @@ def measure(given: argparse.Namespace) -> int:
             rows.append(given.out, {**facts, "mode": mode.name, **row, **environment})
         print(f"{label}: {time.monotonic() - started:.0f} s", flush=True)
     return 0
+
+
+def own_ids(
+    subject: Subject, name: str, given: argparse.Namespace
+) -> tuple[Tensor, dict[str, str]]:
+    """Return the model's own continuations, saved or written now, and how they were drawn."""
+    path = name.partition("=")[2]
+    if path:
+        return texts.ids_of(Path(path), subject.name, given.length, given.sequences)
+    ids = texts.own(subject.model, subject.tokenizer, given.length, given.sequences)
+    return ids, {"sequences": str(given.sequences), "length": str(given.length)}
 
 
 def table(given: argparse.Namespace) -> int:

@@ -40,7 +40,10 @@ def modes(layers: int) -> list[Mode]:
     """
     half, late = layers // 2, 3 * layers // 4 // 2 * 2
     found = [Mode(f"cache, {bits} bits", cache={"bits": bits}) for bits in (16, 8, 4, 3, 2)]
-    found.append(Mode("cache, 3 bits, groups of 32", cache={"bits": 3, "group": 32}))
+    found += [
+        Mode(f"cache, {bits} bits, groups of 32", cache={"bits": bits, "group": 32})
+        for bits in (4, 3)
+    ]
     per_head = {"bits": 4, "scheme": "per_head"}
     found.append(Mode("cache, 4 bits, per_head", cache=per_head))
     for where, start in (("half", half), ("three quarters", late)):

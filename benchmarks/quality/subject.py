@@ -111,7 +111,7 @@ class Subject:
         self.stored = load(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
         self.model = self._ready(copy.deepcopy(self.stored))
         config = self.model.config.get_text_config(decoder=True)
-        self.layers = config.num_hidden_layers
+        self.layers, self.longest = config.num_hidden_layers, config.max_position_embeddings
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.facts = {
             "model": self.name,

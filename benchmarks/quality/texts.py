@@ -54,6 +54,22 @@ def rows_of(tokenizer: Any, name: str, length: int, count: int) -> Tensor:
     return torch.cat([torch.tensor(start, dtype=torch.int64).expand(found, -1), rows], 1)
 
 
+def ids_of(path: Path, model: str, length: int, count: int) -> tuple[Tensor, dict[str, str]]:
+    """Return rows that data/continuations.py saved for a model, and how they were drawn."""
+    from safetensors import safe_open
+
+    if not path.is_file():
+        raise SystemExit(f"{path} is not there; benchmarks/data/continuations.py writes such files")
+    with safe_open(path, "pt") as file:
+        facts, ids = file.metadata() or {}, file.get_tensor("ids")
+    if facts.get("model") != model:
+        raise SystemExit(f"{path} is of {facts.get('model')}, not of {model}: not its own words")
+    if ids.shape[1] < length:
+        raise SystemExit(f"{path} has rows of {ids.shape[1]} tokens; {length} are needed")
+    drawn = ("sequences", "length", "dtype", "torch", "transformers", "gpu")
+    return ids[:count, :length], {name: facts[name] for name in drawn if name in facts}
+
+
 @torch.no_grad()
 def own(model: Any, tokenizer: Any, length: int, count: int) -> Tensor:
     """Return what a model writes at temperature 1 behind the first words of texts."""

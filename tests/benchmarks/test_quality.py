@@ -213,6 +213,51 @@ def test_texts_are_of_this_python_or_of_a_file(subject: Any, tmp_path: Path) -> 
     assert torch.equal(own[0, :32], texts.rows_of(subject.tokenizer, "prose", 32, 2)[0])
 
 
+def test_own_continuations_are_saved_once_and_judged_by_every_mode(
+    folder: Path, subject: Any, tmp_path: Path
+) -> None:
+    from benchmarks.quality import texts
+
+    file, out = tmp_path / "own.safetensors", tmp_path / "quality.jsonl"
+    written = ["--length", "90", "--sequences", "3", "--to", str(file)]
+    script("continuations", str(folder), *written, "--dtype", "float32")
+    ids, drawn = texts.ids_of(file, subject.name, 80, 2)
+    assert torch.equal(ids, texts.own(subject.model, subject.tokenizer, 90, 3)[:2, :80])
+    assert drawn["dtype"] == "float32"
+    assert (drawn["sequences"], drawn["length"]) == ("3", "90")
+    given = ["measure", "--model", str(folder), "--length", "80", "--prompt", "32"]
+    given += ["--texts", f"own={file}", "--sequences", "2", "--out", str(out)]
+    script("lossy_modes", *given, "--modes", "attention, 8b+f16", "weights, 7 bits")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["text"] for row in rows] == ["own"] * 2
+    assert {row["digest"] for row in rows} == {texts.digest(ids)}
+    assert all(row["drawn"] == drawn for row in rows)
+    assert {row["tokens"] for row in rows} == {2 * (80 - 32 - 1)}
+
+
+def test_continuations_of_another_model_or_too_short_are_refused(
+    subject: Any, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    from benchmarks.quality import texts
+
+    file = tmp_path / "own.safetensors"
+    with pytest.raises(SystemExit, match=r"continuations\.py writes"):
+        texts.ids_of(file, subject.name, 64, 2)
+    save_file({"ids": torch.zeros(2, 64, dtype=torch.int64)}, file, {"model": "other"})
+    with pytest.raises(SystemExit, match="is of other"):
+        texts.ids_of(file, subject.name, 64, 2)
+    with pytest.raises(SystemExit, match="65 are needed"):
+        texts.ids_of(file, "other", 65, 2)
+
+
+def test_sequences_beyond_what_a_model_is_for_are_refused(folder: Path, tmp_path: Path) -> None:
+    given = ["measure", "--model", str(folder), "--texts", "prose", "--length", "2049"]
+    with pytest.raises(SystemExit, match="is for 2048 tokens; --length is 2049"):
+        script("lossy_modes", *given, "--out", str(tmp_path / "none.jsonl"))
+
+
 PAGES = ["lossy_modes quality.jsonl", "layer_pairs layer-pairs.jsonl"]
 
 
@@ -228,7 +273,7 @@ def test_the_page_shows_what_the_rows_say(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["codes3", "codes4", "weights", "attention", "scores"])
+@pytest.mark.parametrize("part", ["codes3", "codes4", "weights", "errors", "attention", "scores"])
 def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part: str) -> None:
     from benchmarks.quality.designs import PARTS
 
@@ -248,6 +293,47 @@ def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part
     for row in others:
         assert row["kl_beside"] == pytest.approx(row["kl"] - first["kl"], abs=1e-9)
         assert row["same_beside"] == pytest.approx(row["same"] - first["same"], abs=1e-9)
+
+
+def test_weights_rounded_for_inputs_lose_less_of_products_and_stay_as_they_are_when_coded() -> None:
+    from benchmarks.quality import roundings
+    from memeff_compile.kernels.coded_weight import CodedWeight, encode
+
+    torch.manual_seed(0)
+    weight = (torch.randn(96, 200) * 0.05).bfloat16().float()
+    inputs = torch.randn(4000, 12) @ torch.randn(12, 200) + 0.1 * torch.randn(4000, 200)
+
+    def coded(x: torch.Tensor) -> torch.Tensor:
+        packed = encode(x.bfloat16(), "tier:k3:b512")
+        return CodedWeight(packed, "tier:k3:b512", x.shape).decode().float()
+
+    nearest, rounded = coded(weight), roundings.for_inputs(weight, inputs.t() @ inputs)
+    rounded = rounded.bfloat16().float()
+    assert torch.equal(coded(rounded), rounded)
+    lost = [float((inputs @ (w - weight).t()).norm()) for w in (nearest, rounded)]
+    assert lost[1] < 0.6 * lost[0]
+    assert (rounded - weight).norm() > (nearest - weight).norm(), "which is no least squared error"
+
+
+def test_drawn_errors_and_even_steps_have_the_sizes_they_say() -> None:
+    from benchmarks.quality import roundings
+
+    torch.manual_seed(0)
+    x = torch.randn(256, 512)
+    for name, each in (("drawn, 2.6 %", 0.026), ("drawn, 2.6 % of each", 0.026)):
+        off = (roundings.DRAWN[name](x) - x).norm() / x.norm()
+        assert off == pytest.approx(each, rel=0.03)
+    assert not torch.equal(
+        roundings.DRAWN["drawn, 2.6 %"](x) - x, roundings.DRAWN["drawn, 2.6 %"](-x) + x
+    )
+    even = roundings.in_even_steps(x, 5.0)
+    step = float(even[even > 0].min())
+    assert roundings.entropy((even / step).round()) == pytest.approx(5.0, abs=0.01)
+    # At high rates a normal source in even steps of entropy R is off by sqrt(pi e / 6) 2 ** -R.
+    off = float((even - x).norm() / x.norm())
+    assert off == pytest.approx((math.pi * math.e / 6) ** 0.5 * 2**-5.0, rel=0.02)
+    six, five = (roundings.in_integers(x, bits, 32) for bits in (6, 5))
+    assert (six - x).norm() < 0.6 * (five - x).norm()
 
 
 @pytest.mark.parametrize("settings", [{}, {"group": 32}, {"recent": 64, "keep_first": 0}])
