@@ -29,7 +29,6 @@ from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES, in_order
 from .passes.graph.cuts import compiled_in_pieces
-from .passes.graph.decodings import gather
 from .wrappers import WRAPPERS, Trip
 
 log = logging.getLogger(__name__)
@@ -95,8 +94,7 @@ def _inner(trip: Trip) -> Callable[..., Any]:
         if options.inner == "aot_eager":
             return compat.compile_with_aot_eager(gm, example_inputs)
         direct_in_inductor()
-        last = gather if trip.has_pieces else None
-        return compat.compile_with_inductor(gm, example_inputs, trip.inductor_patches, tag, last)
+        return compat.compile_with_inductor(gm, example_inputs, trip.inductor_patches, tag)
 
     if trip.cuts:
         return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one)

@@ -418,54 +418,21 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 
 
 def compile_with_inductor(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    patches: Mapping[str, Any],
-    tag: str = "",
-    last: Callable[[Graph], None] | None = None,
+    gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
 ) -> Compiled:
     """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
 
     Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
     other versions have other ops. ``tag`` is what else our ops were compiled for and no graph
-    shows. ``last`` edits each graph that AOTAutograd makes of it, if nobody else asked to.
+    shows.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
 
     tagged = f"{config.cache_key_tag}memeff:{op_fingerprint()}:{tag}"
-    if last is not None:
-        patches = {**patches, **_with_pass(last, patches)}
     with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
         compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
     return cast("Compiled", compiled)
-
-
-def _with_pass(function: Callable[[Graph], None], patches: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the setting with which Inductor calls a function with each graph it is to compile."""
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    name = "post_grad_custom_pre_pass"
-    if patches.get(name) is not None or getattr(config, name) is not None:
-        return {}
-
-    class Last(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            function(graph)
-
-        def uuid(self) -> str:
-            """Return what its caches tell it apart by: our version is in their key already."""
-            return f"memeff:{function.__module__}.{function.__qualname__}"
-
-    return {name: Last()}
-
-
-def sort_graph(graph: Graph) -> None:
-    """Put nodes behind what they need, and otherwise leave their order."""
-    from torch._inductor.pattern_matcher import stable_topological_sort
-
-    stable_topological_sort(graph)
 
 
 @contextlib.contextmanager

@@ -136,12 +136,6 @@ class Trip:
                 compat.guard_by_attribute(node, "number")
 
     @property
-    def has_pieces(self) -> bool:
-        """Whether a compressed weight in one piece is among the inputs."""
-        inputs = self.example_inputs
-        return any(isinstance(e, CodedWeight) and e.piece is not None for e in inputs)
-
-    @property
     def inductor_patches(self) -> dict[str, Any]:
         """What Inductor's config is patched with: advice of passes, the user's words, safety."""
         advice, given = self.outcome.inductor, self.options.inductor_patches()

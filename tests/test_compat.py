@@ -1300,6 +1300,34 @@ def test_a_function_is_called_at_the_end_of_a_backward_and_only_there() -> None:
     assert seen == ["leaf", "end"]
 
 
+@probes("after_gradients")
+def test_a_function_is_called_when_gradients_are_there_before_they_are_used() -> None:
+    seen: list[str] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append("made")
+            return 2 * grad
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda p: seen.append("used"))
+    result = Twice.apply(x)
+    compat.after_gradients([None, torch.ones(2), result], lambda: seen.append("there"))
+    result.sum().backward()
+    assert seen == ["made", "there", "used"]
+
+
+@probes("empty_bf16")
+def test_empty_memory_has_the_sizes_asked_for() -> None:
+    made = compat.empty_bf16((2, 3), (3, 1), torch.ones(1, dtype=torch.int32))
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)
+
+
 @probes("copy_graph", "schema", "python_dispatcher", "untraced")
 def test_graphs_are_copied_and_functions_kept_out_of_them() -> None:
     seen = []

@@ -113,6 +113,18 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
     return torch.cuda.device(tensor.device)
 
 
+def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    """Return the current stream of the tensor's GPU; None off CUDA."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Make a stream that `stream_of` returned current again."""
+    if stream is None or torch.cuda.current_stream(stream.device) == stream:
+        return _NOTHING
+    return torch.cuda.stream(stream)
+
+
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """Keep autocast, which reaches into opaque ops, away from the products."""
     if torch.is_autocast_enabled(device_type):

@@ -28,14 +28,12 @@ from .memory import bits_per_weight as bits_per_weight
 from .memory import bytes_before as bytes_before
 from .op import ENGINES as ENGINES
 from .op import coded_weight_decode as coded_weight_decode
-from .op import coded_weight_decode_together as coded_weight_decode_together
 from .op import coded_weight_linear as coded_weight_linear
 from .op import coded_weight_linears as coded_weight_linears
 from .op import encode as encode
 from .op import engine_for as engine_for
 from .op import make_refuge as make_refuge
 from .op import supports_weight as supports_weight
-from .pieces import MOST_TOGETHER as MOST_TOGETHER
 from .pieces import sheltered_together as sheltered_together
 from .slabs import side_by_side as side_by_side
 from .tensor import OWN_ATTRIBUTES as OWN_ATTRIBUTES

@@ -131,7 +131,7 @@ def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object
     if not _uses_kernels(parts[0]):
         return reference.decode(_apart(parts, form, size), form, size)
     if len(parts) < len(form.parts):
-        return pieces.decode(parts, [size])[0]
+        return pieces.decode(parts[0], size)
     return codecs.decode(parts, form, size)
 
 
@@ -139,25 +139,8 @@ def _decode_in_inductor(
     parts: Sequence[Tensor], codec: str, size: Sequence[int], at: object = None
 ) -> Tensor:
     if len(parts) == 1 and _uses_kernels(parts[0]):
-        return pieces.decode(parts, [size])[0]
+        return pieces.decode(parts[0], size)
     return _decode(parts, codec, size)
-
-
-def _decode_together(
-    several: Sequence[Tensor], codec: str, sizes: Sequence[int], at: object
-) -> list[Tensor]:
-    """Decode matrices in one piece each, whose sizes are two numbers each."""
-    pairs = [*zip(sizes[::2], sizes[1::2], strict=True)]
-    if _uses_kernels(several[0]):
-        return pieces.decode(several, pairs)
-    return [_decode([piece], codec, size) for piece, size in zip(several, pairs, strict=True)]
-
-
-def _fake_decode_together(
-    several: Sequence[Tensor], codec: str, sizes: Sequence[int], at: object
-) -> list[Tensor]:
-    pairs = zip(sizes[::2], sizes[1::2], strict=True)
-    return [_fake_decode([piece], codec, size) for piece, size in zip(several, pairs, strict=True)]
 
 
 def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequence[Tensor]:
@@ -384,13 +367,6 @@ coded_weight_decode = library.op(
     _decode,
     _fake_decode,
     direct=_decode_in_inductor,
-)
-coded_weight_decode_together = library.op(
-    "coded_weight_decode_together(Tensor[] pieces, str codec, SymInt[] sizes, Tensor[] at) "
-    "-> Tensor[]",
-    _decode_together,
-    _fake_decode_together,
-    direct=_decode_together,
 )
 coded_weight_product = library.op(
     "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Several weights of win4, each in one piece of memory, in one launch.
+"""Weights of win4 in one piece of memory each; several of them are updated in one launch.
 
 A launch takes the host longer than it takes the GPU to decode a small weight. Where the parts of a
 weight begin follows from its size, so that a kernel is given one pointer a weight (`layout`).
@@ -54,36 +54,14 @@ def _parts(piece_ptr, chunks, room):
 
 @triton.jit
 def piece_decode_kernel(
-    p0,
-    w0,
-    p1,
-    w1,
-    p2,
-    w2,
-    p3,
-    w3,
-    p4,
-    w4,
-    p5,
-    w5,
-    p6,
-    w6,
-    p7,
-    w7,
+    piece_ptr,
+    weight_ptr,
     C: tl.constexpr,
-    # COUNT: weights; for each of them CHUNKS and ROOMS; ENDS: chunks of it and those before it
-    # DECODING: programs of it and those before it
+    # CHUNKS and ROOM: of the weight
 ):
-    """Write WORDS * 8 weights of one of several."""
-    at = _at(
-        tl.program_id(0),
-        (p0, p1, p2, p3, p4, p5, p6, p7),
-        (w0, w1, w2, w3, w4, w5, w6, w7),
-        C.DECODING,
-        C,
-    )
-    _, program, piece, weight, chunks, _, room = at
-    decode_some(program, _parts(piece, chunks, room), weight, C.WORDS, C.PATCHES)
+    """Write WORDS * 8 weights of one in one piece."""
+    parts = _parts(piece_ptr, C.CHUNKS, C.ROOM)
+    decode_some(tl.program_id(0), parts, weight_ptr, C.WORDS, C.PATCHES)
 
 
 @triton.jit
@@ -108,6 +86,7 @@ def piece_encode_kernel(
     rate,
     decay,
     C: tl.constexpr,
+    # COUNT: weights; for each of them CHUNKS and ROOMS; ENDS: chunks of it and those before it
 ):
     """Move and encode one chunk of one of several weights, from gradients to values."""
     at = _at(

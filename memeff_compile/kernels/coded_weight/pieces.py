@@ -1,4 +1,4 @@
-"""The engine `triton` for weights of win4 in one piece of memory: several of them in one launch."""
+"""The engine `triton` for weights of win4 in one piece of memory: updates of several at once."""
 
 from __future__ import annotations
 
@@ -56,11 +56,10 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How weights of these sizes are decoded, moved and encoded, and listed."""
+    """How weights of these sizes are moved and encoded, and listed."""
 
     chunks: int
     rooms: tuple[int, ...]
-    decode: _Launch
     steps: tuple[_Launch, _Launch]  # without weight decay, and with it
     lists: _Launch
 
@@ -74,13 +73,6 @@ def _plan(*sizes: tuple[int, int]) -> _Plan:
     listing = tuple(accumulate(-(-c // e) for c, e in zip(chunks, each, strict=True)))
     ends = tuple(accumulate(chunks))
     about = (("COUNT", len(sizes)), ("ENDS", ends), ("CHUNKS", chunks), ("ROOMS", rooms))
-    words, patches = shapes.WIN4_DECODE_WORDS, ("PATCHES", shapes.PATCHES)
-    decoding = tuple(end * (CHUNK // 8 // words) for end in ends)
-    decode = _launch(
-        decoding[-1],
-        shapes.WIN4_DECODE_WARPS,
-        *(*about, ("DECODING", decoding), ("WORDS", words), patches),
-    )
     lists = _launch(
         listing[-1],
         1,
@@ -91,11 +83,11 @@ def _plan(*sizes: tuple[int, int]) -> _Plan:
         _launch(
             ends[-1],
             shapes.WIN4_STEP_WARPS,
-            *(*about, ("STEP", True), ("HAS_DECAY", has_decay), patches),
+            *(*about, ("STEP", True), ("HAS_DECAY", has_decay), ("PATCHES", shapes.PATCHES)),
         )
         for has_decay in (False, True)
     )
-    return _Plan(ends[-1], rooms, decode, (without, with_decay), lists)
+    return _Plan(ends[-1], rooms, (without, with_decay), lists)
 
 
 _names = counter()
@@ -108,51 +100,45 @@ def _launch(grid: int, warps: int, *constants: tuple[str, Any]) -> _Launch:
 def _run(
     kernel: str,
     how: _Launch,
-    tensors: Sequence[Tensor],  # in pairs behind the `before` first ones
+    tensors: Sequence[Tensor],
+    many: int,  # that the kernel takes
     numbers: Sequence[float] = (),
-    *,
-    before: int = 0,
 ) -> None:
     found = kernel_of("piece_kernels", f"piece_{kernel}_kernel")
-    many = before + 2 * MOST_TOGETHER
     launch_aligned(found, how.grid, tensors, many, numbers, how.settings, how.name)
 
 
-def decode(pieces: Sequence[Tensor], several: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the bf16 weights of these shapes; one may lie in a slightly larger buffer."""
-    sizes = [(*shape, piece.numel()) for shape, piece in zip(several, pieces, strict=True)]
-    plan, buffers = _decoding(*sizes)
-    tensors, outs = [], []
-    with on_device(pieces[0]):
-        for piece, buffer in zip(pieces, buffers, strict=True):
-            out = compat.empty_bf16(buffer.size, buffer.strides, piece)
-            tensors += [piece, out]
-            outs.append(out)
-        _run("decode", plan.decode, tensors)
-    return [
-        out if buffer.is_whole else out[: math.prod(shape)].view(*shape)
-        for out, buffer, shape in zip(outs, buffers, several, strict=True)
-    ]
+def decode(piece: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the bf16 weight of this shape; it may lie in a slightly larger buffer."""
+    how, size, strides, is_whole = _decoding(piece.numel(), *shape)
+    with on_device(piece):
+        out = compat.empty_bf16(size, strides, piece)
+        _run("decode", how, (piece, out), 2)
+    return out if is_whole else out[: math.prod(shape)].view(*shape)
 
 
-class _Buffer(NamedTuple):
-    size: tuple[int, ...]
+class _Decoding(NamedTuple):
+    how: _Launch
+    size: tuple[int, ...]  # of the buffer
     strides: tuple[int, ...]
     is_whole: bool  # the weight fills it
 
 
 @lru_cache(maxsize=4096)
-def _decoding(*sizes: tuple[int, ...]) -> tuple[_Plan, tuple[_Buffer, ...]]:
-    """Plan the decoding of weights of (*shape, words of the piece); say how the results lie."""
-    counts = [math.prod(size[:-1]) for size in sizes]
-    buffers = []
-    for size, needed in zip(sizes, counts, strict=True):
-        is_whole = needed == padded(needed)
-        given = size[:-1] if is_whole else (padded(needed),)
-        strides = tuple(math.prod(given[at + 1 :]) for at in range(len(given)))
-        buffers.append(_Buffer(given, strides, is_whole))
-    plan = _plan(*((needed, size[-1]) for needed, size in zip(counts, sizes, strict=True)))
-    return plan, tuple(buffers)
+def _decoding(words: int, *shape: int) -> _Decoding:
+    """Plan the decoding of a weight of this shape in so many words."""
+    count = math.prod(shape)
+    chunks, room = padded(count) // CHUNK, piece_room(count, words)
+    each = shapes.WIN4_DECODE_WORDS
+    how = _launch(
+        chunks * (CHUNK // 8 // each),
+        shapes.WIN4_DECODE_WARPS,
+        *(("CHUNKS", chunks), ("ROOM", room), ("WORDS", each), ("PATCHES", shapes.PATCHES)),
+    )
+    is_whole = count == padded(count)
+    size = shape if is_whole else (padded(count),)
+    strides = tuple(math.prod(size[at + 1 :]) for at in range(len(size)))
+    return _Decoding(how, size, strides, is_whole)
 
 
 class Outcomes:
@@ -180,23 +166,42 @@ class Outcomes:
         ]
 
 
-def step(
-    pieces: Sequence[Tensor],
-    gradients: Sequence[Tensor],  # bf16, of whole chunks; over them the new weights go
-    by: Step,
-    refuge: Tensor,  # of the host, `sheltered` long, for those that do not fit
-) -> Outcomes:
-    """Move weights along their gradients and encode them where they are, all in two launches.
+def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
+    """Move weights along their gradients and encode them where they are, all in one launch.
 
-    The bits are those of `codecs.step` and `encode_soon` for each. Where memory runs out, nothing
-    was written.
+    The gradients are bf16, of whole chunks, and over them the new weights go. The bits are those of
+    `codecs.step` and `encode_soon` for each. The pieces hold no weights until `list_patches` has
+    run, which is given what is returned. Where memory runs out, nothing was written.
     """
-    counts = [gradient.numel() for gradient in gradients]
-    plan = _plan(*((c, piece.numel()) for c, piece in zip(counts, pieces, strict=True)))
+    plan = _planned(pieces, gradients)
     rates, _ = moves(by)
     with on_device(pieces[0]):
         found = torch.empty(2 * plan.chunks, dtype=torch.int32, device=pieces[0].device)
-        pairs = [each for pair in zip(pieces, gradients, strict=True) for each in pair]
-        _run("encode", plan.steps[by.decay != 0], [found, *pairs], rates, before=1)
-        _run("lists", plan.lists, [found, refuge, *pairs], before=2)
-        return Outcomes(refuge, plan.rooms, counts)
+        tensors = (found, *_pairs(pieces, gradients))
+        _run("encode", plan.steps[by.decay != 0], tensors, 1 + 2 * MOST_TOGETHER, rates)
+    return found
+
+
+def list_patches(
+    pieces: Sequence[Tensor],
+    weights: Sequence[Tensor],  # what `move` has made of the gradients
+    found: Tensor,  # what it returned
+    refuge: Tensor,  # of the host, `sheltered_together` long, for those that do not fit
+) -> Outcomes:
+    """Write the lists of weights that were moved, all in one launch.
+
+    One that does not fit is in the refuge then, and its piece holds something else.
+    """
+    plan = _planned(pieces, weights)
+    with on_device(pieces[0]):
+        tensors = (found, refuge, *_pairs(pieces, weights))
+        _run("lists", plan.lists, tensors, 2 + 2 * MOST_TOGETHER)
+        return Outcomes(refuge, plan.rooms, [weight.numel() for weight in weights])
+
+
+def _planned(pieces: Sequence[Tensor], weights: Sequence[Tensor]) -> _Plan:
+    return _plan(*((w.numel(), p.numel()) for w, p in zip(weights, pieces, strict=True)))
+
+
+def _pairs(pieces: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    return [each for pair in zip(pieces, weights, strict=True) for each in pair]

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import compat
 from ...errors import CodedWeightError, UnsupportedInputError
+from ..device import on_stream, stream_of
 from . import codecs, op, pieces
 from .layout import CODECS, parse
 
@@ -92,19 +93,27 @@ class UnsettledTogether:
     """New values of several weights in one piece each, encoded in one launch; as `Unsettled`.
 
     Until `encode` is called the gradients that make them wait here. Who reads a weight before
-    calls it.
+    calls it. They come on one stream, and the kernels run there, whoever calls.
     """
 
     is_settled = False
 
-    def __init__(self, by: codecs.Step, encode_now: Callable[[], None]) -> None:
-        """Collect weights that are moved by this step; `encode_now` calls `encode`."""
-        self.by, self._encode_now = by, encode_now
+    def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
+        """Collect weights that are moved by this step, along gradients that come as this one does;
+        `encode_now` calls `encode`.
+        """
+        self._by, self._stream, self._encode_now = by, stream_of(like), encode_now
         self.weights: list[CodedWeight] = []
         self.counts: list[int] = []  # of their elements
         self._gradients: list[Tensor] = []
+        self._moved = False  # the gradients' memory has the new values, and the pieces nothing
         self._outcomes: pieces.Outcomes | None = None
         self._lock = threading.RLock()
+
+    def takes(self, gradient: Tensor, by: codecs.Step) -> bool:
+        """Whether a weight that is moved by this step, along this gradient, can be added."""
+        has_room = len(self.counts) < pieces.MOST_TOGETHER
+        return has_room and self._by == by and self._stream == stream_of(gradient)
 
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
         """Have a weight moved along a gradient, given up to it, of whole chunks."""
@@ -114,37 +123,59 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Move and encode them, with a place for those that do not fit."""
-        with self._lock:
-            gradients, self._gradients = self._gradients, []
+        """Move and encode them, with a place for those that do not fit.
+
+        CodedWeightError where memory ran out in between: then the values are kept as they are.
+        """
+        with self._lock, on_stream(self._stream):
             held = [cast("Tensor", weight.piece) for weight in self.weights]
             try:
-                self._outcomes = pieces.step(held, gradients, self.by, refuge)
+                found = pieces.move(held, self._gradients, self._by)
             except BaseException:
                 self._release()  # nothing was written
                 raise
+            self._moved = True
             for weight in self.weights:
                 torch.autograd.graph.increment_version(weight)
+            try:
+                self._outcomes = pieces.list_patches(held, self._gradients, found, refuge)
+            except (RuntimeError, MemoryError) as error:
+                raise _not_encoded(f"{len(held)} compressed weights", error) from error
+            self._gradients = []
 
     def settle(self) -> None:
         """Wait for the GPU; encode anew what did not fit."""
-        if self._outcomes is None:
+        if not self._moved:
             self._encode_now()  # without our lock: it takes another one first
         with self._lock:
             if self.is_settled:
                 return
-            outcomes = cast("pieces.Outcomes", self._outcomes)
-            for place, kept in outcomes.misfits():
+            for place, kept in self._misfits():
                 weight = self.weights[place]
                 value = kept.to(weight.device).view(torch.bfloat16).view(weight.shape)
                 weight.encode_anew(value)
             self._release()
 
+    def _misfits(self) -> Iterable[tuple[int, Tensor]]:
+        if self._outcomes is not None:
+            return self._outcomes.misfits()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return enumerate(self._gradients)
+
     def _release(self) -> None:
-        self.is_settled = True
+        self.is_settled, self._gradients = True, []
         for weight in self.weights:
             if weight.unsettled is self:
                 weight.unsettled = None
+
+
+def _not_encoded(what: str, error: BaseException) -> CodedWeightError:
+    return CodedWeightError(
+        f"what is new of {what} could not be encoded ({error}). It is kept, dense, and encoded "
+        "when a weight is next read; if memory ran out, free some on the GPU and the host, or "
+        "train with smaller batches."
+    )
 
 
 _numbers: dict[tuple[Any, ...], int] = {}
@@ -337,11 +368,7 @@ class CodedWeight(Tensor):
             self.unsettled = None  # nothing was written
             raise
         except (RuntimeError, MemoryError) as error:
-            raise CodedWeightError(
-                f"a new value of a compressed weight of {tuple(self.shape)} could not be encoded "
-                f"({error}). It is kept, dense, and encoded when the weight is next read; if "
-                "memory ran out, free some on the GPU and the host, or train with smaller batches."
-            ) from error
+            raise _not_encoded(f"a compressed weight of {tuple(self.shape)}", error) from error
         return found
 
     def steps(self, gradient: Tensor) -> bool:

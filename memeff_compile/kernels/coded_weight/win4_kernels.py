@@ -242,7 +242,9 @@ def list_chunks(
 ):
     """Write where the patches of each chunk start, and the patches, in order.
 
-    Those beyond the lists are dropped; where there are any, the weight goes to the refuge.
+    Those beyond the lists are dropped; where there are any, the weight goes to the refuge, and
+    what is left stays within the lists: who decodes it reads no memory of others. Without a refuge
+    the last start says how long the lists have to be.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge
@@ -275,7 +277,7 @@ def list_chunks(
                     tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
                     tl.store(values_ptr + rank, pattern, mask=is_patch)
                     at += tl.sum(count, 0)
-        tl.store(starts_ptr + chunk + 1, at)
+        tl.store(starts_ptr + chunk + 1, tl.minimum(at, room) if REFUGE else at)
         if total > (room if REFUGE else 0x7FFFFFFF):
             for start in range(0, CHUNK, 256):
                 place = start + tl.arange(0, 256)

@@ -29,7 +29,6 @@ from torch.utils.hooks import RemovableHandle
 from memeff_compile import compat
 from memeff_compile.errors import MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import (
-    MOST_TOGETHER,
     CodedWeight,
     Mark,
     Room,
@@ -128,13 +127,11 @@ class _Queue:
         with self.lock:
             weight.settle()
             together = self._together
-            if together is not None and (
-                together.by != by or len(together.counts) == MOST_TOGETHER
-            ):
+            if together is not None and not together.takes(held[0], by):
                 self._encode()
                 together = None
             if together is None:
-                together = self._together = UnsettledTogether(by, self._encode)
+                together = self._together = UnsettledTogether(by, held[0], self._encode)
                 compat.after_backward(self.settle)
             together.add(weight, held.pop())
             self._expected.discard(id(weight))
@@ -143,13 +140,14 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Encode the weights that have come together."""
+        """Encode the weights that have come together; where room cannot be made they wait on."""
         with self.lock:
-            together, self._together = self._together, None
+            together = self._together
             if together is not None:
                 count = sheltered_together(together.counts)
                 place = self.place_for(count)
                 assert place is not None, "there is a ring, or nothing is expected"
+                self._together = None
                 together.encode(place)
                 self._waiting.append((together, self._head))
                 self._head += count

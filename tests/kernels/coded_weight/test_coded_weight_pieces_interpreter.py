@@ -8,9 +8,10 @@ from torch import Tensor
 
 from memeff_compile.kernels.coded_weight import codecs, parse, pieces
 from memeff_compile.kernels.coded_weight.layout import padded, piece_places, piece_words
+from tests.support.bounded import bounded as bounded
 from tests.support.hostile_weights import bits, hostile, normal
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty", "bounded")]
 
 WIN4 = parse("win4")
 
@@ -34,14 +35,12 @@ def test_parts_of_a_piece_are_apart() -> None:
     assert ends[-1] == words
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_several_weights_are_decoded_in_one_launch(count: int) -> None:
-    weights = [hostile(32, 512), normal(18, 513), hostile(64, 512, seed=3)][:count]
-    held = [in_one_piece(weight) for weight in weights]
-    found = pieces.decode(held, [tuple(weight.shape) for weight in weights])
-    for one, weight in zip(found, weights, strict=True):
-        assert one.shape == weight.shape
-        assert torch.equal(bits(one), bits(weight))
+@pytest.mark.parametrize("size", [(32, 512), (18, 513)])
+def test_a_weight_in_one_piece_is_decoded(size: tuple[int, int]) -> None:
+    weight = hostile(*size)
+    found = pieces.decode(in_one_piece(weight), size)
+    assert found.shape == weight.shape
+    assert torch.equal(bits(found), bits(weight))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
@@ -58,13 +57,32 @@ def test_several_weights_are_moved_as_each_alone(decay: float) -> None:
     held = [in_one_piece(weight, room) for weight, room in zip(weights, rooms, strict=True)]
     counts = [weight.numel() for weight in weights]
     refuge = torch.full((pieces.sheltered_together(counts),), 77, dtype=torch.int16)
-    outcomes = pieces.step(held, gradients, by, refuge)
-    misfits = dict(outcomes.misfits())
+    found = pieces.move(held, gradients, by)
+    misfits = dict(pieces.list_patches(held, gradients, found, refuge).misfits())
     assert list(misfits) == [2]
     assert torch.equal(misfits[2], bits(expected[2]).view(-1))
     inside = refuge[pieces.HEADING : pieces.HEADING + sum(map(padded, counts[:2]))]
     assert (inside == 77).all()
-    found = pieces.decode(held[:2], [tuple(weight.shape) for weight in weights[:2]])
-    for one, gradient, value in zip(found, gradients, expected, strict=False):
+    for piece, gradient, value in zip(held[:2], gradients, expected, strict=False):
         assert torch.equal(bits(gradient), bits(value))
-        assert torch.equal(bits(one), bits(value))
+        assert torch.equal(bits(pieces.decode(piece, gradient.shape)), bits(value))
+
+
+def test_what_is_left_of_a_weight_that_did_not_fit_stays_within_its_lists() -> None:
+    weight = torch.zeros(32, 512).bfloat16()
+    piece, by = in_one_piece(weight), codecs.Step(0.25)
+    refuge = torch.zeros(pieces.sheltered_together([weight.numel()]), dtype=torch.int16)
+    for gradient in (hostile(32, 512), hostile(32, 512, seed=1)):
+        found = pieces.move([piece], [gradient], by)
+        outcomes = pieces.list_patches([piece], [gradient], found, refuge)
+        assert [place for place, _ in outcomes.misfits()] == [0]
+        assert pieces.decode(piece, (32, 512)).shape == weight.shape
+
+
+def test_what_is_left_of_a_weight_in_parts_stays_within_its_lists() -> None:
+    parts = codecs.encode(torch.zeros(32, 512).bfloat16(), WIN4)
+    refuge = torch.zeros(codecs.sheltered(32 * 512), dtype=torch.int16)
+    outcome = codecs.encode_soon(parts, hostile(32, 512), WIN4, refuge)
+    assert isinstance(outcome, codecs.Outcome)
+    assert not outcome.fits()
+    assert codecs.decode(parts, WIN4, (32, 512)).shape == (32, 512)
