@@ -48,7 +48,7 @@ def group_of(name: str) -> str:
 
 
 def kernels(call: Callable[[], Any]) -> tuple[dict[str, float], int]:
-    """Return the milliseconds of each group of kernels in one call, and how many are launched."""
+    """Return the milliseconds of each group of kernels in one call, and how many there are."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -58,6 +58,8 @@ def kernels(call: Callable[[], Any]) -> tuple[dict[str, float], int]:
     spent: dict[str, float] = {}
     launches = 0
     for each in seen.key_averages():
+        if not each.self_device_time_total:  # a call of the host
+            continue
         group = group_of(each.key)
         spent[group] = round(spent.get(group, 0.0) + each.self_device_time_total / 1e3, 3)
         launches += each.count
@@ -119,6 +121,7 @@ def measure(shape: str, kind: str, names: list[str], rounds: int, out: Path | No
             row["MiB_beyond_gradients"] = round((peak - gradients) / 2**20, 1)
             row["host_ms"] = host_milliseconds(call)
             row["kernels_ms"], row["launches"] = kernels(call)
+            row["kernels_sum"] = round(sum(row["kernels_ms"].values()), 3)
         calls[how], found[how] = call, row
     del wanted
     clock = timing.Clock()

@@ -68,6 +68,16 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
+def is_described(argument: Any) -> bool:
+    """Say whether an argument is such a descriptor."""
+    return hasattr(argument, "block_shape")
+
+
+def tiles_in(descriptor: Any) -> tuple[Any, ...]:
+    """Return what a kernel is compiled for of a descriptor, beside its layout."""
+    return (*descriptor.block_shape, descriptor.base.dtype)
+
+
 @lru_cache(maxsize=1)
 def has_gluon() -> bool:
     """Say whether this Triton has Gluon as the kernels here are written in; it still changes."""

@@ -82,6 +82,11 @@ def launch(
     found(grid, device, given)
 
 
+def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run a kernel as `start` does, looked up by all of its constants."""
+    launch(kernel, grid, arguments, constants, tuple(constants.items()))
+
+
 def launch_plain(
     kernel: Any,
     grid: tuple[int, ...],
@@ -172,6 +177,8 @@ def _read(
             key.append(type(argument))
             if isinstance(argument, int):
                 numbers.append(argument)
+            elif compat.is_described(argument):
+                key.append(compat.tiles_in(argument))
             given.append(argument)
     return given
 

@@ -64,5 +64,5 @@ def activity_of(walk: total_fused.Walk, target: Tensor) -> Activity:
     assert walk.selection.kept is not None
     blocks = -(-int(walk.selection.kept) // found.tile)
     sparse = float(found.is_sparse[:, 0].float().mean())
-    share = int(found.active.sum()) / max(blocks * found.tiles, 1)
+    share = int(found.active[:, 0].sum()) / max(blocks * found.tiles, 1)
     return Activity(share, found.dropped.view(target.shape), sparse)

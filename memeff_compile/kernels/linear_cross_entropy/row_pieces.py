@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._triton import compat as triton_compat
-from .._triton.launch import start
+from .._triton.launch import run_kernel
 from ..device import on_device
 from . import fused, selected, total_fused
 from .call import Gradients, Kept, Knobs, Operands, RowGradients, vector
@@ -77,7 +77,7 @@ class _Backward(total_fused.Walk):
     ) -> None:
         from . import selected_kernels as kernels
 
-        start(
+        run_kernel(
             kernels._linear_cross_entropy_selected_weigh_rows_kernel,
             (here,),
             *(self.x, self.given[-1], self.selection.kept, inverse, light, rows_here),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._triton.launch import run_kernel
 from .call import Knobs
 from .shapes import Shapes
 
@@ -36,8 +37,12 @@ def select_rows(target: Tensor, knobs: Knobs) -> Selection:
 
     compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
     kept = target.new_empty(1, dtype=torch.int32)
-    kernels._linear_cross_entropy_compact_kernel[(1,)](
-        target, order, place, compact, kept, rows, ignore_index, BLOCK=2048, num_warps=8
+    run_kernel(
+        kernels._linear_cross_entropy_compact_kernel,
+        (1,),
+        *(target, order, place, compact, kept, rows, ignore_index),
+        BLOCK=2048,
+        num_warps=8,
     )
     return Selection(compact, order, place, kept)
 
@@ -47,7 +52,9 @@ def gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes
     from . import fused_kernels as kernels
 
     rows, depth = out.shape
-    kernels._linear_cross_entropy_gather_kernel[(rows,)](
+    run_kernel(
+        kernels._linear_cross_entropy_gather_kernel,
+        (rows,),
         *(hidden, hidden.stride(0), out, selection.order, selection.kept, first, depth),
         PAD=max(shapes.rows, shapes.step),
         BLOCK=row_block(depth, shapes),

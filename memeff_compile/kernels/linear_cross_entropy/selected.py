@@ -4,6 +4,8 @@ Where a piece of R rows meets the whole vocabulary and X stands in memory, what 
 known exactly. Rows are ranked, those with much of their mass in light tiles last, and taken 128 at
 a time. `block` keeps a column in a block if one of its |p - 1(target)| reaches eps; `mass` keeps it
 where their sum over the block is above the highest level at which every row loses at most tau.
+What rows lose is one product of X, as it lies, and of which columns a level drops: a row of X has
+one sign but for its target's.
 Columns are then ordered by the blocks that they count in, so that tiles of 128 x 128 are full or
 empty whatever the ids are: an order is V numbers, and rows of the weight and of its gradient are
 read and written in place. Tiles are packed turned, a column of a block being one run of memory.
@@ -22,7 +24,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from .._triton.launch import launch, start
+from .._triton.launch import run_kernel
 from . import fused
 from .rows import Selection, gather
 from .shapes import Shapes
@@ -40,17 +42,19 @@ LEAST_DEPTH = 2048
 BLOCKS = 16
 # Share of tiles that may count; the packed ones take as much of the bytes of X.
 DENSE_SHARE = 0.5
-# Levels that `mass` tries, from twice its tau on, in steps of 2^(-1/4); `block` has one.
-LEVELS, STEP, LEAST_LEVELS = 64, 0.25, 16
+# Levels that `mass` tries, from its tau down to a thousandth of that; `block` has one.
+LEVELS, STEP, LEAST_LEVELS = 32, 0.3125, 16
 # Sums of dropped mass are of numbers that were rounded to bf16; the bound allows for that.
 ROUNDING = 1.0 - 2.0**-8
-# Columns of a program that scores, of a step of it, its stages and warps; levels and chunks that
-# one sums at a time; tiles that one lists at a time.
-CHUNK, STRIP, SCORE_STAGES, SCORE_WARPS = 4096, 64, 3, 8
-SOME, CHUNKS, LISTED = 8, 8, 512
+# Columns of a step of a program that scores, its stages and warps, and how many of them share a
+# multiprocessor: of `mass` and, with more registers, of `block`.
+STRIP, SCORE_STAGES, SCORE_WARPS, SCORE_PROGRAMS = 64, 3, 4, (4, 3)
+# Rows that a program ranks; levels and chunks that one sums at a time; tiles that one lists.
+RANKED, SOME, CHUNKS, LISTED = 16, 8, 8, 512
 # Columns of a strip that is packed, strips of a program, and its warps.
 PACKED, STRIPS, PACK_WARPS = 64, 4, 4
-# Bytes of dE's shares, and shares of tiles per program.
+# Bytes of the sums of what levels drop, on any GPU, and of dE's shares; shares of tiles a program.
+LEVELS_BYTES = 16 << 20
 SHARES_BYTES = 64 << 20
 ITEMS = 4
 # Tiles of the products: two programs share a multiprocessor, so that one multiplies while the other
@@ -82,9 +86,10 @@ def all_rows(selection: Selection) -> Selection:
 
 
 def bytes_held(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
-    """Return a bound of what a filter holds: packed tiles, scores, orders, shares of dE."""
+    """Return a bound of what a filter holds: packed tiles, scores, orders, sums, shares of dE."""
     tiles = height * vocab * 5 / 4 + 128 * (vocab + height)
-    return tiles + 64 * vocab + 2 * height * depth + SHARES_BYTES + 4 * height * depth
+    sums = SHARES_BYTES + 4 * height * depth + LEVELS_BYTES
+    return tiles + 64 * vocab + 2 * height * depth + sums
 
 
 def products_shapes(shapes: Shapes) -> Shapes:
@@ -112,33 +117,39 @@ class Filter:
         self.blocks, self.tiles = walk.height // self.tile, -(-walk.vocab // self.tile)
         level = filter_level(knobs.gradient_filter, knobs.filter_level)
         self.is_mass = knobs.gradient_filter == "mass"
-        self.highest = 2 * level if self.is_mass else level
+        self.level = level
         self.limit = level * ROUNDING if self.is_mass else float("inf")
         self.levels: dict[str, Any] = {
             "TILE": self.tile,
             "LEVELS": LEVELS if self.is_mass else LEAST_LEVELS,
             "STEP": STEP if self.is_mass else 0.0,
         }
-        self.chunks = -(-walk.vocab // CHUNK)
+        # All programs that score run at once.
+        self.strip = min(STRIP, self.tile)
+        programs = SCORE_PROGRAMS[0 if self.is_mass else 1] * walk.shapes.programs
+        chunks = max(programs // self.blocks, 1)
+        self.chunk = -(-walk.vocab // (chunks * self.strip)) * self.strip
+        self.chunks = -(-walk.vocab // self.chunk)
         self.capacity = max(int(DENSE_SHARE * self.blocks * self.tiles), 1)
         items = self.blocks * -(-walk.depth // self.shapes.columns)
         fitting = SHARES_BYTES // (4 * walk.height * walk.depth)
         self.splits = max(1, min(-(-ITEMS * walk.shapes.programs // items), fitting))
 
-        ints, floats, slots = walk.marks, walk.floats, self.blocks * self.tiles
+        floats, slots = walk.floats, self.blocks * self.tiles
         levels = self.levels["LEVELS"]
         self.inverse, self.light = floats(walk.height), floats(walk.height)
-        self.rank, self.here = ints(walk.height), ints(1)
+        self.rank, self.here = self.ints(walk.height), self.ints(1)
         self.score = floats(self.blocks, walk.vocab)
         self.part = floats(self.blocks, self.chunks, levels, self.tile)
-        self.lost, self.fits = floats(self.blocks, levels, self.tile), ints(self.blocks, levels)
+        self.lost = floats(self.blocks, levels, self.tile)
+        self.fits = self.ints(self.blocks, levels)
         self.word = walk.hidden.new_empty(walk.vocab, dtype=torch.int16)
-        self.place = ints(self.tiles * self.tile)
-        self.tile_word, self.tile_start = ints(self.tiles), ints(self.tiles + 1)
-        self.block_start, self.slot_at = ints(self.blocks + 1), ints(slots)
-        self.tile_slot, self.tile_block = ints(slots), ints(slots)
+        self.place = self.ints(self.tiles * self.tile)
+        self.tile_word, self.tile_start = self.ints(self.tiles), self.ints(self.tiles + 1)
+        self.block_start, self.slot_at = self.ints(self.blocks + 1), self.ints(slots)
+        self.tile_slot, self.tile_block = self.ints(slots), self.ints(slots)
         self.packed = walk.hidden.new_empty((self.capacity * self.tile, self.tile))
-        self.slot_column = ints(self.capacity * self.tile)
+        self.slot_column = self.ints(self.capacity * self.tile)
         self.ranked = walk.hidden.new_empty((walk.height, walk.depth))
         parts = knobs.filter_parts
         self.needs_weight = walk.grad_weight is not None and parts != "hidden"
@@ -146,10 +157,14 @@ class Filter:
         self.sums = None
         if self.needs_hidden:
             self.sums = floats(self.splits, walk.height, walk.depth)
-        self.column_order = torch.arange(walk.vocab, device=walk.hidden.device)
-        self.is_sparse, self.dense_kept = ints(pieces, 4), ints(pieces, 4)
-        self.counters, self.active = ints(pieces, 4), ints(pieces)
+        self.column_order: Tensor | None = None
+        # Of each piece: multiples of 16 bytes, so that its launches are compiled alike.
+        self.is_sparse, self.dense_kept, self.active = self.ints(3, pieces, 4)
         self.dropped = walk.hidden.new_zeros(walk.rows, dtype=torch.float32)
+
+    def ints(self, *sizes: int) -> Tensor:
+        """Return memory for numbers that kernels write before they read them."""
+        return self.walk.hidden.new_empty(sizes, dtype=torch.int32)
 
     def choose(self, index: int, first: int, here: int) -> None:
         """Find the tiles that count in a piece, as `add_products` has it, and pack them."""
@@ -159,18 +174,17 @@ class Filter:
         walk.weigh(self.inverse, self.light, self.here, first, here)
         _run(
             "rank",
-            (-(-here // tile),),
+            (-(-here // RANKED),),
             *(self.light, self.here, self.rank),
-            BLOCK=tile,
-            OTHERS=32,
+            BLOCK=RANKED,
+            OTHERS=256,
         )
         _run(
             "score",
             (blocks, self.chunks),
             *(walk.x, self.rank, self.here, self.inverse, self.score, self.part),
-            *(walk.vocab, walk.width, self.highest),
-            CHUNK=CHUNK,
-            BLOCK=STRIP,
+            *(walk.vocab, walk.width, self.chunk, self.level),
+            BLOCK=self.strip,
             STAGES=SCORE_STAGES,
             SUMS=self.is_mass,
             UPCAST=walk.shapes.is_interpreted,
@@ -180,7 +194,9 @@ class Filter:
         _run(
             "level",
             (blocks, levels["LEVELS"] // SOME),
-            *(self.part, self.lost, self.fits, self.chunks, self.limit),
+            *(self.part, walk.x, self.score, self.inverse, self.rank, walk.selection.target),
+            *(self.here, self.lost, self.fits, first, self.chunks, walk.vocab, walk.width),
+            *(self.level, self.limit),
             SOME=SOME,
             CHUNKS=CHUNKS,
             **levels,
@@ -189,13 +205,15 @@ class Filter:
             "word",
             (max(-(-walk.vocab // 512), blocks),),
             *(self.score, self.fits, self.lost, self.rank, order, self.here, self.dropped),
-            *(self.word, first, blocks, walk.vocab, self.highest),
+            *(self.word, first, blocks, walk.vocab, self.level),
             BLOCK=512,
             **levels,
         )
         words = self.word
         if walk.knobs.sort_vocabulary:
             words, self.column_order = torch.sort(words, stable=True)
+        elif self.column_order is None:
+            self.column_order = torch.arange(walk.vocab, device=words.device)
         _run(
             "tile",
             (tiles,),
@@ -206,11 +224,11 @@ class Filter:
         _run(
             "list",
             (blocks,),
-            *(self.tile_word, kept, is_sparse, dense_kept, self.block_start, self.slot_at),
-            *(self.tile_start, self.tile_slot, self.tile_block, tiles, self.capacity),
+            *(self.tile_word, kept, self.active[index], is_sparse, dense_kept),
+            *(self.block_start, self.slot_at, self.tile_start),
+            *(self.tile_slot, self.tile_block, tiles, self.capacity),
             BLOCK=LISTED,
         )
-        self.active[index : index + 1].copy_(self.tile_start[-1:])
         strip = min(PACKED, tile)
         _run(
             "pack",
@@ -223,7 +241,9 @@ class Filter:
             num_warps=PACK_WARPS,
         )
 
-    def add_products(self, index: int, first: int, here: int, factor: Tensor) -> tuple[bool, bool]:
+    def add_products(
+        self, index: int, first: int, here: int, factor: Tensor | None
+    ) -> tuple[bool, bool]:
         """Sum what the packed tiles give to the gradients; return to which of the two.
 
         A dense piece finds no work here: then `dense_kept` rows are left to others, else none.
@@ -232,16 +252,18 @@ class Filter:
 
         walk, shapes = self.walk, self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
-        ranks = Selection(walk.selection.target, self.rank, None, self.here)
-        gather(factor, self.ranked, ranks, 0, shapes)
-        start(
+        if self.needs_weight:
+            assert factor is not None
+            ranks = Selection(walk.selection.target, self.rank, None, self.here)
+            gather(factor, self.ranked, ranks, 0, shapes)
+        run_kernel(
             kernels._linear_cross_entropy_selected_products_kernel,
             (shapes.programs,),
             *(fused.tiles_of(self.packed, step, tile), fused.tiles_of(self.packed, tile, step)),
             fused.tiles_of(self.ranked, step, columns),
             *(walk.weight, walk.grad_weight, self.sums, self.slot_column, self.column_order),
             *(self.is_sparse[index], self.block_start, self.slot_at, self.tile_start),
-            *(self.tile_slot, self.tile_block, self.counters[index], first),
+            *(self.tile_slot, self.tile_block, walk.counters[2, index], first),
             *(self.blocks, self.tiles, self.splits, walk.height, walk.vocab, walk.depth),
             NEEDS_HIDDEN=self.needs_hidden,
             NEEDS_WEIGHT=self.needs_weight,
@@ -265,4 +287,4 @@ def _run(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) ->
     from . import selected_kernels
 
     kernel = getattr(selected_kernels, f"_linear_cross_entropy_selected_{name}_kernel")
-    launch(kernel, grid, arguments, constants, tuple(constants.values()))
+    run_kernel(kernel, grid, *arguments, **constants)

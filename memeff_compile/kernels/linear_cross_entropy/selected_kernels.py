@@ -122,8 +122,8 @@ def _linear_cross_entropy_selected_rank_kernel(
 
 
 @triton.jit
-def _levels(highest, C: tl.constexpr):
-    return highest * tl.exp2(tl.arange(0, C.LEVELS).to(tl.float32) * (-C.STEP))
+def _level(index, highest, C: tl.constexpr):
+    return highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
 
 
 @triton.jit
@@ -136,10 +136,14 @@ def _linear_cross_entropy_selected_score_kernel(
     part_ptr,  # (blocks, chunks, LEVELS, TILE) fp32 out
     vocab,
     width,  # W
+    columns_here,  # of a chunk, whole strips
     highest,  # of the levels
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most
 ):
-    """Score columns by what the rows of the block have there; sum what each level drops."""
+    """Score columns by what the rows of the block have there; sum X over what each level drops.
+
+    The sums have signs: for them X is multiplied where it lies in shared memory, as it was loaded.
+    """
     block = tl.program_id(0)
     chunk = tl.program_id(1)
     rows_here = tl.load(here_ptr)
@@ -148,15 +152,15 @@ def _linear_cross_entropy_selected_score_kernel(
     source = tl.load(rank_ptr + places, mask=is_row, other=0)
     inverse = tl.load(inverse_ptr + source, mask=is_row, other=0.0)
     row_ptr = x_ptr + source.to(tl.int64) * width
-    levels = _levels(highest, C)
+    levels = _level(tl.arange(0, C.LEVELS), highest, C)
     sums = tl.zeros((C.TILE, C.LEVELS), tl.float32)
-    stop = tl.minimum((chunk + 1) * C.CHUNK, vocab)
-    for start in tl.range(chunk * C.CHUNK, stop, C.BLOCK, num_stages=C.STAGES):
+    stop = tl.minimum((chunk + 1) * columns_here, vocab)
+    for start in tl.range(chunk * columns_here, stop, C.BLOCK, num_stages=C.STAGES):
         columns = start + tl.arange(0, C.BLOCK)
         # Behind the last column X is zero, in whole tiles.
         there = row_ptr[:, None] + columns[None, :]
-        x = tl.abs(tl.load(there, mask=is_row[:, None], other=0.0))
-        weighed = x.to(tl.float32) * inverse[:, None]
+        x = tl.load(there, mask=is_row[:, None], other=0.0)
+        weighed = tl.abs(x).to(tl.float32) * inverse[:, None]
         if C.SUMS:
             score = tl.sum(weighed, axis=0)
         else:
@@ -177,13 +181,26 @@ def _linear_cross_entropy_selected_score_kernel(
 @triton.jit
 def _linear_cross_entropy_selected_level_kernel(
     part_ptr,  # (blocks, chunks, LEVELS, TILE) fp32
+    x_ptr,  # (R, W)
+    score_ptr,  # (blocks, V) fp32
+    inverse_ptr,
+    rank_ptr,
+    target_ptr,  # (N,) int32, compact, no class for a row without a target
+    here_ptr,
     lost_ptr,  # (blocks, LEVELS, TILE) fp32 out: what each row loses at each level
     fits_ptr,  # (blocks, LEVELS) int32 out: whether that is not too much of any
+    first_row,
     chunks,
+    vocab,
+    width,
+    highest,
     limit,  # what a row may lose
     C: tl.constexpr,  # SOME: levels of a program
 ):
-    """Sum over the vocabulary what rows lose at some levels."""
+    """Sum over the vocabulary what rows lose at some levels.
+
+    A row of X has one sign but for its target's, so that sums of the rest are sums of sizes.
+    """
     block = tl.program_id(0)
     index = tl.program_id(1) * C.SOME + tl.arange(0, C.SOME)
     place = index[:, None] * C.TILE + tl.arange(0, C.TILE)[None, :]
@@ -193,6 +210,16 @@ def _linear_cross_entropy_selected_level_kernel(
         at = (block * chunks + each)[:, None, None] * (C.LEVELS * C.TILE) + place[None, :, :]
         found = tl.load(part_ptr + at, mask=(each < chunks)[:, None, None], other=0.0)
         sums += tl.sum(found, axis=0)
+    places = block * C.TILE + tl.arange(0, C.TILE)
+    is_row = places < tl.load(here_ptr)
+    source = tl.load(rank_ptr + places, mask=is_row, other=0)
+    target = tl.load(target_ptr + first_row + source, mask=is_row, other=-1)
+    is_class = (target >= 0) & (target < vocab)
+    own = tl.load(x_ptr + source.to(tl.int64) * width + target, mask=is_class, other=0.0)
+    own = own.to(tl.float32) * tl.load(inverse_ptr + source, mask=is_class, other=0.0)
+    score = tl.load(score_ptr + block * vocab + target, mask=is_class, other=float("inf"))
+    own = tl.where(score[None, :] < _level(index, highest, C)[:, None], own[None, :], 0.0)
+    sums = tl.abs(sums - own) + tl.abs(own)
     tl.store(lost_ptr + block * C.LEVELS * C.TILE + place, sums)
     # nan does not fit.
     is_over = tl.where(sums <= limit, 0, 1)
@@ -227,7 +254,7 @@ def _linear_cross_entropy_selected_word_kernel(
     for block in range(blocks):
         fits = tl.load(fits_ptr + block * C.LEVELS + index) > 0
         chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
-        level = tl.sum(tl.where(index == chosen, _levels(highest, C), 0.0), axis=0)
+        level = tl.sum(tl.where(index == chosen, _level(index, highest, C), 0.0), axis=0)
         # Where no level fits, every column counts; in a block without rows, none does.
         level = tl.where(chosen < C.LEVELS, level, -1.0)
         level = tl.where(block * C.TILE < rows_here, level, float("inf"))
@@ -281,7 +308,8 @@ def _bits(words):
 def _linear_cross_entropy_selected_list_kernel(
     tile_word_ptr,  # (T,) int32
     kept_ptr,
-    is_sparse_ptr,  # (1,) int32 out: whether what counts fits
+    active_ptr,  # (1,) int32 out: how many count
+    is_sparse_ptr,  # (1,) int32 out: whether that fits
     dense_kept_ptr,  # (1,) int32 out: rows that are left to the dense kernels
     block_start_ptr,  # (blocks + 1,) int32 out: where a block's slots start
     slot_at_ptr,  # (blocks, T) int32 out: a block's slot of a tile, or the next one
@@ -306,6 +334,7 @@ def _linear_cross_entropy_selected_list_kernel(
         is_sparse = total <= capacity
         tl.store(block_start_ptr + tl.num_programs(0), total)
         tl.store(tile_start_ptr + tiles, total)
+        tl.store(active_ptr, total)
         tl.store(is_sparse_ptr, is_sparse.to(tl.int32))
         tl.store(dense_kept_ptr, tl.where(is_sparse, 0, tl.load(kept_ptr)))
     slot = before
@@ -395,7 +424,7 @@ def _linear_cross_entropy_selected_products_kernel(
     tile_slot_ptr,
     tile_block_ptr,
     counter_ptr,  # (1,) int32, 0 at first
-    first_row,  # of the piece; dC is still zero in the first one
+    first_row,  # of the piece; dC is written in the first one
     blocks,
     tiles,
     splits,  # shares of the tiles, each of which has its own sum of dE
@@ -456,7 +485,7 @@ def _linear_cross_entropy_selected_products_kernel(
                 first_column = (item - hidden_items) % depth_blocks * C.BN
                 start = tl.load(tile_start_ptr + tile)
                 stop = tl.load(tile_start_ptr + tile + 1)
-                if stop > start:
+                if (stop > start) | (first_row == 0):
                     acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
                     for step in range(start * STEPS, stop * STEPS):
                         slot = tl.load(tile_slot_ptr + step // STEPS)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .._triton import compat as triton_compat
-from .._triton.launch import start
+from .._triton.launch import run_kernel
 from ..device import DEFAULT_PROCESSORS, on_device, processors
 from . import fused, selected
 from .call import Gradients, Knobs, Operands
@@ -193,8 +193,13 @@ def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
         return
     programs = min(-(-count // SCALED), SCALING_PROGRAMS * processors(gradient.device))
     with on_device(gradient):
-        kernels._linear_cross_entropy_total_scale_kernel[(programs,)](
-            gradient, by, out, count, IN_PLACE=is_in_place, BLOCK=SCALED, num_warps=4
+        run_kernel(
+            kernels._linear_cross_entropy_total_scale_kernel,
+            (programs,),
+            *(gradient, by, out, count),
+            IN_PLACE=is_in_place,
+            BLOCK=SCALED,
+            num_warps=4,
         )
     torch.autograd.graph.increment_version(out)
 
@@ -231,14 +236,14 @@ class Walk(ABC):
         needs_hidden, needs_weight, needs_bias = output_mask
         self.selection = select_rows(target, knobs)
         is_filtered = selected.leaves_out(knobs.gradient_filter, self.depth, knobs.workspace)
+        self.is_compact = self.selection.kept is not None
         if is_filtered:
             self.selection = selected.all_rows(self.selection)
         self.filter: selected.Filter | None = None
-        self.is_compact = self.selection.kept is not None
         self.cap = (knobs.scale, knobs.softcap)
         self.flags = {
             "HAS_BIAS": bias is not None,
-            "HAS_KEPT": self.is_compact,
+            "HAS_KEPT": self.selection.kept is not None,
             "HAS_SOFTCAP": knobs.softcap > 0,
         }
         tile = self.shapes.rows
@@ -254,10 +259,7 @@ class Walk(ABC):
         # Ignored rows, which no kernel writes, have a gradient of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like
         self.grad_hidden = new(hidden) if needs_hidden else None
-        # Columns that a filter leaves out of every piece have one as well.
-        new = torch.zeros_like if is_filtered else torch.empty_like
-        self.grad_weight = new(weight) if needs_weight else None
-        self.adds_first = is_filtered
+        self.grad_weight = torch.empty_like(weight) if needs_weight else None
         self.bias_sums = None
         if needs_bias:
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
@@ -273,8 +275,9 @@ class Walk(ABC):
             )
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.height, self.depth)
-        # multiples of 16 bytes, so that every piece's launches are compiled alike
-        self.counters = self.marks(2 * pieces, 4 + tiles // 4 * 4)
+        # Two launches of products a piece, a filter's, and whether a base was far off; multiples of
+        # 16 bytes, so that every piece's launches are compiled alike.
+        self.counters = self.marks(4, pieces, 4 + tiles // 4 * 4)
         if is_filtered:
             self.filter = selected.Filter(self, pieces)
 
@@ -306,7 +309,7 @@ class Walk(ABC):
         from . import total_kernels as kernels
 
         needs = self.grad_hidden is not None, self.grad_weight is not None
-        if self.filter is not None and factor is not None and any(needs):
+        if self.filter is not None and any(needs):
             filtered = self.filter.add_products(index, first, here, factor)
             whole = needs[0] and not filtered[0], needs[1] and not filtered[1]
             self._multiply((index, 0), first, here, factor, filtered, self.filter.dense_kept[index])
@@ -315,7 +318,7 @@ class Walk(ABC):
         if any(whole):
             self._multiply((index, 1), first, here, factor, whole, self.selection.kept)
         if self.bias_sums is not None:
-            start(
+            run_kernel(
                 kernels._linear_cross_entropy_total_bias_kernel,
                 (-(-self.vocab // 128),),
                 *(self.x, self.row_scale, self.bias_sums, self.selection.kept),
@@ -353,16 +356,17 @@ class Walk(ABC):
             kernel = total_kernels._linear_cross_entropy_total_products_kernel
         # What is not asked for is not read; something has to stand there.
         scaled = self.weight if factor is None else factor
-        start(
+        run_kernel(
             kernel,
             (shapes.programs,),
             *(tiles_of(self.x, step, rows), tiles_of(self.x, rows, step)),
             *(tiles_of(scaled, step, columns), tiles_of(self.weight, step, columns)),
             tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
             *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
-            *(self.counters[2 * number[0] + number[1]], first, here),
+            *(self.counters[number[1], number[0]], first, here),
             *(self.width, self.vocab, self.depth, *splits),
-            ADD=number[0] > 0 or self.adds_first,
+            ADD=number[0] > 0,
+            MAY_REST=number[0] > 0 or kept is not self.selection.kept,
             HAS_PARTS=self.parts is not None,
             NEEDS_WEIGHT=needs_weight,
             NEEDS_HIDDEN=needs_hidden,
@@ -389,20 +393,19 @@ class _Total(Walk):
         self.scaled: Tensor | None = None
         if self.grad_weight is not None or self.is_compact:
             self.scaled = self.hidden.new_empty((self.height, self.depth))
-        self.again = self.marks(len(self.counters), 4)
         self.said = None if self.ranks is None else self.floats(2 * self.height)
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute the losses of these rows, their dE and what they give to dC."""
         from . import total_kernels as kernels
 
-        selection, again, rows = self.selection, self.again[index], self.shapes.rows
+        selection, again, rows = self.selection, self.counters[3, index], self.shapes.rows
         hidden, block = self.hidden[first : first + here], row_block(self.depth, self.shapes)
         if self.is_compact:
             assert self.scaled is not None
             hidden = self.scaled[:here]
             gather(self.hidden, hidden, selection, first, self.shapes)
-        start(
+        run_kernel(
             kernels._linear_cross_entropy_total_base_kernel,
             (here,),
             *(hidden, hidden.stride(0), self.weight, self.bias, selection.target, selection.kept),
@@ -421,7 +424,7 @@ class _Total(Walk):
             self.filter.choose(index, first, here)
         if self.grad_weight is not None:
             assert self.scaled is not None
-            start(
+            run_kernel(
                 kernels._linear_cross_entropy_total_scale_rows_kernel,
                 (min(-(-here // rows) * rows, self.height),),
                 *(hidden, hidden.stride(0), self.row_scale, selection.kept, self.scaled),
@@ -437,7 +440,7 @@ class _Total(Walk):
     ) -> None:
         from . import selected_kernels as kernels
 
-        start(
+        run_kernel(
             kernels._linear_cross_entropy_selected_weigh_kernel,
             (-(-here // ROWS),),
             *(self.stats, self.base, self.selection.kept, inverse, light, rows_here),
@@ -452,7 +455,7 @@ class _Total(Walk):
 
         shapes, selection = self.shapes, self.selection
         gathered = self.scaled if self.is_compact else self.hidden
-        start(
+        run_kernel(
             kernels._linear_cross_entropy_total_logits_kernel,
             (shapes.programs,),
             fused.tiles_of(gathered, shapes.rows, shapes.step),
@@ -471,7 +474,7 @@ class _Total(Walk):
         from . import total_kernels as kernels
 
         selection = self.selection
-        start(
+        run_kernel(
             kernels._linear_cross_entropy_total_rows_kernel,
             (-(-here // ROWS),),
             *(self.stats, self.target_logit, selection.target, selection.order, selection.kept),
@@ -491,7 +494,7 @@ class _Total(Walk):
 
         assert self.said is not None
         every, selection = ranks.gather(self.said[: 2 * here].view(2, here)), self.selection
-        start(
+        run_kernel(
             kernels._linear_cross_entropy_total_ranks_kernel,
             (-(-here // ROWS),),
             *(every, self.target_logit, selection.target, ranks.owner, selection.order),

@@ -334,7 +334,7 @@ def _linear_cross_entropy_total_products_kernel(
     width,
     vocab,
     depth,
-    C: tl.constexpr,  # ADD: to grad_weight instead of overwriting it
+    C: tl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
 ):
     """Write dE of this piece's rows and add what they give to dC, in one launch.
 
@@ -350,7 +350,7 @@ def _linear_cross_entropy_total_products_kernel(
     tiles = hidden_tiles
     if C.NEEDS_WEIGHT:
         weight_tiles = tl.cdiv(vocab, C.BM) * depth_blocks
-        if C.ADD:
+        if C.MAY_REST:
             weight_tiles = tl.where(rows_here > 0, weight_tiles, 0)
         tiles += weight_tiles
     tile = tl.atomic_add(counter_ptr, 1)

@@ -266,7 +266,7 @@ def _linear_cross_entropy_total_specialized_products_kernel(
     vocab,
     depth,
     splits,  # S, programs that share the sum of a tile of dE
-    C: gl.constexpr,  # ADD: to grad_weight instead of overwriting it
+    C: gl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
 ):
     """Write dE of this piece's rows and add what they give to dC, in one launch.
 
@@ -287,7 +287,7 @@ def _linear_cross_entropy_total_specialized_products_kernel(
     tiles = hidden_tiles
     if C.NEEDS_WEIGHT:
         weight_tiles = gl.cdiv(vocab, C.BM) * depth_blocks
-        if C.ADD:
+        if C.MAY_REST:
             weight_tiles = gl.where(rows_here > 0, weight_tiles, 0)
         tiles += weight_tiles
     sizes = (hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps)

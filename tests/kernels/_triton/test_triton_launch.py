@@ -197,3 +197,26 @@ def test_what_stands_in_a_tuple_is_looked_at_too() -> None:
         run(kernel, argument, 48, 0.5)
     assert len(kernel.asked) == 4
     assert kernel.launched[0][9] == (x, 96)
+
+
+@pytest.mark.usefixtures("device")
+def test_descriptors_of_other_tiles_are_compiled_anew() -> None:
+    kernel, base = Kernel(), torch.ones(64, 64)
+    for given, block in (
+        (base, [8, 16]),
+        (base, [8, 16]),
+        (base, [16, 16]),
+        (base.half(), [8, 16]),
+    ):
+        run(kernel, SimpleNamespace(base=given, block_shape=block), 16, 0.5)
+    assert len(kernel.asked) == 3
+    assert len(kernel.launched) == 1
+
+
+@pytest.mark.usefixtures("device")
+def test_constants_are_the_name_of_a_kernel_that_is_run() -> None:
+    kernel, x = Kernel(), torch.ones(64)
+    for size in (32, 32, 64):
+        launches.run_kernel(kernel, (3,), x, 16, 0.5, BLOCK=size, IS_ON=True, num_warps=4)
+    assert len(kernel.asked) == 2
+    assert kernel.launched[0][-2:] == (32, True)

@@ -112,7 +112,9 @@ def test_no_row_loses_more_than_the_bound_of_mass(
     # And each class's lacks at most what its rows drop of it: in all, tau of every row.
     lost = (found.grad_weight.double() * count - away.t() @ hidden).abs().sum()
     assert lost <= float((dropped.double() * hidden.abs().sum(1)).sum()) * 1.01 + 1e-3
-    share = int(walk.filter.active.sum()) / (-(-count // walk.filter.tile) * walk.filter.tiles)
+    share = int(walk.filter.active[:, 0].sum()) / (
+        -(-count // walk.filter.tile) * walk.filter.tiles
+    )
     assert share == 1 if kind == "flat" else share < 1
 
 
@@ -157,7 +159,16 @@ def test_gradients_are_exact_where_nothing_may_be_lost(
     norm = (target != IGNORED).sum()
     settings = IGNORED, 1.5, 20.0, 0, mask
     given = hidden, weight, bias, target, weights, norm, *settings
+    asked: list[tuple[bool, bool]] = []
+    plain = selected.Filter.add_products
+
+    def seen(*arguments: Any) -> tuple[bool, bool]:
+        asked.append(plain(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(selected.Filter, "add_products", seen)
     found = total_fused.run(Loss(*given, "mass", 1e-7, True))
+    assert set(asked) == {mask[:2]}
     wide = [part.double() for part in (hidden, weight, bias)]
     expected = total_reference.run(Loss(*wide, target, weights, norm, *settings))
     for one, other in zip(found, expected, strict=True):
@@ -167,7 +178,10 @@ def test_gradients_are_exact_where_nothing_may_be_lost(
 
 
 def _of_rows(
-    inputs: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, bool] = (True, True), **changes: Any
+    inputs: tuple[Tensor, Tensor, Tensor],
+    needs: tuple[bool, bool] = (True, True),
+    of_lse: float = 1.0,
+    **changes: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of engine F by pieces of rows; nll and lse each have one of their own."""
     knobs = Knobs(IGNORED, 1.0, 0.0, True, False, "mass", 0, sort_vocabulary=True)
@@ -175,6 +189,7 @@ def _of_rows(
     operands, source = Operands(*inputs[:2], None, inputs[2]), torch.Generator().manual_seed(4)
     cotangents = torch.rand(2, ROWS, generator=source)
     cotangents[:, ::9] = 0
+    cotangents[1] *= of_lse
     nothing = torch.empty(0)
     grads = RowGradients(*cotangents, nothing, nothing)
     lse = (inputs[0] @ inputs[1].t()).logsumexp(-1)
@@ -183,23 +198,26 @@ def _of_rows(
 
 @pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize(
-    ("parts", "sorts", "dense_share"),
+    ("parts", "sorts", "dense_share", "of_lse"),
     [
-        ("both", True, 1.0),
-        ("both", False, 1.0),
-        ("hidden", True, 1.0),
-        ("weight", True, 1.0),
-        ("hidden", True, 0.0),
+        ("both", True, 1.0, 1.0),
+        # In half of the rows what the target has is of the others' sign.
+        ("both", True, 1.0, -1.0),
+        ("both", False, 1.0, 1.0),
+        ("hidden", True, 1.0, 1.0),
+        ("weight", True, 1.0, 1.0),
+        ("hidden", True, 0.0, 1.0),
     ],
 )
 def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_asked_for(
-    dense_share: float, parts: str, sorts: bool, monkeypatch: pytest.MonkeyPatch
+    dense_share: float, parts: str, sorts: bool, of_lse: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By |p - 1(target)| of a loss whose lse has a gradient, too; in rows without one, nothing."""
     monkeypatch.setattr(selected, "DENSE_SHARE", dense_share)
     inputs, tau = _inputs("plain", 0.2), 2.0**-3
-    exact = _of_rows(inputs, gradient_filter="exact")
-    given = {"filter_level": tau, "filter_parts": parts, "sort_vocabulary": sorts}
+    exact = _of_rows(inputs, gradient_filter="exact", of_lse=of_lse)
+    given: dict[str, Any] = {"filter_level": tau, "filter_parts": parts, "of_lse": of_lse}
+    given["sort_vocabulary"] = sorts
     found = _of_rows(inputs, **given)
     bounds = tau * inputs[1].norm(dim=1).max(), tau * inputs[0].norm(dim=1).max() * ROWS
     for place, bound in enumerate(bounds):
@@ -239,7 +257,7 @@ def test_ids_in_any_order_give_like_tiles_and_gradients(
     other, second = _run((hidden, weight[order], moved), monkeypatch, **given)
     assert first.filter is not None
     assert second.filter is not None
-    counts = [int(walk.filter.active.sum()) for walk in (first, second) if walk.filter]
+    counts = [int(walk.filter.active[:, 0].sum()) for walk in (first, second) if walk.filter]
     assert min(counts) > 0
     assert max(counts) <= 1.25 * min(counts)
     for a, b in ((one.grad_hidden, other.grad_hidden), (one.grad_weight, other.grad_weight)):

@@ -106,6 +106,7 @@ def test_products_compile_within_the_limits(is_busy: bool) -> None:
     constants = {
         **_tiles(256),
         "ADD": is_busy,
+        "MAY_REST": is_busy,
         "HAS_KEPT": is_busy,
         "NEEDS_WEIGHT": True,
         "NEEDS_HIDDEN": True,
@@ -163,6 +164,7 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
 
     constants = {
         "ADD": is_busy,
+        "MAY_REST": is_busy,
         "HAS_KEPT": is_busy,
         "HAS_PARTS": splits > 1,
         "NEEDS_WEIGHT": True,
