@@ -88,7 +88,9 @@ def all_rows(selection: Selection) -> Selection:
 def bytes_held(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
     """Return a bound of what a filter holds: packed tiles, scores, orders, sums, shares of dE."""
     tiles = height * vocab * 5 / 4 + 128 * (vocab + height)
-    sums = SHARES_BYTES + 4 * height * depth + LEVELS_BYTES
+    sums = SHARES_BYTES + 4 * height * depth
+    # Of every level, in fp32, for each strip of a row at most.
+    sums += sympy.Min(LEVELS_BYTES, 4 * LEVELS * height * (vocab / STRIP + 1))
     return tiles + 64 * vocab + 2 * height * depth + sums
 
 
