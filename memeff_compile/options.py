@@ -413,9 +413,10 @@ class Options:
     linear_cross_entropy: str = _choice(
         "exact mass block off",
         "Compute linear + cross entropy without the rows x vocabulary logits. `mass` and "
-        "`block` are lossy: on compute capability 9.0, in bf16, from a hidden size of 2048 on and "
-        "in the automatic workspace, they leave classes out of the gradients of 128 rows at a "
-        "time; `mass` bounds what a row loses, `block` goes by the threshold of Cut Cross-Entropy.",
+        "`block` are lossy: on compute capability 9.0, in bf16, from a hidden size of 2048 on (896 "
+        "with 131,072 classes or more) and in the automatic workspace, they leave classes out of "
+        "the gradients of 128 rows at a time; `mass` bounds what a row loses, `block` goes by the "
+        "threshold of Cut Cross-Entropy.",
         by_preset=True,
     )
     linear_cross_entropy_workspace: int = _option(

@@ -274,12 +274,14 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     """Name the engine, what is known of its speed, and what a gradient filter will do in it."""
     hidden, options = info.value(match.head.hidden), info.options
+    weight = info.value(match.head.weight)
     name, speed = _engine_name(info, match), speed_note(hidden.device)
     sentence = f"engine {name}: {op_folder.ENGINES[name]}" + (f"; {speed}" if speed else "")
     mode = options.linear_cross_entropy
     if mode == "exact":
         return sentence
-    size = compat.size_hint(hidden.shape[-1]), options.linear_cross_entropy_workspace
+    depth, classes = hidden.shape[-1], weight.shape[1 if match.head.transposed else 0]
+    size = *map(compat.size_hint, (depth, classes)), options.linear_cross_entropy_workspace
     is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16
     is_served = is_served and op_folder.leaves_out(mode, *size)
     # Where all classes have a gradient nothing is left out.

@@ -42,8 +42,8 @@ def measure(
     all is active.
     """
     serves = hidden.dtype in total_fused.DTYPES and total_fused.serves(weight)
-    depth = hidden.shape[-1]
-    serves = serves and selected.leaves_out(gradient_filter, depth, 0)
+    depth, vocab = hidden.shape[-1], weight.shape[0]
+    serves = serves and selected.leaves_out(gradient_filter, depth, vocab, 0)
     if engine_for(hidden.device, hidden.dtype, depth) != "fused" or not serves:
         return Activity(1.0, hidden.new_zeros(target.shape, dtype=torch.float32), 0.0)
     settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "workspace": 0}

@@ -334,7 +334,7 @@ def backward(given: _Gradients) -> tuple[Tensor, ...]:
         kept = kept._replace(lse=kept.lse.reshape(rows), entropy=entropy)
         flat = operands.flat()
         engine = _engine(flat, knobs)
-        if engine is fused and row_pieces.serves(flat.hidden, knobs):
+        if engine is fused and row_pieces.serves(flat.hidden, flat.weight, knobs):
             engine = row_pieces
         return as_results(engine.backward(grads, flat, kept, knobs, mask), operands)
 

@@ -23,9 +23,10 @@ from .pieces import spans
 from .rows import gather
 
 
-def serves(hidden: Tensor, knobs: Knobs) -> bool:
+def serves(hidden: Tensor, weight: Tensor, knobs: Knobs) -> bool:
     """Say whether the rows of a backward that engine F serves are best taken in pieces."""
-    is_filtered = selected.leaves_out(knobs.gradient_filter, hidden.shape[1], 0)
+    sizes = hidden.shape[1], weight.shape[0], 0
+    is_filtered = selected.leaves_out(knobs.gradient_filter, *sizes)
     if knobs.workspace or hidden.dtype not in total_fused.DTYPES:
         return False
     return is_filtered or triton_compat.has_gluon()

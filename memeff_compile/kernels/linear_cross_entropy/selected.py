@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 BLOCK_EPS = 2.0**-12
 # tau of `mass`: at most 1/64 of a row's softmax.
 MASS_TAU = 2.0**-6
-# Where rows of the weight are shorter, finding tiles takes longer than the products it saves.
-LEAST_DEPTH = 2048
+# Where rows of the weight are shorter, finding tiles takes longer than the products it saves; where
+# classes are many, launches weigh less, and shorter rows will do.
+LEAST_DEPTH, LEAST_DEPTH_OF_MANY, MANY_CLASSES = 2048, 896, 1 << 17
 # Row blocks of a piece: a bit each of a word of 16.
 BLOCKS = 16
 # Share of tiles that may count; the packed ones take as much of the bytes of X.
@@ -69,12 +70,13 @@ def filter_level(gradient_filter: str, level: float) -> float:
     return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS
 
 
-def leaves_out(gradient_filter: str, depth: int, workspace: int) -> bool:
-    """Say whether a filter leaves anything out of rows of so many features, in bf16.
+def leaves_out(gradient_filter: str, depth: int, vocab: int, workspace: int) -> bool:
+    """Say whether a filter leaves anything out of rows of so many features and classes, in bf16.
 
     In a workspace of the caller's there is no room for what it holds.
     """
-    return gradient_filter != "exact" and depth >= LEAST_DEPTH and workspace == 0
+    least = min(LEAST_DEPTH, LEAST_DEPTH_OF_MANY) if vocab >= MANY_CLASSES else LEAST_DEPTH
+    return gradient_filter != "exact" and depth >= least and workspace == 0
 
 
 def all_rows(selection: Selection) -> Selection:

@@ -166,7 +166,7 @@ def bytes_held(
     width = -(-vocab // shapes.columns) * shapes.columns
     budget = workspace or auto_bytes(rows, width, tallest)
     height = sympy.Max(budget / (2 * width), shapes.rows)
-    is_filtered = selected.leaves_out(gradient_filter, depth, workspace)
+    is_filtered = selected.leaves_out(gradient_filter, depth, vocab, workspace)
     if is_filtered:
         height = sympy.Min(height, selected.BLOCKS * shapes.rows)
     held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
@@ -235,7 +235,8 @@ class Walk(ABC):
         self.shapes: Shapes = shapes_for(hidden.device)
         needs_hidden, needs_weight, needs_bias = output_mask
         self.selection = select_rows(target, knobs)
-        is_filtered = selected.leaves_out(knobs.gradient_filter, self.depth, knobs.workspace)
+        sizes = self.depth, self.vocab, knobs.workspace
+        is_filtered = selected.leaves_out(knobs.gradient_filter, *sizes)
         self.is_compact = self.selection.kept is not None
         if is_filtered:
             self.selection = selected.all_rows(self.selection)

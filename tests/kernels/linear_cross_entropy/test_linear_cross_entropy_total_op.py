@@ -17,6 +17,7 @@ from memeff_compile.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_total,
     makes_gradients_in_forward,
+    selected,
     total,
 )
 
@@ -356,3 +357,14 @@ def test_both_ops_agree() -> None:
         workspace=0,
     )[0]
     torch.testing.assert_close(_mean(inputs)[0], rows.sum() / (inputs[3] != IGNORED).sum())
+
+
+@pytest.mark.parametrize(
+    ("depth", "vocab", "is_filtered"),
+    [(2048, 32000, True), (2047, 131_071, False), (896, 151_936, True), (895, 262_144, False)],
+)
+def test_a_filter_runs_where_it_pays(depth: int, vocab: int, is_filtered: bool) -> None:
+    assert selected.leaves_out("mass", depth, vocab, 0) == is_filtered
+    assert selected.leaves_out("block", depth, vocab, 0) == is_filtered
+    assert not selected.leaves_out("exact", depth, vocab, 0)
+    assert not selected.leaves_out("mass", depth, vocab, 64 << 20)
