@@ -27,7 +27,8 @@ FILTERS = ("exact", "mass", "block")
 GROUPS = {
     "logits": ("total_logits", "total_base"),
     "scores": ("selected_score",),
-    "choice": ("selected_", "sort", "Sort", "Radix", "radix"),
+    "choice": ("selected_",),
+    "order": ("sort", "Sort", "Radix", "radix"),
     "packing": ("selected_pack",),
     "products": ("selected_products",),
     "sums of dE": ("selected_rows",),
@@ -47,8 +48,8 @@ def group_of(name: str) -> str:
     return max(fitting)[1] if fitting else "others"
 
 
-def kernels(call: Callable[[], Any]) -> tuple[dict[str, float], int]:
-    """Return the milliseconds of each group of kernels in one call, and how many there are."""
+def kernels(call: Callable[[], Any]) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the milliseconds of each group of kernels in one call, and their numbers."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -56,13 +57,13 @@ def kernels(call: Callable[[], Any]) -> tuple[dict[str, float], int]:
         call()
         torch.cuda.synchronize()
     spent: dict[str, float] = {}
-    launches = 0
+    launches: dict[str, int] = {}
     for each in seen.key_averages():
         if not each.self_device_time_total:  # a call of the host
             continue
         group = group_of(each.key)
         spent[group] = round(spent.get(group, 0.0) + each.self_device_time_total / 1e3, 3)
-        launches += each.count
+        launches[group] = launches.get(group, 0) + each.count
     return spent, launches
 
 
@@ -120,7 +121,8 @@ def measure(shape: str, kind: str, names: list[str], rounds: int, out: Path | No
             peak = torch.cuda.max_memory_allocated() - before
             row["MiB_beyond_gradients"] = round((peak - gradients) / 2**20, 1)
             row["host_ms"] = host_milliseconds(call)
-            row["kernels_ms"], row["launches"] = kernels(call)
+            row["kernels_ms"], row["launches_of"] = kernels(call)
+            row["launches"] = sum(row["launches_of"].values())
             row["kernels_sum"] = round(sum(row["kernels_ms"].values()), 3)
         calls[how], found[how] = call, row
     del wanted

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from .._triton.launch import run_kernel
-from . import fused
 from .rows import Selection, gather
 from .shapes import Shapes
 
@@ -113,10 +112,14 @@ def products_constants(shapes: Shapes) -> dict[str, Any]:
 
 
 class Filter:
-    """What a walk under a filter holds, and its launches for each of so many pieces."""
+    """What a walk under a filter holds, and its launches for each of so many pieces.
+
+    It does not hold the walk, which holds it: both would live until Python looks for cycles, and
+    the gradients that the walk returned would be copied as if somebody still read them.
+    """
 
     def __init__(self, walk: Walk, pieces: int) -> None:
-        self.walk, self.tile, knobs = walk, walk.shapes.rows, walk.knobs
+        self.tile, knobs = walk.shapes.rows, walk.knobs
         self.shapes = products_shapes(walk.shapes)
         self.blocks, self.tiles = walk.height // self.tile, -(-walk.vocab // self.tile)
         level = filter_level(knobs.gradient_filter, knobs.filter_level)
@@ -139,21 +142,21 @@ class Filter:
         fitting = SHARES_BYTES // (4 * walk.height * walk.depth)
         self.splits = max(1, min(-(-ITEMS * walk.shapes.programs // items), fitting))
 
-        floats, slots = walk.floats, self.blocks * self.tiles
+        floats, ints, slots = walk.floats, walk.ints, self.blocks * self.tiles
         levels = self.levels["LEVELS"]
         self.inverse, self.light = floats(walk.height), floats(walk.height)
-        self.rank, self.here = self.ints(walk.height), self.ints(1)
+        self.rank, self.here = ints(walk.height), ints(1)
         self.score = floats(self.blocks, walk.vocab)
         self.part = floats(self.blocks, self.chunks, levels, self.tile)
         self.lost = floats(self.blocks, levels, self.tile)
-        self.fits = self.ints(self.blocks, levels)
+        self.fits = ints(self.blocks, levels)
         self.word = walk.hidden.new_empty(walk.vocab, dtype=torch.int16)
-        self.place = self.ints(self.tiles * self.tile)
-        self.tile_word, self.tile_start = self.ints(self.tiles), self.ints(self.tiles + 1)
-        self.block_start, self.slot_at = self.ints(self.blocks + 1), self.ints(slots)
-        self.tile_slot, self.tile_block = self.ints(slots), self.ints(slots)
+        self.place = ints(self.tiles * self.tile)
+        self.tile_word, self.tile_start = ints(self.tiles), ints(self.tiles + 1)
+        self.block_start, self.slot_at = ints(self.blocks + 1), ints(slots)
+        self.tile_slot, self.tile_block = ints(slots), ints(slots)
         self.packed = walk.hidden.new_empty((self.capacity * self.tile, self.tile))
-        self.slot_column = self.ints(self.capacity * self.tile)
+        self.slot_column = ints(self.capacity * self.tile)
         self.ranked = walk.hidden.new_empty((walk.height, walk.depth))
         parts = knobs.filter_parts
         self.needs_weight = walk.grad_weight is not None and parts != "hidden"
@@ -163,16 +166,12 @@ class Filter:
             self.sums = floats(self.splits, walk.height, walk.depth)
         self.column_order: Tensor | None = None
         # Of each piece: multiples of 16 bytes, so that its launches are compiled alike.
-        self.is_sparse, self.dense_kept, self.active = self.ints(3, pieces, 4)
+        self.is_sparse, self.dense_kept, self.active = ints(3, pieces, 4)
         self.dropped = walk.hidden.new_zeros(walk.rows, dtype=torch.float32)
 
-    def ints(self, *sizes: int) -> Tensor:
-        """Return memory for numbers that kernels write before they read them."""
-        return self.walk.hidden.new_empty(sizes, dtype=torch.int32)
-
-    def choose(self, index: int, first: int, here: int) -> None:
+    def choose(self, walk: Walk, index: int, first: int, here: int) -> None:
         """Find the tiles that count in a piece, as `add_products` has it, and pack them."""
-        walk, tile, blocks, tiles = self.walk, self.tile, self.blocks, self.tiles
+        tile, blocks, tiles = self.tile, self.blocks, self.tiles
         kept, order, levels = walk.selection.kept, walk.selection.order, self.levels
         is_sparse, dense_kept = self.is_sparse[index], self.dense_kept[index]
         walk.weigh(self.inverse, self.light, self.here, first, here)
@@ -246,7 +245,7 @@ class Filter:
         )
 
     def add_products(
-        self, index: int, first: int, here: int, factor: Tensor | None
+        self, walk: Walk, index: int, first: int, here: int, factor: Tensor | None
     ) -> tuple[bool, bool]:
         """Sum what the packed tiles give to the gradients; return to which of the two.
 
@@ -254,7 +253,7 @@ class Filter:
         """
         from . import selected_kernels as kernels
 
-        walk, shapes = self.walk, self.shapes
+        shapes = self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
         if self.needs_weight:
             assert factor is not None
@@ -263,8 +262,8 @@ class Filter:
         run_kernel(
             kernels._linear_cross_entropy_selected_products_kernel,
             (shapes.programs,),
-            *(fused.tiles_of(self.packed, step, tile), fused.tiles_of(self.packed, tile, step)),
-            fused.tiles_of(self.ranked, step, columns),
+            *(walk.tiles_of(self.packed, step, tile), walk.tiles_of(self.packed, tile, step)),
+            walk.tiles_of(self.ranked, step, columns),
             *(walk.weight, walk.grad_weight, self.sums, self.slot_column, self.column_order),
             *(self.is_sparse[index], self.block_start, self.slot_at, self.tile_start),
             *(self.tile_slot, self.tile_block, walk.counters[2, index], first),

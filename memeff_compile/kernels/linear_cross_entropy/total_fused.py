@@ -46,7 +46,8 @@ serves = fused.serves
 # that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200 in pieces of
 # 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384 x 2048. The
 # backward of engine F, which reads dC as often and a head that is recomputed, takes a quarter up to
-# AGAIN_BYTES: 62.5 and 61.7 ms at 8192 x 4096 x 151936.
+# AGAIN_BYTES: 62.5 and 61.7 ms at 8192 x 4096 x 151936. So does a filter, whose pieces have two
+# dozen launches each.
 AUTO_BYTES = 544 * MIB
 AGAIN_BYTES = 608 * MIB
 LEAST_BYTES = 160 * MIB
@@ -164,9 +165,10 @@ def bytes_held(
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     columns = shapes.gradient_columns(is_plain=is_plain)
     width = -(-vocab // shapes.columns) * shapes.columns
+    is_filtered = selected.leaves_out(gradient_filter, depth, vocab, workspace)
+    tallest = AGAIN_BYTES if is_filtered else tallest
     budget = workspace or auto_bytes(rows, width, tallest)
     height = sympy.Max(budget / (2 * width), shapes.rows)
-    is_filtered = selected.leaves_out(gradient_filter, depth, vocab, workspace)
     if is_filtered:
         height = sympy.Min(height, selected.BLOCKS * shapes.rows)
     held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
@@ -234,6 +236,7 @@ class Walk(ABC):
         (self.rows, self.depth), self.vocab = hidden.shape, weight.shape[0]
         self.shapes: Shapes = shapes_for(hidden.device)
         needs_hidden, needs_weight, needs_bias = output_mask
+        self.described: dict[tuple[Any, ...], Any] = {}
         self.selection = select_rows(target, knobs)
         sizes = self.depth, self.vocab, knobs.workspace
         is_filtered = selected.leaves_out(knobs.gradient_filter, *sizes)
@@ -252,7 +255,7 @@ class Walk(ABC):
         self.height = height or piece_rows(
             *(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns),
             blocks=selected.BLOCKS if is_filtered else 0,
-            tallest=self.tallest,
+            tallest=AGAIN_BYTES if is_filtered else self.tallest,
         )
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
@@ -286,9 +289,22 @@ class Walk(ABC):
         """Return memory for numbers in fp32."""
         return self.hidden.new_empty(sizes, dtype=torch.float32)
 
+    def ints(self, *sizes: int) -> Tensor:
+        """Return memory for whole numbers."""
+        return self.hidden.new_empty(sizes, dtype=torch.int32)
+
     def marks(self, *sizes: int) -> Tensor:
         """Return zeros that kernels write to."""
         return self.hidden.new_zeros(sizes, dtype=torch.int32)
+
+    def tiles_of(
+        self, matrix: Tensor, rows: int, columns: int, describe: Any = fused.tiles_of
+    ) -> Any:
+        """Describe a matrix to the kernels as tiles of this shape, once for all pieces."""
+        key = id(matrix), rows, columns, describe
+        if key not in self.described:
+            self.described[key] = describe(matrix, rows, columns)  # it holds the matrix
+        return self.described[key]
 
     @abstractmethod
     def weigh(
@@ -311,7 +327,7 @@ class Walk(ABC):
 
         needs = self.grad_hidden is not None, self.grad_weight is not None
         if self.filter is not None and any(needs):
-            filtered = self.filter.add_products(index, first, here, factor)
+            filtered = self.filter.add_products(self, index, first, here, factor)
             whole = needs[0] and not filtered[0], needs[1] and not filtered[1]
             self._multiply((index, 0), first, here, factor, filtered, self.filter.dense_kept[index])
         else:
@@ -342,10 +358,10 @@ class Walk(ABC):
         shapes, selection = self.shapes, self.selection
         rows, columns, step = shapes.rows, shapes.columns, shapes.step
         kernel: Any
-        tiles_of: Any = fused.tiles_of
+        describe: Any = fused.tiles_of
         parts, splits, constants = [], [], shapes.constants(columns)
         if self.has_gluon:
-            from .._triton.gluon import tiles_of
+            from .._triton.gluon import tiles_of as describe
             from . import total_products_kernels
 
             kernel = total_products_kernels._linear_cross_entropy_total_specialized_products_kernel
@@ -357,12 +373,16 @@ class Walk(ABC):
             kernel = total_kernels._linear_cross_entropy_total_products_kernel
         # What is not asked for is not read; something has to stand there.
         scaled = self.weight if factor is None else factor
+        written = self.x if self.grad_weight is None else self.grad_weight
+        wide = step, columns
         run_kernel(
             kernel,
             (shapes.programs,),
-            *(tiles_of(self.x, step, rows), tiles_of(self.x, rows, step)),
-            *(tiles_of(scaled, step, columns), tiles_of(self.weight, step, columns)),
-            tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
+            self.tiles_of(self.x, step, rows, describe),
+            self.tiles_of(self.x, rows, step, describe),
+            self.tiles_of(scaled, *wide, describe),
+            self.tiles_of(self.weight, *wide, describe),
+            self.tiles_of(written, rows, columns // 4, describe),
             *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
             *(self.counters[number[1], number[0]], first, here),
             *(self.width, self.vocab, self.depth, *splits),
@@ -422,7 +442,7 @@ class _Total(Walk):
         if self.ranks is not None:
             self._meet(self.ranks, first, here)
         if self.filter is not None:
-            self.filter.choose(index, first, here)
+            self.filter.choose(self, index, first, here)
         if self.grad_weight is not None:
             assert self.scaled is not None
             run_kernel(
@@ -456,12 +476,13 @@ class _Total(Walk):
 
         shapes, selection = self.shapes, self.selection
         gathered = self.scaled if self.is_compact else self.hidden
+        assert gathered is not None
         run_kernel(
             kernels._linear_cross_entropy_total_logits_kernel,
             (shapes.programs,),
-            fused.tiles_of(gathered, shapes.rows, shapes.step),
-            fused.tiles_of(self.weight, self.columns, shapes.step),
-            fused.tiles_of(self.x, shapes.rows, self.columns // 4),
+            self.tiles_of(gathered, shapes.rows, shapes.step),
+            self.tiles_of(self.weight, self.columns, shapes.step),
+            self.tiles_of(self.x, shapes.rows, self.columns // 4),
             *(self.bias, selection.target, selection.kept, again),
             *(self.base, self.stats, self.target_logit),
             *(first, 0 if self.is_compact else first, here, self.vocab, self.depth, *self.cap),

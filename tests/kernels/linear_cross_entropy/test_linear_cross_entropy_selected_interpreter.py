@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -316,6 +318,28 @@ def test_the_bound_of_mass_is_of_probabilities_whatever_logits_are_multiplied_wi
     assert exact.grad_hidden is not None
     lacks = (found.grad_hidden - exact.grad_hidden).norm(dim=1) * (target != IGNORED).sum()
     assert bool((lacks <= tau * abs(scale) * weight.norm(dim=1).max() + 1e-5).all())
+
+
+def test_what_a_walk_holds_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when Python looks for cycles: autograd copies a gradient that somebody else holds."""
+    held: list[weakref.ref[Any]] = []
+    plain = selected.Filter.add_products
+
+    def seen(self: selected.Filter, walk: total_fused.Walk, *given: Any) -> tuple[bool, bool]:
+        held.extend(weakref.ref(each) for each in (self, walk, walk.x, walk.grad_weight))
+        return plain(self, walk, *given)
+
+    monkeypatch.setattr(selected.Filter, "add_products", seen)
+    hidden, weight, target = _inputs("plain")
+    settings = IGNORED, 1.0, 0.0, 0, (True, True, False)
+    gc.disable()
+    try:
+        found = total_fused.run(Loss(hidden, weight, None, target, None, None, *settings, "mass"))
+        left = [each() for each in held if each() is not None]
+        assert held
+        assert all(each is found.grad_weight for each in left)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 400), (100, 7), (64, 33), (33, 65), (5, 1)])
