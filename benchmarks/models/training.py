@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,11 @@ class Tokens:
     def __getitem__(self, index: Any) -> Tensor:
         return self.rows[index].long()
 
+    def first(self, batches: int) -> Iterator[Tensor]:
+        """Yield so many batches as they lie, or all that there are."""
+        for number in range(min(batches, len(self.rows) // self.batch)):
+            yield self[number * self.batch : (number + 1) * self.batch]
+
 
 def autocast(device: str) -> torch.autocast:
     """Return bf16 autocast, as people train."""
@@ -147,12 +152,11 @@ def autocast(device: str) -> torch.autocast:
 
 
 @torch.no_grad()
-def validate(model: Any, tokens: Tokens, batches: int, device: str) -> float:
-    """Return the mean loss per token on the first batches, the same for every method."""
+def validate(model: Any, batches: Iterable[Tensor], device: str) -> float:
+    """Return the mean loss per token of ids (B, T), the same for every method."""
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     weight = model.lm_head.weight.bfloat16()
-    for number in range(min(batches, len(tokens.rows) // tokens.batch)):
-        ids = tokens[number * tokens.batch : (number + 1) * tokens.batch]
+    for ids in batches:
         with autocast(device):
             hidden = model.model(input_ids=ids).last_hidden_state
         flat = hidden[:, :-1].reshape(-1, hidden.shape[-1]).bfloat16()
@@ -279,14 +283,14 @@ class Trainer:
             if (step + 1) % recipe.validate_every == 0 or step + 1 == recipe.steps:
                 curve = _thin(losses[reported : step + 1], recipe.train_every)  # waits for them
                 paused = time.perf_counter()
-                held = validate(model, held_out, recipe.validation_batches, self.device)
+                held = validate(model, held_out.first(recipe.validation_batches), self.device)
                 validating += time.perf_counter() - paused
                 report({"step": step + 1, "loss": curve, "validation": round(held, 5)})
                 reported = step + 1
         stepping = time.perf_counter() - started - first_step - validating
         last = {
             "done": True,
-            "validation": validate(model, held_out, recipe.final_batches, self.device),
+            "validation": validate(model, held_out.first(recipe.final_batches), self.device),
             "train": float(losses[-recipe.validate_every :].mean()),
             "seconds": round(time.perf_counter() - started, 1),
             "first_step_s": round(first_step, 1),

@@ -139,6 +139,8 @@ class Subject:
 
     def compiled(self, level: str) -> Any:
         """Return the model compiled with attention in low bits at any length."""
+        import memeff_compile.backend  # registers it in a source checkout, too
+
         options = {"memeff.attention": level, "memeff.attention.length": 0}
         options["memeff.inner"] = "aot_eager"  # the rest is the exact model's own arithmetic
         torch.compiler.reset()

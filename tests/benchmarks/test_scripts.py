@@ -407,7 +407,7 @@ def test_a_run_learns_reports_and_saves_a_loadable_model(
     assert model.config.vocab_size == len(tokenizer) == 512
     recipe = training.recipe_for("tiny", "scratch")
     held_out = training.Tokens(corpus_folder, "python-validation", recipe, "cpu")
-    loss = training.validate(model, held_out, recipe.final_batches, "cpu")
+    loss = training.validate(model, held_out.first(recipe.final_batches), "cpu")
     assert loss == pytest.approx(last["validation"], abs=1e-4)
     tuned = trainer.run("eager", "tune", 0, reported.append, base=tmp_path / "model")
     assert tuned["train"] < reported[0]["loss"][0]
