@@ -53,16 +53,23 @@ def compile_model(model: Any, method: str, options: dict[str, str], inner: str) 
     if backend is None:
         return
     if backend == "memeff":
-        import memeff_compile.backend  # noqa: F401  - registers it in a source checkout, too
-
+        registered()
         model.compile(backend="memeff", options={**settings, **options, "memeff.inner": inner})
         return
     model.compile(backend=inner)
 
 
+def registered() -> None:
+    """Have torch know the backend in a checkout that is not installed, too."""
+    if "memeff" not in torch._dynamo.list_backends():
+        from memeff_compile.backend import memeff
+
+        torch._dynamo.register_backend(memeff, name="memeff")
+
+
 def rewrites(method: str) -> int | None:
     """Return how many losses the backend has fused in this process; None for other backends."""
-    if MODEL_METHODS[method][0] != "memeff":
+    if MODEL_METHODS.get(method, (None,))[0] != "memeff":
         return None
     from memeff_compile import last_report
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import ROOT
+from benchmarks.methods import registered
 from benchmarks.models import training
 from benchmarks.tiles import wide_product
 
@@ -44,8 +45,7 @@ def compile_whole(model: Any, backend: str, inner: str) -> None:
     if inner == "none":
         return
     if backend == "memeff":
-        import memeff_compile.backend  # noqa: F401  - registers it in a source checkout, too
-
+        registered()
         model.compile(backend="memeff", options={"memeff.inner": inner})
     else:
         model.compile(backend=inner)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import memeff_compile
+from benchmarks.methods import registered
 from benchmarks.tiles import wide_product
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.quantized_attention import supports
@@ -139,8 +140,7 @@ class Subject:
 
     def compiled(self, level: str) -> Any:
         """Return the model compiled with attention in low bits at any length."""
-        import memeff_compile.backend  # registers it in a source checkout, too
-
+        registered()
         options = {"memeff.attention": level, "memeff.attention.length": 0}
         options["memeff.inner"] = "aot_eager"  # the rest is the exact model's own arithmetic
         torch.compiler.reset()

@@ -448,24 +448,40 @@ def test_pairings_run_from_end_to_end(folder: Path, tmp_path: Path) -> None:
     assert shown.count("| neighbours |") == 1, "from the middle on there is one pair"
 
 
-def test_a_model_is_fine_tuned_alike_by_each_loss(folder: Path, tmp_path: Path) -> None:
+def test_a_model_is_fine_tuned_alike_by_each_loss(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import methods
+    from benchmarks.models import fine_tuning
+
+    monkeypatch.setattr(fine_tuning, "apple", lambda eps: methods.eager)
     out = tmp_path / "rows.jsonl"
     small = ["--steps", "6", "--batch", "2", "--length", "24", "--judged", "4", "--seed", "0", "1"]
     asked = ["train", "--model", str(folder), *small, "--rate", "1e-3", "--inner", "aot_eager"]
-    asked += ["--method", "inductor", "exact", "--root", str(ROOT / "docs"), "--out", str(out)]
+    asked += [
+        "--method",
+        "inductor",
+        "exact",
+        "apple",
+        "--root",
+        str(ROOT / "docs"),
+        "--out",
+        str(out),
+    ]
     script("fine_tuning", *asked)
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["method"], row["seed"]) for row in found] == [
         *(("inductor", 0), ("inductor", 1)),
         *(("exact", 0), ("exact", 1)),
+        *(("apple", 0), ("apple", 1)),
     ]
     assert all(row["validation"] < row["before"] == found[0]["before"] for row in found)
     assert found[2]["rewrites"] == 1
-    for theirs, ours in zip(found[:2], found[2:], strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-2)
-        assert ours["loss"] != found[3 - ours["seed"]]["loss"]  # another order of the text
+    for first, *others in zip(found[:2], found[2:4], found[4:], strict=True):
+        assert all(each["loss"] == pytest.approx(first["loss"], abs=2e-2) for each in others)
+    assert found[0]["loss"] != found[1]["loss"]  # another order of the text
     script("fine_tuning", *asked)  # nothing is left to do
-    assert len(out.read_text().splitlines()) == 4
+    assert len(out.read_text().splitlines()) == 6
     table = script("fine_tuning", "table", "--out", str(out))
     assert "| `inductor` | 2 |" in table
     assert "| +0.00000 | +0.00000 |" in table
