@@ -69,7 +69,7 @@ class _Backward(total_fused.Walk):
         at = (first, here, 0, self.width)
         fused.write_gradient(self, hidden, self.x, self.columns, at)
         if self.filter is not None:
-            self.filter.choose(self, index, first, here)
+            self.filter.choose(self, hidden, index, first, here)
         # Rows behind the last are zero in G, and behind the end of what is multiplied with it.
         self.add_products(index, first, here, hidden)
 

@@ -5,7 +5,9 @@ known exactly. Rows are ranked, those with much of their mass in light tiles las
 a time. `block` keeps a column in a block if one of its |p - 1(target)| reaches eps; `mass` keeps it
 where their sum over the block is above the highest level at which every row loses at most tau.
 What rows lose is one product of X, as it lies, and of which columns a level drops: a row of X has
-one sign but for its target's.
+one sign but for its target's. It is put on the columns that stay, in proportion: but for its target
+a row sums to what it did. Classes that no step pushes down would rise, one by one too little to see
+and after a hundred steps enough to raise the loss.
 Columns are then ordered by the blocks that they count in, so that tiles of 128 x 128 are full or
 empty whatever the ids are: an order is V numbers, and rows of the weight and of its gradient are
 read and written in place. Tiles are packed turned, a column of a block being one run of memory.
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .._triton.launch import run_kernel
-from .rows import Selection, gather
+from .rows import Selection, row_block
 from .shapes import Shapes
 
 if TYPE_CHECKING:
@@ -49,8 +51,9 @@ ROUNDING = 1.0 - 2.0**-8
 # Columns of a step of a program that scores, its stages and warps, and how many of them share a
 # multiprocessor: of `mass` and, with more registers, of `block`.
 STRIP, SCORE_STAGES, SCORE_WARPS, SCORE_PROGRAMS = 64, 3, 4, (4, 3)
-# Rows that a program ranks; levels and chunks that one sums at a time; tiles that one lists.
-RANKED, SOME, CHUNKS, LISTED = 16, 8, 8, 512
+# Rows that a program ranks; levels and chunks that one sums at a time; tiles that one lists; rows
+# that one restores.
+RANKED, SOME, CHUNKS, LISTED, RESTORED = 16, 8, 8, 512, 8
 # Columns of a strip that is packed, strips of a program, and its warps.
 PACKED, STRIPS, PACK_WARPS = 64, 4, 4
 # Bytes of the sums of what levels drop, on any GPU, and of dE's shares; shares of tiles a program.
@@ -92,6 +95,7 @@ def bytes_held(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
     sums = SHARES_BYTES + 4 * height * depth
     # Of every level, in fp32, for each strip of a row at most.
     sums += sympy.Min(LEVELS_BYTES, 4 * LEVELS * height * (vocab / STRIP + 1))
+    sums += 4 * height * (vocab / (PACKED * STRIPS) + 4)  # what stays of rows
     return tiles + 64 * vocab + 2 * height * depth + sums
 
 
@@ -164,13 +168,20 @@ class Filter:
         self.sums = None
         if self.needs_hidden:
             self.sums = floats(self.splits, walk.height, walk.depth)
+        self.strips = min(PACKED, self.tile) * STRIPS  # columns of a program that packs
+        self.parts = -(-self.tiles * self.tile // self.strips)
+        self.stays = floats(self.parts, walk.height)
+        self.rest, self.restore = floats(self.blocks, self.tile), floats(walk.height)
         self.column_order: Tensor | None = None
         # Of each piece: multiples of 16 bytes, so that its launches are compiled alike.
         self.is_sparse, self.dense_kept, self.active = ints(3, pieces, 4)
         self.dropped = walk.hidden.new_zeros(walk.rows, dtype=torch.float32)
 
-    def choose(self, walk: Walk, index: int, first: int, here: int) -> None:
-        """Find the tiles that count in a piece, as `add_products` has it, and pack them."""
+    def choose(self, walk: Walk, hidden: Tensor, index: int, first: int, here: int) -> None:
+        """Find the tiles that count in a piece, as `add_products` has it, and pack them.
+
+        `hidden` has the piece's rows, of which dC is made.
+        """
         tile, blocks, tiles = self.tile, self.blocks, self.tiles
         kept, order, levels = walk.selection.kept, walk.selection.order, self.levels
         is_sparse, dense_kept = self.is_sparse[index], self.dense_kept[index]
@@ -198,8 +209,8 @@ class Filter:
             "level",
             (blocks, levels["LEVELS"] // SOME),
             *(self.part, walk.x, self.score, self.inverse, self.rank, walk.selection.target),
-            *(self.here, self.lost, self.fits, first, self.chunks, walk.vocab, walk.width),
-            *(self.level, self.limit),
+            *(self.here, self.lost, self.fits, self.rest, first, self.chunks),
+            *(walk.vocab, walk.width, self.level, self.limit),
             SOME=SOME,
             CHUNKS=CHUNKS,
             **levels,
@@ -232,21 +243,32 @@ class Filter:
             *(self.tile_slot, self.tile_block, tiles, self.capacity),
             BLOCK=LISTED,
         )
-        strip = min(PACKED, tile)
         _run(
             "pack",
-            (-(-tiles * tile // (strip * STRIPS)), blocks),
-            *(walk.x, self.packed, self.slot_column, self.rank, self.here, self.place),
-            *(self.tile_word, self.slot_at, is_sparse, tiles, walk.width),
+            (self.parts, blocks),
+            *(walk.x, self.packed, self.slot_column, self.stays, self.rank, self.here, self.place),
+            *(self.tile_word, self.slot_at, is_sparse, walk.selection.target, first, walk.height),
+            *(tiles, walk.width),
             TILE=tile,
-            BLOCK=strip,
+            BLOCK=min(PACKED, tile),
             STRIPS=STRIPS,
             num_warps=PACK_WARPS,
         )
+        _run(
+            "restore",
+            (-(-here // tile) * tile // RESTORED,),
+            *(hidden, hidden.stride(0), walk.row_scale, self.stays, self.rest, self.inverse),
+            *(self.rank, walk.selection.target, self.here, self.place, self.tile_word),
+            *(self.slot_at, is_sparse, self.packed, self.restore),
+            self.ranked if self.needs_weight else None,
+            *(first, walk.height, self.parts, tiles, walk.vocab, walk.depth),
+            TILE=tile,
+            ROWS=RESTORED,
+            PARTS=128,
+            BLOCK=min(256, row_block(walk.depth, walk.shapes)),
+        )
 
-    def add_products(
-        self, walk: Walk, index: int, first: int, here: int, factor: Tensor | None
-    ) -> tuple[bool, bool]:
+    def add_products(self, walk: Walk, index: int, first: int, here: int) -> tuple[bool, bool]:
         """Sum what the packed tiles give to the gradients; return to which of the two.
 
         A dense piece finds no work here: then `dense_kept` rows are left to others, else none.
@@ -255,10 +277,6 @@ class Filter:
 
         shapes = self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
-        if self.needs_weight:
-            assert factor is not None
-            ranks = Selection(walk.selection.target, self.rank, None, self.here)
-            gather(factor, self.ranked, ranks, 0, shapes)
         run_kernel(
             kernels._linear_cross_entropy_selected_products_kernel,
             (shapes.programs,),
@@ -278,7 +296,7 @@ class Filter:
                 "rows",
                 (here,),
                 *(self.sums, walk.grad_hidden, self.rank, walk.selection.order, self.here),
-                *(self.is_sparse[index], walk.row_scale, first, walk.height),
+                *(self.is_sparse[index], walk.row_scale, self.restore, first, walk.height),
                 *(self.splits, walk.depth),
                 BLOCK=block,
             )

@@ -19,6 +19,10 @@ from .fused_kernels import _halves, _rows_here
 LIGHT = tl.constexpr(2.0**-10)
 # Bits of a word: row blocks of a piece.
 BLOCKS = tl.constexpr(16)
+# Scores are this at most.
+LARGEST = tl.constexpr(3.0e38)
+# What stays of a row is multiplied by less than this.
+MOST = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -123,7 +127,9 @@ def _linear_cross_entropy_selected_rank_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    return highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
+    """Return levels by their numbers; under the last one is everything, for a row's whole sum."""
+    level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
+    return tl.where(index < C.LEVELS - 1, level, float("inf"))
 
 
 @triton.jit
@@ -166,8 +172,8 @@ def _linear_cross_entropy_selected_score_kernel(
         else:
             weighed = tl.where(weighed == weighed, weighed, float("inf"))
             score = tl.max(weighed, axis=0)
-        # What is nan counts.
-        score = tl.where(score == score, score, float("inf"))
+        # What is nan counts, and is under the last level.
+        score = tl.where(score < LARGEST, score, LARGEST)
         tl.store(score_ptr + block * vocab + columns, score, mask=columns < vocab)
         is_under = score[:, None] < levels[None, :]
         # Zeros and ones times what is rounded already: only the sums are rounded.
@@ -189,6 +195,7 @@ def _linear_cross_entropy_selected_level_kernel(
     here_ptr,
     lost_ptr,  # (blocks, LEVELS, TILE) fp32 out: what each row loses at each level
     fits_ptr,  # (blocks, LEVELS) int32 out: whether that is not too much of any
+    rest_ptr,  # (blocks, TILE) fp32 out: what each row has but for its target
     first_row,
     chunks,
     vocab,
@@ -219,7 +226,11 @@ def _linear_cross_entropy_selected_level_kernel(
     own = own.to(tl.float32) * tl.load(inverse_ptr + source, mask=is_class, other=0.0)
     score = tl.load(score_ptr + block * vocab + target, mask=is_class, other=float("inf"))
     own = tl.where(score[None, :] < _level(index, highest, C)[:, None], own[None, :], 0.0)
-    sums = tl.abs(sums - own) + tl.abs(own)
+    rest = tl.abs(sums - own)
+    is_last = (index == C.LEVELS - 1)[:, None]
+    here = rest_ptr + block * C.TILE + tl.arange(0, C.TILE)[None, :] + index[:, None] * 0
+    tl.store(here, rest, mask=is_last)
+    sums = rest + tl.abs(own)
     tl.store(lost_ptr + block * C.LEVELS * C.TILE + place, sums)
     # nan does not fit.
     is_over = tl.where(sums <= limit, 0, 1)
@@ -360,12 +371,16 @@ def _linear_cross_entropy_selected_pack_kernel(
     x_ptr,  # (R, W)
     packed_ptr,  # (slots * TILE, TILE) out: columns of X, of the rows of a block
     slot_column_ptr,  # (slots * TILE,) int32 out: which ones; V or more behind the last
+    stays_ptr,  # (programs, R) fp32 out: a row's sum of what is copied, but for its target
     rank_ptr,
     here_ptr,
     place_ptr,  # (T * TILE,) int32
     tile_word_ptr,
     slot_at_ptr,
     is_sparse_ptr,
+    target_ptr,
+    first_row,
+    piece_rows,
     tiles,
     width,
     C: tl.constexpr,  # STRIPS of BLOCK columns per program
@@ -380,6 +395,8 @@ def _linear_cross_entropy_selected_pack_kernel(
         places = block * C.TILE + offs
         is_row = places < tl.load(here_ptr)
         source = tl.load(rank_ptr + places, mask=is_row, other=0)
+        target = tl.load(target_ptr + first_row + source, mask=is_row, other=-1)
+        stays = tl.zeros((C.TILE,), tl.float32)
         row_ptr = x_ptr + source.to(tl.int64) * width
         first = tl.program_id(0) * (C.STRIPS * C.BLOCK)
         stop = tl.minimum(first + C.STRIPS * C.BLOCK, tiles * C.TILE)
@@ -392,10 +409,87 @@ def _linear_cross_entropy_selected_pack_kernel(
                 slot = tl.load(slot_at_ptr + block * tiles + tile)
                 there = row_ptr[:, None] + columns[None, :]
                 x = tl.load(there, mask=is_row[:, None], other=0.0)
+                is_other = counts[None, :] & (columns[None, :] != target[:, None])
+                stays += tl.sum(tl.where(is_other, x, 0.0).to(tl.float32), axis=1)
                 out = slot * C.TILE + place % C.TILE
                 out_ptrs = packed_ptr + out.to(tl.int64)[None, :] * C.TILE + offs[:, None]
                 tl.store(out_ptrs, x, mask=counts[None, :])
                 tl.store(slot_column_ptr + out, columns, mask=counts)
+        out = stays_ptr + tl.program_id(0).to(tl.int64) * piece_rows + places
+        tl.store(out, stays, mask=is_row)
+
+
+@triton.jit
+def _linear_cross_entropy_selected_restore_kernel(
+    hidden_ptr,  # (R, D) rows of this piece
+    stride_hidden_row,
+    row_scale_ptr,  # (R,) fp32
+    stays_ptr,  # (parts, R) fp32
+    rest_ptr,  # (R,) fp32, by rank
+    inverse_ptr,
+    rank_ptr,
+    target_ptr,
+    here_ptr,
+    place_ptr,
+    tile_word_ptr,
+    slot_at_ptr,
+    is_sparse_ptr,
+    packed_ptr,  # in and out: a row's target
+    restore_ptr,  # (R,) fp32 out, by rank
+    ranked_ptr,  # (R, D) contiguous out, or None
+    first_row,
+    piece_rows,
+    parts,
+    tiles,
+    vocab,
+    depth,
+    C: tl.constexpr,
+):
+    """Put on a row's classes that stay what is left out of it, in proportion.
+
+    But for its target a row's gradients then sum to what they do without a filter. Classes that
+    are never pushed down rise over many steps; those that stay are pushed in their place. Rows are
+    multiplied, and a target is divided, by the same number. Ranked rows past the last are zero.
+    """
+    rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
+    rows_here = tl.load(here_ptr)
+    if (tl.load(is_sparse_ptr) > 0) & (
+        tl.program_id(0) * C.ROWS < tl.cdiv(rows_here, C.TILE) * C.TILE
+    ):
+        is_row = rows < rows_here
+        source = tl.load(rank_ptr + rows, mask=is_row, other=0)
+        stays = tl.zeros((C.ROWS,), tl.float32)
+        for start in range(0, parts, C.PARTS):
+            each = start + tl.arange(0, C.PARTS)
+            there = stays_ptr + each.to(tl.int64)[:, None] * piece_rows + rows[None, :]
+            mask = (each < parts)[:, None] & is_row[None, :]
+            stays += tl.sum(tl.load(there, mask=mask, other=0.0), axis=0)
+        stays = tl.abs(stays) * tl.load(inverse_ptr + source, mask=is_row, other=0.0)
+        rest = tl.load(rest_ptr + rows, mask=is_row, other=0.0)
+        target = tl.load(target_ptr + first_row + source, mask=is_row, other=-1)
+        is_class = (target >= 0) & (target < vocab)
+        place = tl.load(place_ptr + target, mask=is_class, other=0)
+        block, tile = rows // C.TILE, place // C.TILE
+        word = tl.load(tile_word_ptr + tile, mask=is_class, other=0)
+        counts = is_class & (((word >> (BLOCKS - 1 - block)) & 1) > 0)
+        # Where next to nothing stays, or not the target, and in rows of nan, nothing is put back.
+        is_some = (stays * MOST > rest) & (counts | (is_class == 0))
+        restore = tl.where(is_some, rest / tl.where(is_some, stays, 1.0), 1.0)
+        tl.store(restore_ptr + rows, restore, mask=is_row)
+        slot = tl.load(slot_at_ptr + block * tiles + tile, mask=counts, other=0)
+        at = (slot * C.TILE + place % C.TILE).to(tl.int64) * C.TILE + rows % C.TILE
+        own = tl.load(packed_ptr + at, mask=counts, other=0.0).to(tl.float32) / restore
+        tl.store(packed_ptr + at, own.to(packed_ptr.dtype.element_ty), mask=counts)
+        if ranked_ptr is not None:
+            scale = tl.load(row_scale_ptr + source, mask=is_row, other=0.0) * restore
+            for start in range(0, depth, C.BLOCK):
+                offs = start + tl.arange(0, C.BLOCK)
+                inside = (offs < depth)[None, :]
+                there = source.to(tl.int64)[:, None] * stride_hidden_row + offs[None, :]
+                values = tl.load(hidden_ptr + there, mask=inside & is_row[:, None], other=0.0)
+                scaled = values.to(tl.float32) * scale[:, None]
+                out = ranked_ptr + rows.to(tl.int64)[:, None] * depth + offs[None, :]
+                tl.store(out, scaled.to(ranked_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -517,6 +611,7 @@ def _linear_cross_entropy_selected_rows_kernel(
     here_ptr,
     is_sparse_ptr,
     row_scale_ptr,  # (R,) fp32
+    restore_ptr,  # (R,) fp32, by rank
     first_row,
     piece_rows,
     splits,
@@ -527,7 +622,7 @@ def _linear_cross_entropy_selected_rows_kernel(
     place = tl.program_id(0)
     if (place < tl.load(here_ptr)) & (tl.load(is_sparse_ptr) > 0):
         source = tl.load(rank_ptr + place)
-        scale = tl.load(row_scale_ptr + source)
+        scale = tl.load(row_scale_ptr + source) * tl.load(restore_ptr + place)
         out = tl.load(order_ptr + first_row + source).to(tl.int64) * depth
         for start in range(0, depth, BLOCK):
             offs = start + tl.arange(0, BLOCK)

@@ -327,7 +327,7 @@ class Walk(ABC):
 
         needs = self.grad_hidden is not None, self.grad_weight is not None
         if self.filter is not None and any(needs):
-            filtered = self.filter.add_products(self, index, first, here, factor)
+            filtered = self.filter.add_products(self, index, first, here)
             whole = needs[0] and not filtered[0], needs[1] and not filtered[1]
             self._multiply((index, 0), first, here, factor, filtered, self.filter.dense_kept[index])
         else:
@@ -442,7 +442,7 @@ class _Total(Walk):
         if self.ranks is not None:
             self._meet(self.ranks, first, here)
         if self.filter is not None:
-            self.filter.choose(self, index, first, here)
+            self.filter.choose(self, hidden, index, first, here)
         if self.grad_weight is not None:
             assert self.scaled is not None
             run_kernel(

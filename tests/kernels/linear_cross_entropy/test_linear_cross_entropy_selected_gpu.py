@@ -46,7 +46,8 @@ def test_mass_keeps_its_bound(
     exact = away @ weight.double(), away.t() @ hidden.double()
     lacks = (found[0].double() * counts.sum() - exact[0]).norm(dim=1)
     rounding = 2.0**-7 * exact[0].norm(dim=1)
-    assert bool((lacks <= 2.0**-6 * weight.double().norm(dim=1).max() + rounding + 1e-4).all())
+    # What is left out, and as much put on what stays.
+    assert bool((lacks <= 2.0**-5 * weight.double().norm(dim=1).max() + rounding + 1e-4).all())
     for one, other in zip(found, exact, strict=True):
         assert relative_error(one * counts.sum(), other) < 2e-2
     for one, other in zip(found, _gradients(inputs, reduction, "mass"), strict=True):

@@ -12,9 +12,11 @@ from tests.support.offline import compile_for, gpus, within_limits
 pytestmark = pytest.mark.offline
 
 CAPABILITIES = gpus(80, 90, 100)
-HALVES = ("x_ptr", "packed_ptr", "weight_ptr", "grad_weight_ptr", "grad_hidden_ptr")
+HALVES = ("x_ptr", "packed_ptr", "weight_ptr", "grad_weight_ptr", "grad_hidden_ptr", "hidden_ptr")
+HALVES += ("ranked_ptr",)
 FLOATS = ("part_ptr", "level_ptr", "score_ptr", "sums_ptr", "stats_ptr", "base_ptr", "light_ptr")
-FLOATS += ("inverse_ptr", "dropped_ptr", "row_scale_ptr", "row_values_ptr", "lost_ptr")
+FLOATS += ("inverse_ptr", "dropped_ptr", "row_scale_ptr", "row_values_ptr", "lost_ptr", "stays_ptr")
+FLOATS += ("rest_ptr", "restore_ptr")
 WIDTHS = {"word_ptr": "*i16", "column_order_ptr": "*i64"}
 LEVELS = {"TILE": 128, "LEVELS": 32, "STEP": 0.3125}
 STRIPS = {"BLOCK": 64, "STAGES": 3, "UPCAST": False}
@@ -29,6 +31,7 @@ HELPERS = {
     "tile": ({"TILE": 128}, 1),
     "list": ({"BLOCK": 512}, 4),
     "pack": ({"TILE": 128, "BLOCK": 64, "STRIPS": 4}, 4),
+    "restore": ({"TILE": 128, "ROWS": 8, "PARTS": 128, "BLOCK": 256}, 4),
     "rows": ({"BLOCK": 1024}, 4),
 }
 
