@@ -371,15 +371,13 @@ def _linear_cross_entropy_selected_pack_kernel(
     x_ptr,  # (R, W)
     packed_ptr,  # (slots * TILE, TILE) out: columns of X, of the rows of a block
     slot_column_ptr,  # (slots * TILE,) int32 out: which ones; V or more behind the last
-    stays_ptr,  # (programs, R) fp32 out: a row's sum of what is copied, but for its target
+    stays_ptr,  # (programs, R) fp32 out: a row's sum of what is copied
     rank_ptr,
     here_ptr,
     place_ptr,  # (T * TILE,) int32
     tile_word_ptr,
     slot_at_ptr,
     is_sparse_ptr,
-    target_ptr,
-    first_row,
     piece_rows,
     tiles,
     width,
@@ -395,7 +393,6 @@ def _linear_cross_entropy_selected_pack_kernel(
         places = block * C.TILE + offs
         is_row = places < tl.load(here_ptr)
         source = tl.load(rank_ptr + places, mask=is_row, other=0)
-        target = tl.load(target_ptr + first_row + source, mask=is_row, other=-1)
         stays = tl.zeros((C.TILE,), tl.float32)
         row_ptr = x_ptr + source.to(tl.int64) * width
         first = tl.program_id(0) * (C.STRIPS * C.BLOCK)
@@ -409,8 +406,7 @@ def _linear_cross_entropy_selected_pack_kernel(
                 slot = tl.load(slot_at_ptr + block * tiles + tile)
                 there = row_ptr[:, None] + columns[None, :]
                 x = tl.load(there, mask=is_row[:, None], other=0.0)
-                is_other = counts[None, :] & (columns[None, :] != target[:, None])
-                stays += tl.sum(tl.where(is_other, x, 0.0).to(tl.float32), axis=1)
+                stays += tl.sum(tl.where(counts[None, :], x, 0.0).to(tl.float32), axis=1)
                 out = slot * C.TILE + place % C.TILE
                 out_ptrs = packed_ptr + out.to(tl.int64)[None, :] * C.TILE + offs[:, None]
                 tl.store(out_ptrs, x, mask=counts[None, :])
@@ -464,7 +460,6 @@ def _linear_cross_entropy_selected_restore_kernel(
             there = stays_ptr + each.to(tl.int64)[:, None] * piece_rows + rows[None, :]
             mask = (each < parts)[:, None] & is_row[None, :]
             stays += tl.sum(tl.load(there, mask=mask, other=0.0), axis=0)
-        stays = tl.abs(stays) * tl.load(inverse_ptr + source, mask=is_row, other=0.0)
         rest = tl.load(rest_ptr + rows, mask=is_row, other=0.0)
         target = tl.load(target_ptr + first_row + source, mask=is_row, other=-1)
         is_class = (target >= 0) & (target < vocab)
@@ -472,13 +467,15 @@ def _linear_cross_entropy_selected_restore_kernel(
         block, tile = rows // C.TILE, place // C.TILE
         word = tl.load(tile_word_ptr + tile, mask=is_class, other=0)
         counts = is_class & (((word >> (BLOCKS - 1 - block)) & 1) > 0)
+        slot = tl.load(slot_at_ptr + block * tiles + tile, mask=counts, other=0)
+        at = (slot * C.TILE + place % C.TILE).to(tl.int64) * C.TILE + rows % C.TILE
+        own = tl.load(packed_ptr + at, mask=counts, other=0.0).to(tl.float32)
+        stays = tl.abs(stays - own) * tl.load(inverse_ptr + source, mask=is_row, other=0.0)
         # Where next to nothing stays, or not the target, and in rows of nan, nothing is put back.
         is_some = (stays * MOST > rest) & (counts | (is_class == 0))
         restore = tl.where(is_some, rest / tl.where(is_some, stays, 1.0), 1.0)
         tl.store(restore_ptr + rows, restore, mask=is_row)
-        slot = tl.load(slot_at_ptr + block * tiles + tile, mask=counts, other=0)
-        at = (slot * C.TILE + place % C.TILE).to(tl.int64) * C.TILE + rows % C.TILE
-        own = tl.load(packed_ptr + at, mask=counts, other=0.0).to(tl.float32) / restore
+        own /= restore
         tl.store(packed_ptr + at, own.to(packed_ptr.dtype.element_ty), mask=counts)
         if ranked_ptr is not None:
             scale = tl.load(row_scale_ptr + source, mask=is_row, other=0.0) * restore
