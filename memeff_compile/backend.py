@@ -185,6 +185,10 @@ def compile(
     if not (model is None or callable(model)):
         said = f"compile was given a {type(model).__name__}; it needs a module or a function."
         raise UnsupportedInputError(said)
+    if isinstance(model, type) and issubclass(model, torch.nn.Module):
+        # torch.compile would change the class, and with it every model that is made of it.
+        said = f"compile was given the class {model.__name__}; it needs a model that is made of it."
+        raise UnsupportedInputError(said)
     checked = _parse(mode, options, settings)
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
     if checked.weights in CODECS:

@@ -59,7 +59,8 @@ def explain(
         **kwargs: what the model is called with by keyword.
 
     Raises:
-        ExplainError: the call fails on tensors without memory, or has no tensor.
+        ExplainError: the model is no module and no function, or the call fails on tensors without
+            memory, or has no tensor.
         OptionError: an option is unknown or out of range.
 
     Example:
@@ -69,6 +70,7 @@ def explain(
         raise ExplainError(f"device is {device!r}; it can be 'cuda' or 'cpu'.")
     chosen = options if isinstance(options, Options) else Options.parse(None, options)
     model = getattr(model, "_orig_mod", model)
+    _require_callable(model)
     sizes = sizes_of(args, kwargs)
     take: _Take = partial(capture, (args, kwargs), sizes, chosen, device)
     with Progress(5, progress) as said:
@@ -92,6 +94,20 @@ def explain(
         fixed=fixed,
         outside=own.outside,
     )
+
+
+def _require_callable(model: object) -> None:
+    """Refuse what cannot be called, and a class, which torch.compile would change for good."""
+    if isinstance(model, type):
+        raise ExplainError(
+            f"explain was given the class {model.__name__}; it needs a model that is made of it, "
+            "whose weights may be on device 'meta'."
+        )
+    if not callable(model):
+        raise ExplainError(
+            f"explain was given a {type(model).__name__}; it needs a module or a function. "
+            "`memeff explain config.json` reads a configuration."
+        )
 
 
 _Take = Callable[..., Capture]

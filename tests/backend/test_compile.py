@@ -35,6 +35,13 @@ def test_what_is_no_module_and_no_function_is_refused() -> None:
         memeff_compile.compile(3)  # type: ignore[type-var]
 
 
+def test_the_class_of_a_model_is_refused_and_left_as_it_was() -> None:
+    before = ToyModel.__call__
+    with pytest.raises(memeff_compile.UnsupportedInputError, match="the class ToyModel"):
+        memeff_compile.compile(ToyModel)
+    assert ToyModel.__call__ is before
+
+
 def test_module_compiles_and_trains() -> None:
     model, ids = ToyModel(), torch.arange(8)
     expected = model(ids)

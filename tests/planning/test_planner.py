@@ -167,6 +167,22 @@ def test_few_blocks_say_what_the_whole_model_says(
         assert ours.after.peak == pytest.approx(theirs.after.peak, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Linear, "the class Linear; it needs a model"),
+        ("a model", "given a str; it needs a module or a function"),
+        (None, "given a NoneType"),
+    ],
+    ids=str,
+)
+def test_what_is_no_model_is_refused_and_left_as_it_was(model: Any, words: str) -> None:
+    before = nn.Linear.__call__
+    with pytest.raises(ExplainError, match=words):
+        explain(model, torch.ones(2, 4))
+    assert nn.Linear.__call__ is before
+
+
 @pytest.mark.parametrize("given", [{"batch": 0}, {"batch": -2}, {"length": "16"}], ids=str)
 def test_no_batch_and_no_length_are_refused(explained: Explanation, given: dict[str, Any]) -> None:
     with pytest.raises(ExplainError, match="a whole number is needed, at least 1"):

@@ -432,8 +432,11 @@ class CodedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the parts, and what others have set on the weight."""
-        # One piece may be part of larger memory, which would be written with it.
-        parts = self.parts if self.piece is None else [part.clone() for part in self.parts]
+        parts = self.parts
+        # Of larger memory all would be written with each of them, and torch.save refuses it where
+        # it has lists of two dtypes; what processes share goes on being shared.
+        if self.piece is not None or any(_is_piece_of_more(part) for part in parts):
+            parts = [part.clone() for part in parts]
         return _rebuild, (type(self), parts, *self._about(), self._set_by_others())
 
     def __copy__(self) -> CodedWeight:
@@ -584,6 +587,11 @@ class CodedWeightView(Tensor):
 
 
 _KINDS = (CodedWeight, CodedWeightView)
+
+
+def _is_piece_of_more(part: Tensor) -> bool:
+    is_shared = part.device.type == "cpu" and part.is_shared()
+    return not is_shared and part.untyped_storage().nbytes() > part.nbytes
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

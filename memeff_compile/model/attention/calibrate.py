@@ -103,7 +103,7 @@ def _chosen(levels: str | Sequence[str]) -> str:
 
 def calibrate_attention(
     model: nn.Module,
-    inputs: Iterable[Any],
+    inputs: Iterable[Any] | Tensor | Mapping[str, Any],
     *,
     min_score: float = 0.98,
     levels: Sequence[str] = DEFAULT_LEVELS,
@@ -119,7 +119,7 @@ def calibrate_attention(
     Args:
         model: It runs eagerly, without gradients, and is left as it was.
         inputs: For each run a mapping of keyword arguments, a tuple or list of arguments, or the
-            one argument.
+            one argument; a mapping or tensor by itself is that of one run.
         min_score: The least score that will do, between 0 and 1.
         levels: Those to choose among, in this order; where none will do it is `exact`.
         run: What runs the model on one input, if it is not `model(input)`: a whole sampling loop.
@@ -142,10 +142,15 @@ def calibrate_attention(
         raise CalibrationError(
             f"levels is {levels!r}; a list of {', '.join(map(repr, LEVELS))} is needed."
         )
+    if isinstance(inputs, str) or not isinstance(inputs, (Tensor, Iterable)):
+        raise CalibrationError(
+            f"inputs is {inputs!r}; a list of what the model is called with is needed, an entry "
+            "for each run."
+        )
     call = run or _call
     found: _Found = {}
     is_empty = True
-    for each in inputs:
+    for each in [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs:
         is_empty = False
         with torch.no_grad(), _watched(model, levels, found):
             call(model, each)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -148,6 +148,8 @@ def fidelity_report(
             f"steps is {steps}; 2 at least is needed: the loss is of tokens that come after others "
             "that are compared."
         )
+    if isinstance(inputs, str) or not isinstance(inputs, (Tensor, Iterable)):
+        raise CalibrationError(f"inputs is {inputs!r}; token ids (batch, tokens) are needed.")
     gathered = _Gathered()
     cache: Any = None
     asked = MiniCache() if merge == "minicache" else merge
@@ -185,7 +187,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
     """Return ids and mask of an input."""
     is_named = isinstance(given, Mapping)
-    ids, mask = (given["input_ids"], given.get("attention_mask")) if is_named else (given, None)
+    ids = given.get("input_ids") if is_named else given
+    mask = given.get("attention_mask") if is_named else None
+    if not isinstance(ids, Tensor) or ids.is_floating_point():
+        seen = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise CalibrationError(
+            f"the token ids of an input are {seen}; a tensor of whole numbers (batch, tokens) is "
+            "needed, or a mapping that has one as input_ids."
+        )
     if ids.dim() != 2 or ids.shape[1] <= steps:
         raise CalibrationError(
             f"an input has the shape {tuple(ids.shape)}; (batch, tokens) with more than "

@@ -109,6 +109,22 @@ class KVCache(Cache):
             _pair(layers, self.merge, config, max_cache_len, settings, self._starts)
         super().__init__(layers=layers)
 
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Untyped,
+        **how: Untyped,
+    ) -> tuple[Tensor, Tensor]:
+        """Append to a layer, and return all that attention is to read."""
+        if layer_idx >= len(self.layers):
+            refuse(
+                f"layer {layer_idx} of a model was given to a cache of {len(self.layers)} layers, "
+                "which is of another model. Make one of this model's config."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **how)
+
     def merged(self) -> list[dict[str, Any]]:
         """Return a line per pair of layers that share directions; waits for the device.
 
@@ -300,10 +316,12 @@ def _check(
     max_cache_len: int, bits: int, scheme: str, group: int, recent: int, keep_first: int
 ) -> None:
     is_multiple = isinstance(recent, int) and recent >= 16 and recent % 16 == 0
+    is_known = isinstance(bits, int) and bits in (16, *BITS)
+    is_size = isinstance(group, int) and group in (32, 64, 128)
     for name, given, is_right, needed in (
-        ("bits", bits, bits in (16, *BITS), f"one of 16, {', '.join(map(str, BITS))} is needed"),
+        ("bits", bits, is_known, f"one of 16, {', '.join(map(str, BITS))} is needed"),
         ("scheme", scheme, scheme in SCHEMES, f"one of {', '.join(map(repr, SCHEMES))} is needed"),
-        ("group", group, group in (32, 64, 128), "32, 64 or 128 is needed"),
+        ("group", group, is_size, "32, 64 or 128 is needed"),
         ("recent", recent, is_multiple, "a multiple of 16 is needed, 16 at least"),
     ):
         if not is_right:

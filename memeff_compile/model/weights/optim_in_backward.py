@@ -14,6 +14,7 @@ lists have is looked at later; one that did not is copied to memory of the host 
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections import defaultdict
@@ -303,6 +304,14 @@ def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
             f"optim_in_backward: the optimizer that the factory returned for {name} holds "
             f"{len(given)} parameters; it has to hold the one it is given, and that alone: "
             "lambda p: torch.optim.SGD([p], lr=1e-3)."
+        )
+    asked = inspect.signature(optimizer.step).parameters.values()
+    needs = [p.name for p in asked if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needs:
+        raise OptionError(
+            f"optim_in_backward: {type(optimizer).__name__}.step() needs {', '.join(needs)}, and a "
+            "weight is updated in the middle of a backward, with its gradient alone. Take an "
+            "optimizer whose step() needs nothing, such as torch.optim.AdamW."
         )
 
 

@@ -302,6 +302,8 @@ def test_inputs_come_in_every_form() -> None:
     for given, calls in zip(forms, (1, 2, 2), strict=True):
         table = calibrate_attention(model, [given])
         assert len(table["scores"]["calm"]["8b"]) == calls
+    for alone in (forms[0], forms[2]):
+        assert calibrate_attention(model, alone) == calibrate_attention(model, [alone])
 
 
 def test_stored_masks_are_scored() -> None:
@@ -346,6 +348,8 @@ def test_a_score_is_cosine_times_one_less_the_distance() -> None:
         ({"levels": "8b"}, "a list of"),
         ({"levels": ()}, "a list of"),
         ({"inputs": []}, "no inputs were given"),
+        ({"inputs": "a prompt"}, "inputs is 'a prompt'; a list"),
+        ({"inputs": None}, "inputs is None; a list"),
         ({"model": nn.Linear(16, 16).bfloat16()}, "attn_implementation='sdpa'"),
     ],
     ids=str,

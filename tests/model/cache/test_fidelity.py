@@ -98,7 +98,16 @@ def test_padding_is_left_out(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "words"), [([], "no inputs"), (torch.ones(1, 8, dtype=torch.long), r"\(1, 8\)")]
+    ("inputs", "words"),
+    [
+        ([], "no inputs"),
+        (torch.ones(1, 8, dtype=torch.long), r"\(1, 8\)"),
+        ("a text", "inputs is 'a text'; token ids"),
+        (None, "inputs is None"),
+        ([1, 2], "are a int; a tensor of whole numbers"),
+        ({"ids": ids()}, "are a NoneType; .* as input_ids"),
+        (torch.rand(1, 70), "a tensor of torch.float32"),
+    ],
 )
 def test_what_cannot_be_compared_is_refused(model: Any, inputs: Any, words: str) -> None:
     with pytest.raises(CalibrationError, match=words):

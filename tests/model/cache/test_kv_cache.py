@@ -652,6 +652,8 @@ def test_a_model_that_keeps_no_keys_is_refused() -> None:
     ("given", "words"),
     [
         ({"bits": 5}, "bits is 5; one of 16, 8, 4, 3, 2"),
+        ({"bits": 4.0}, r"bits is 4\.0; one of 16, 8, 4, 3, 2"),
+        ({"group": 64.0}, r"group is 64\.0"),
         ({"scheme": "awq"}, "scheme is 'awq'"),
         ({"group": 48}, "group is 48"),
         ({"recent": 10}, "recent is 10; a multiple of 16"),
@@ -693,6 +695,14 @@ def test_another_number_of_sequences_is_refused(model: Any) -> None:
         model(input_ids=ids, past_key_values=cache)
     for found, held in zip(cache.layers[0].pool(), before, strict=True):
         assert torch.equal(found, held)
+
+
+def test_a_model_of_more_layers_is_refused(model: Any) -> None:
+    layers = model.config.num_hidden_layers
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers -= 1
+    with pytest.raises(UnsupportedInputError, match=f"a cache of {layers - 1} layers"):
+        fill(model, KVCache(config, LENGTH, 4, **SHORT))
 
 
 def test_a_mask_of_other_sequences_is_refused(model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -214,6 +215,18 @@ def test_state_dicts_are_dense_and_interchangeable(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert same_tensors(dict(other.state_dict()), dict(loaded))
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
+def test_a_model_is_saved_whole_with_its_codes_and_nothing_else(codec: str, tmp_path: Path) -> None:
+    """Lists of many weights lie side by side, in `tier` those of two dtypes."""
+    model = compressed(llama(), codec)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert isinstance(loaded.model.layers[0].mlp.up_proj.weight, CodedWeight)
+    assert same_tensors(dict(model.state_dict()), dict(loaded.state_dict()))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert len(pickle.dumps(weight)) < sum(part.nbytes for part in weight.parts) + 8192
 
 
 def test_save_pretrained_writes_a_dense_checkpoint(tmp_path: Path) -> None:
