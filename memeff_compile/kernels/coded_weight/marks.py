@@ -16,8 +16,11 @@ class Mark:
     deep or pickled gets an empty set, which any reader of pickles knows.
     """
 
-    def __init__(self, parameter: Tensor, announce: Announce | None = None) -> None:
+    def __init__(
+        self, parameter: Tensor, announce: Announce | None = None, keeps: object = None
+    ) -> None:
         self.owner = id(parameter)
+        self.keeps = keeps  # what is to live as long as the parameter
         # tells who updates it that gradients of these parameters come next, and nothing in between
         self.announce = announce
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import json
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -357,12 +358,19 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     def _hooked(self, update: _Update) -> RemovableHandle:
         # A weight that is moved gets other attributes, and its hooks do not run any more.
-        update.parameter.updated_in_backward = Mark(update.parameter, self._queue.announce)  # type: ignore[attr-defined]
+        # It keeps this optimizer. The hook does not: what it holds no garbage collector sees, and
+        # a model that was given up would stay in memory with all of its state.
+        parameter: Any = update.parameter
+        parameter.updated_in_backward = Mark(parameter, self._queue.announce, keeps=(self, update))
+        optimizer_of, update_of = weakref.ref(self), weakref.ref(update)
 
-        def after_gradient(parameter: Tensor) -> None:
-            update.seen += 1
-            if update.seen >= self.accumulate:
-                update.run(self.max_norm)
+        def after_gradient(_: Tensor) -> None:
+            optimizer, its = optimizer_of(), update_of()
+            if optimizer is None or its is None:  # the mark is gone: the gradient stays
+                return
+            its.seen += 1
+            if its.seen >= optimizer.accumulate:
+                its.run(optimizer.max_norm)
 
         hook = update.parameter.register_post_accumulate_grad_hook(after_gradient)
         return cast("RemovableHandle", hook)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -619,6 +621,25 @@ def test_a_second_call_is_refused_until_the_first_is_taken_off() -> None:
     before = model.weight.detach().clone()
     model(torch.ones(1, 4)).sum().backward()
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_a_model_that_is_given_up_goes_with_its_optimizer(is_coded: bool) -> None:
+    """Nobody but the model keeps the optimizer, and what is left of both is collected."""
+    model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    if is_coded:
+        model = compressed(model)
+    optim_in_backward(model, FACTORIES["AdamW"])
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    before = model.state_dict()["weight"].clone()
+    gc.collect()
+    model(x).float().sum().backward()
+    assert model.weight.grad is None
+    assert not torch.equal(model.state_dict()["weight"], before)
+    weight = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def pickled(model: nn.Module) -> Any:
