@@ -379,6 +379,24 @@ def test_subclass_weight_is_refused_by_name() -> None:
     assert_explains(record, refusal)
 
 
+def test_a_loss_that_torch_func_transforms_is_refused_by_name() -> None:
+    h, w, _, y = inputs()
+    h, w = h.detach(), w.detach()
+
+    def loss(w: Tensor, h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, w).view(-1, V), y.view(-1))
+
+    def function(w: Tensor, h: Tensor, y: Tensor) -> Any:
+        return torch.func.grad(loss)(w, h, y)
+
+    refusal = Refusal("torch_func", loss, "torch.func (grad, vmap, jvp)", "by backward()")
+    compiled = torch.compile(function, backend="memeff", options={"memeff.inner": "aot_eager"})
+    torch.testing.assert_close(compiled(w, h, y), function(w, h, y))
+    (record,) = memeff_compile.last_report().records
+    assert record.code == refusal.code
+    assert_explains(record, refusal)
+
+
 def test_what_the_op_itself_refuses_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from memeff_compile.kernels import linear_cross_entropy as folder
 

@@ -34,6 +34,10 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
         return refusal
     for label, node in operands:
         kind = kind_among((node,))
+        if kind == "Tensor":  # neither a subclass nor fake: one that torch.func has wrapped
+            said = "torch.func (grad, vmap, jvp) transforms this loss; the op has no rule for it"
+            hint = "take gradients by backward() or torch.autograd.grad"
+            return Decline("torch_func", said, hint, where)
         if kind:
             said = f"the {label} as a {kind}, which this op does not take"
             hint = "gather the head to a plain tensor, or leave the loss to the model's own code"
