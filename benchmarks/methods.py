@@ -390,7 +390,7 @@ ROUNDED = (3e-2, 1e-2)
 
 EXACT_LOSS = 1e-4
 
-_FILTERS: dict[str, float | None] = {"exact": 4e-3, "mass": 2e-2, "block": None}
+_FILTERS: dict[str, float | None] = {"exact": 4e-3, "mass": 4e-2, "block": None}
 
 _FIXED = {
     name: Method(name, build, *ROUNDED)

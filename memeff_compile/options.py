@@ -415,7 +415,8 @@ class Options:
         "Compute linear + cross entropy without the rows x vocabulary logits. `mass` and "
         "`block` are lossy: on compute capability 9.0, in bf16, from a hidden size of 2048 on (896 "
         "with 131,072 classes or more) and in the automatic workspace, they leave classes out of "
-        "the gradients of 128 rows at a time; `mass` bounds what a row loses, `block` goes by the "
+        "the gradients of 128 rows at a time and put them on those that stay; `mass` bounds what "
+        "that is of a row, `block` goes by the "
         "threshold of Cut Cross-Entropy.",
         by_preset=True,
     )

@@ -485,3 +485,42 @@ def test_a_model_is_fine_tuned_alike_by_each_loss(
     table = script("fine_tuning", "table", "--out", str(out))
     assert "| `inductor` | 2 |" in table
     assert "| +0.00000 | +0.00000 |" in table
+
+
+def test_what_a_filter_leaves_out_is_done_with_as_a_way_says() -> None:
+    """Rows sum to nothing but where nothing is done, and what stays is what the filter keeps."""
+    from benchmarks.models import left_out
+
+    source = torch.Generator().manual_seed(0)
+    probabilities = (5 * torch.randn(256, 500, generator=source)).softmax(1)
+    away = probabilities - F.one_hot(probabilities.argmax(1), 500)
+    blocks = away.view(2, 128, 500)
+    tau = 2.0**-5
+    kept = left_out.kept_classes(blocks.abs(), tau)[:, None]
+    assert 0 < float(kept.float().mean()) < 0.9
+    assert float((blocks * ~kept).abs().sum(2).max()) <= tau
+    found = {
+        way: left_out.gradients(blocks, way, tau, source) for way in left_out.WAYS if way != "exact"
+    }
+    assert torch.equal(found["nothing"][0], blocks * kept)
+    assert float(found["nothing"][1].sum(2).abs().max()) > 1e-3
+    for way in ("stays", "outer", "outer all"):
+        assert all(float(each.sum(2).abs().max()) < 1e-5 for each in found[way])
+    assert not bool((found["stays"][0] * ~kept).any())
+    assert torch.equal(found["hidden"][0], found["outer"][0])
+    assert torch.equal(found["hidden"][1], found["nothing"][1])
+    drawn = (found["sampled"][0] - found["nothing"][0]) * ~kept
+    assert torch.equal(drawn, torch.where(drawn == 0, 0, left_out.SHARE * blocks * ~kept))
+    with pytest.raises(SystemExit, match="none of exact"):
+        left_out.Study("renormed:6", 0, "cpu")
+
+
+def test_prototypes_of_filters_are_trained(folder: Path) -> None:
+    small = ["--steps", "2", "--batch", "2", "--length", "65", "--judged", "2", "--seed", "0"]
+    asked = ["--model", str(folder), *small, "--inner", "aot_eager", "--root", str(ROOT / "docs")]
+    printed = script("left_out", *asked, "--variant", "exact:6", "stays:40")
+    before, exact, stays = printed.splitlines()
+    assert before.startswith("before ")
+    assert exact.endswith("kept 1.0000")
+    # Where nothing may be lost, only roundings differ, which AdamW's first steps amplify.
+    assert float(stays.split()[2]) == pytest.approx(float(exact.split()[2]), abs=5e-3)
