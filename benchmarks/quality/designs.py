@@ -32,7 +32,7 @@ from benchmarks.quality import lossy_modes, texts
 from benchmarks.quality.command import parser_of, run, subject_of
 from benchmarks.quality.modes import Mode
 from benchmarks.quality.prototypes import KEYS, VALUES, Cached, Coded, Study, Told
-from benchmarks.quality.roundings import CODES, DRAWN, KEPT, ROUNDINGS, for_inputs, grams
+from benchmarks.quality.roundings import CODES, DRAWN, KEPT, ROUNDINGS
 from benchmarks.quality.subject import Lowered, States
 from memeff_compile.model.weights.compress import decompress_
 
@@ -167,7 +167,6 @@ class Bench(lossy_modes.Bench):
     held: tuple[tuple[str, str], Any, dict[str, Any]] = (("", ""), None, {})
     text = texts.NAMED[0]
     scored: tuple[str, list[float]] = ("", [])
-    seen: tuple[str, dict[str, Tensor]] = ("", {})
 
     def states(self, mode: Mode, ids: Tensor, facts: dict[str, Any]) -> States:
         """Return what a design makes of tokens; `facts` gets what it took."""
@@ -215,23 +214,15 @@ class Bench(lossy_modes.Bench):
         ids = texts.rows_of(self.subject.tokenizer, name, self.given.length, count)
         return ids.to(self.subject.device)
 
-    def _for_inputs(self, model: Any, block: int) -> None:
-        """Round the linears of a model with the exact one's inputs in view."""
-        if self.seen[0] != self.text:
-            self.seen = self.text, grams(self.subject.model, self._other(INPUTS))
-        for name, gram in self.seen[1].items():
-            weight = model.get_submodule(name).weight
-            weight.data = for_inputs(weight.detach().float(), gram, block).to(weight.dtype)
-
     def _with_weights(self, design: Design) -> tuple[Any, dict[str, Any]]:
         subject, took = self.subject, dict[str, Any]()
         model = copy.deepcopy(subject.stored).to(subject.device)
-        if design.block is not None and design.for_inputs:
-            self._for_inputs(model, design.block)
         if design.block is not None:
-            report = memeff_compile.compress_(
-                model, "tier", mantissa=KEPT, block=design.block, min_size=1, progress=False
-            )
+            how: dict[str, Any] = {"mantissa": KEPT, "block": design.block, "min_size": 1}
+            if design.for_inputs:
+                rows = self._other(INPUTS).split(1)
+                how["inputs"] = [{"input_ids": ids, "use_cache": False} for ids in rows]
+            report = memeff_compile.compress_(model, "tier", **how, progress=False)
             took["bits"] = report.bits
             decompress_(model)
         if design.rounding in CODES:

@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
+from memeff_compile.model.weights import rounding
 
 KEPT = 3
 """Bits of the mantissa."""
 BLOCK = 512
 """Weights that share a normaliser, as `compress_` has it."""
-DAMPED = 0.01
-"""What is added to the diagonal of a Gram matrix, of its mean."""
-AT_ONCE = 64
-"""Columns whose errors reach those behind them together."""
 
-
-def kept(x: Tensor) -> Tensor:
-    """Return numbers with fewer bits of mantissa, half away from zero."""
-    fraction, exponent = torch.frexp(x)
-    whole = torch.floor(fraction.abs() * 2.0 ** (KEPT + 1) + 0.5)
-    return torch.ldexp(torch.sign(fraction) * whole / 2.0 ** (KEPT + 1), exponent)
+kept = partial(rounding.kept, mantissa=KEPT)
 
 
 def in_blocks(x: Tensor, size: int) -> Tensor:
@@ -127,59 +118,3 @@ CODES: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
     "integers of 5 bits, a scale for 32": (5.5, partial(in_integers, bits=5, group=32)),
 }
 """Codes of other numbers, and the bits a weight that they take."""
-
-
-def for_inputs(x: Tensor, gram: Tensor, block: int = BLOCK) -> Tensor:
-    """Round to `compress_`'s own numbers, with the products by such inputs in view.
-
-    The error of a column goes to the columns behind it by the inverse of the inputs' Gram matrix
-    (Frantar et al. 2022, 2210.17323). The largest number of a block stays and stays largest, so
-    that `compress_` takes what comes out as it is.
-
-    Args:
-        x: a weight (V, D) in fp32.
-        gram: inputs' (D, D), in fp32.
-        block: weights that share a normaliser.
-    """
-    blocks = in_blocks(x, block)
-    largest = blocks.abs().amax(1, True).clamp_min(1e-30)
-    top = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1)
-    scale, top = (like(each.expand_as(blocks), x) for each in (largest / top, top))
-    fixed = x.abs() == scale * top
-    damped = gram + DAMPED * gram.diagonal().mean() * torch.eye(len(gram), device=x.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped.double()))
-    factor = torch.linalg.cholesky(inverse, upper=True).to(x.dtype)
-    left, found = x.clone(), torch.empty_like(x)
-    for first in range(0, x.shape[1], AT_ONCE):
-        end = min(first + AT_ONCE, x.shape[1])
-        errors = torch.empty(len(x), end - first, device=x.device)
-        for place in range(first, end):
-            own, size = left[:, place], scale[:, place]
-            made = kept(own / size).clamp(-top[:, place], top[:, place]) * size
-            found[:, place] = torch.where(fixed[:, place], x[:, place], made)
-            error = (own - found[:, place]) / factor[place, place]
-            left[:, place:end] -= error[:, None] * factor[place, place:end]
-            errors[:, place - first] = error
-        left[:, end:] -= errors @ factor[first:end, end:]
-    return found
-
-
-@torch.no_grad()
-def grams(model: nn.Module, rows: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return the Gram matrices of the inputs of all linears of a model's body, over some rows."""
-    found: dict[str, Tensor] = {}
-    hooks = []
-    for name, linear in model.named_modules():
-        if isinstance(linear, nn.Linear) and linear is not model.get_output_embeddings():
-
-            def note(module: nn.Module, given: tuple[Any, ...], name: str = name) -> None:
-                flat = given[0].flatten(0, -2).float()
-                product = flat.t() @ flat
-                found[name] = found[name] + product if name in found else product
-
-            hooks.append(linear.register_forward_pre_hook(note))
-    for row in rows:
-        model.base_model(input_ids=row[None], use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return found

@@ -295,26 +295,6 @@ def test_designs_have_rows_of_the_same_tokens(folder: Path, tmp_path: Path, part
         assert row["same_beside"] == pytest.approx(row["same"] - first["same"], abs=1e-9)
 
 
-def test_weights_rounded_for_inputs_lose_less_of_products_and_stay_as_they_are_when_coded() -> None:
-    from benchmarks.quality import roundings
-    from memeff_compile.kernels.coded_weight import CodedWeight, encode
-
-    torch.manual_seed(0)
-    weight = (torch.randn(96, 200) * 0.05).bfloat16().float()
-    inputs = torch.randn(4000, 12) @ torch.randn(12, 200) + 0.1 * torch.randn(4000, 200)
-
-    def coded(x: torch.Tensor) -> torch.Tensor:
-        packed = encode(x.bfloat16(), "tier:k3:b512")
-        return CodedWeight(packed, "tier:k3:b512", x.shape).decode().float()
-
-    nearest, rounded = coded(weight), roundings.for_inputs(weight, inputs.t() @ inputs)
-    rounded = rounded.bfloat16().float()
-    assert torch.equal(coded(rounded), rounded)
-    lost = [float((inputs @ (w - weight).t()).norm()) for w in (nearest, rounded)]
-    assert lost[1] < 0.6 * lost[0]
-    assert (rounded - weight).norm() > (nearest - weight).norm(), "which is no least squared error"
-
-
 def test_drawn_errors_and_even_steps_have_the_sizes_they_say() -> None:
     from benchmarks.quality import roundings
 

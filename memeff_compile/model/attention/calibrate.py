@@ -24,6 +24,7 @@ from memeff_compile.errors import CalibrationError
 from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask, restart
 from memeff_compile.model.changes import require_module
 from memeff_compile.model.figures import Spread, draw_spreads
+from memeff_compile.model.runs import call, runs_of
 from memeff_compile.model.watch import Watch
 from memeff_compile.report import VerbReport
 
@@ -142,18 +143,19 @@ def calibrate_attention(
         raise CalibrationError(
             f"levels is {levels!r}; a list of {', '.join(map(repr, LEVELS))} is needed."
         )
-    if isinstance(inputs, str) or not isinstance(inputs, (Tensor, Iterable)):
+    runs = runs_of(inputs)
+    if runs is None:
         raise CalibrationError(
             f"inputs is {inputs!r}; a list of what the model is called with is needed, an entry "
             "for each run."
         )
-    call = run or _call
+    run = run or call
     found: _Found = {}
     is_empty = True
-    for each in [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs:
+    for each in runs:
         is_empty = False
         with torch.no_grad(), _watched(model, levels, found):
-            call(model, each)
+            run(model, each)
     if is_empty:
         raise CalibrationError("no inputs were given to calibrate on; give at least one.")
     if not found:
@@ -175,12 +177,6 @@ def restart_attention_calls() -> None:
     Example: memeff_compile.restart_attention_calls()
     """
     restart()
-
-
-def _call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
-    if isinstance(given, Mapping):
-        return model(**given)
-    return model(*given) if isinstance(given, (tuple, list)) else model(given)
 
 
 def _table(found: _Found, min_score: float, levels: Sequence[str]) -> Calibration:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import pairwise, product
@@ -28,6 +27,7 @@ from memeff_compile.errors import CalibrationError
 from memeff_compile.model.cache.minicache import MiniCache
 from memeff_compile.model.changes import require_module
 from memeff_compile.model.figures import Spread, draw_spreads
+from memeff_compile.model.runs import evaluating, runs_of
 from memeff_compile.model.watch import Watch
 from memeff_compile.report import VerbReport
 
@@ -148,15 +148,16 @@ def fidelity_report(
             f"steps is {steps}; 2 at least is needed: the loss is of tokens that come after others "
             "that are compared."
         )
-    if isinstance(inputs, str) or not isinstance(inputs, (Tensor, Iterable)):
+    runs = runs_of(inputs)
+    if runs is None:
         raise CalibrationError(f"inputs is {inputs!r}; token ids (batch, tokens) are needed.")
     gathered = _Gathered()
     cache: Any = None
     asked = MiniCache() if merge == "minicache" else merge
     if isinstance(asked, MiniCache):
         merge, asked = asked, replace(asked, force=True)
-    with _evaluating(model):
-        for given in [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs:
+    with evaluating(model):
+        for given in runs:
             ids, mask = _tokens(given, steps)
             exact = _run(model, ids, mask, steps)
             gathered.alike(exact.cache, mask)
@@ -170,18 +171,6 @@ def fidelity_report(
         raise CalibrationError("no inputs were given to compare on; give at least one.")
     shown = {"bits": bits, "merge": merge, **settings}
     return gathered.report(shown, cache.merged())
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode, without dropout, and each of its modules back afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401

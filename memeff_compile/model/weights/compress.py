@@ -11,9 +11,9 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from memeff_compile.kernels.coded_weight import (
     supports_weight,
 )
 from memeff_compile.model.changes import Changes, keep, require_module, verb_report
+from memeff_compile.model.runs import runs_of
+from memeff_compile.model.weights.rounding import gram_groups, grams, rounded_for
 from memeff_compile.report import VerbReport, format_bytes
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class CompressedWeight:
     bytes_before: int  # of the dense weight
     bytes_after: int  # of all parts of its code, or of the dense weight
     reason: str = ""  # why it was left dense, a sentence
+    for_inputs: bool = False  # whether it was rounded with inputs in view
 
     @property
     def bits(self) -> float:
@@ -105,7 +108,9 @@ class CompressionReport(VerbReport):
             f"{after:.1f} after, {self.bits:.2f} bits a weight; {len(self.left_dense)} left dense"
         ]
         for each in self.compressed:
-            lines.append(f"  {each.bits:5.2f} bits  {each.name} {list(each.shape)} {each.codec}")
+            how = ", rounded for inputs" if each.for_inputs else ""
+            shown = f"{each.name} {list(each.shape)} {each.codec}{how}"
+            lines.append(f"  {each.bits:5.2f} bits  {shown}")
         for each in self.left_dense:
             lines.append(f"  dense       {each.name} {list(each.shape)}: {each.reason}")
         return "\n".join(lines)
@@ -133,6 +138,7 @@ def compress_(
     block: int = 512,
     skip: Sequence[str] = SKIPPED,
     min_size: int = MIN_SIZE,
+    inputs: Iterable[Any] | Tensor | Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> CompressionReport:
     """Compress the weights of a model's linears in place.
@@ -150,13 +156,18 @@ def compress_(
         skip: names of modules to leave dense, with everything inside them; a name matches the last
             parts of a path, and `*` and `?` match as in file names.
         min_size: leave smaller weights dense, in elements.
+        inputs: of the lossy modes: what the model is called with, for each run a mapping of keyword
+            arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
+            itself is that of one run. Weights are then rounded so that products by such inputs
+            lose less, in as many bits. The model runs eagerly, without gradients, in eval mode.
         progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
 
     Returns:
         What became of each weight.
 
     Raises:
-        OptionError: The codec, mantissa or block is not one there is.
+        OptionError: The codec, mantissa or block is not one there is, or inputs are none or not
+            looked at.
 
     Example:
         >>> linear = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
@@ -178,10 +189,18 @@ def compress_(
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta":
             memory.setdefault(compat.storage_key(tensor), set()).add(id(tensor))
+    reasons = [_reason(place, name, skip, min_size, memory) for place in places]
+    rounding = None
+    if inputs is not None:
+        chosen = [place for place, reason in zip(places, reasons, strict=True) if not reason]
+        rounding = _Rounding(model, chosen, _runs(inputs, chosen, name), name)
     found = []
-    for place in _with_progress(places, progress):
-        reason = _reason(place, name, skip, min_size, memory)
-        found.append(_compress_one(place, name) if not reason else _dense(place, reason))
+    for place, reason in _with_progress(list(zip(places, reasons, strict=True)), progress):
+        if reason:
+            found.append(_dense(place, reason))
+        else:
+            rounded = None if rounding is None else rounding.of(place)
+            found.append(_compress_one(place, name, rounded))
     names = {each.name for each in found if each.codec}
     # What FSDP2 keeps of a shard shows its lists where they are.
     side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
@@ -246,7 +265,52 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
     return str(form)
 
 
-def _with_progress(places: list[_Place], progress: bool | None) -> Iterable[_Place]:
+def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
+    """Return the runs of a model that weights are rounded for."""
+    if parse(codec).is_lossless:
+        raise OptionError(
+            "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "
+            "rounded. Leave them out, or give mantissa=3."
+        )
+    runs = list(runs_of(inputs) or ())
+    if not runs:
+        raise OptionError(
+            f"compress_: inputs is {inputs!r}; a list of what the model is called with is needed, "
+            "an entry for each run, one at least."
+        )
+    cut = next((place.name for place in chosen if compat.is_dtensor(place.parameter)), None)
+    if cut is not None:
+        raise OptionError(
+            f"compress_: {cut} is cut over processes, and inputs are of whole weights. Round and "
+            "save the model before it is cut, or leave the inputs out."
+        )
+    return runs
+
+
+class _Rounding:
+    """Rounds weights for a model's inputs, which are looked at for some weights at a time."""
+
+    def __init__(
+        self, model: nn.Module, chosen: Sequence[_Place], runs: list[Any], codec: str
+    ) -> None:
+        self.model, self.waiting, self.runs, self.form = model, list(chosen), runs, parse(codec)
+        self.groups = list(gram_groups(place.parameter.shape[1] for place in chosen))
+        self.grams: dict[str, Tensor] = {}
+
+    def of(self, place: _Place) -> Tensor | None:
+        """Return a weight rounded, or None where that cannot be; weights come in their order."""
+        if self.waiting and place is self.waiting[0]:
+            count = self.groups.pop(0)
+            group, self.waiting = self.waiting[:count], self.waiting[count:]
+            owners = {each.name: [module for _, module, _ in each.owners] for each in group}
+            self.grams = grams(self.model, owners, self.runs)
+        gram = self.grams.pop(place.name, None)
+        if gram is None:
+            return None
+        return rounded_for(place.parameter, gram, self.form.mantissa, self.form.block)
+
+
+def _with_progress(places: list[_Looked], progress: bool | None) -> Iterable[_Looked]:
     if progress is False:
         return places
     try:
@@ -254,7 +318,11 @@ def _with_progress(places: list[_Place], progress: bool | None) -> Iterable[_Pla
     except ImportError:
         return places
     hidden = None if progress is None else not progress  # None: tqdm looks for a terminal
-    return cast("Iterable[_Place]", tqdm(places, desc="compressing", disable=hidden))
+    return cast("Iterable[_Looked]", tqdm(places, desc="compressing", disable=hidden))
+
+
+_Looked: TypeAlias = tuple[_Place, str]
+"""A place, and why its weight is left dense, if it is."""
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
@@ -356,9 +424,9 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
     return CompressedWeight(place.name, tuple(place.parameter.shape), "", nbytes, nbytes, reason)
 
 
-def _compress_one(place: _Place, codec: str) -> CompressedWeight:
-    """Encode a weight, unless its code is hardly smaller."""
-    weight = compat.local_part(place.parameter)
+def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:
+    """Encode a weight, or what it was rounded to, unless its code is hardly smaller."""
+    weight = compat.local_part(place.parameter) if rounded is None else rounded
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
     if after > LARGEST_SHARE * weight.nbytes:
@@ -369,7 +437,10 @@ def _compress_one(place: _Place, codec: str) -> CompressedWeight:
     nbytes, after = weight.nbytes, coded.coded_bytes
     if not _put_local(place, coded, trains):
         return _dense(place, "FSDP has gathered it; call reshard() on the model first")
-    return CompressedWeight(place.name, tuple(coded.shape), codec, nbytes, after)
+    for_inputs = rounded is not None
+    return CompressedWeight(
+        place.name, tuple(coded.shape), codec, nbytes, after, for_inputs=for_inputs
+    )
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:

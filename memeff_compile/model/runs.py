@@ -1,0 +1,38 @@
+"""A model called on a user's inputs, to see what happens inside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def runs_of(inputs: object) -> Iterable[Any] | None:
+    """Return what a model is called with, a run each; None where these are no inputs.
+
+    A mapping or a tensor by itself is that of one run.
+    """
+    if isinstance(inputs, (Tensor, Mapping)):
+        return [inputs]
+    return inputs if isinstance(inputs, Iterable) and not isinstance(inputs, str) else None
+
+
+def call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
+    """Call a model with a mapping of keyword arguments, a list of arguments, or one argument."""
+    if isinstance(given, Mapping):
+        return model(**given)
+    return model(*given) if isinstance(given, (tuple, list)) else model(given)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode, without dropout, and each of its modules back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

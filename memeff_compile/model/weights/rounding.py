@@ -1,0 +1,128 @@
+"""Weights rounded with their inputs in view: less of their products is lost, in the same codes.
+
+Rounding each weight to the nearest number that keeps so many bits of the mantissa makes the error
+of the weight least. What a model pays for is the error of products, which inputs weigh: the error
+of a column is given to the columns behind it by the inverse of the inputs' Gram matrix (Frantar et
+al. 2022, 2210.17323), before these are rounded. What comes out has so few bits already, and coding
+keeps every one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memeff_compile.model.runs import call, evaluating
+
+DAMPED = 0.01
+"""What is added to the diagonal of a Gram matrix, of its mean."""
+
+AT_ONCE = 64
+"""Columns whose errors reach those behind them together."""
+
+GRAM_BYTES = 2 << 30
+"""Gram matrices that are held at a time; the model is run anew for more."""
+
+
+def gram_groups(widths: Iterable[int]) -> Iterator[int]:
+    """Yield how many of the linears of such widths have their Gram matrices made in each run."""
+    count = held = 0
+    for width in widths:
+        if count and held + 4 * width * width > GRAM_BYTES:
+            yield count
+            count = held = 0
+        count, held = count + 1, held + 4 * width * width
+    if count:
+        yield count
+
+
+@torch.no_grad()
+def grams(
+    model: nn.Module, linears: Mapping[str, Sequence[nn.Module]], runs: Iterable[Any]
+) -> dict[str, Tensor]:
+    """Return the Gram matrix (D, D), in fp32, of all inputs of each weight's linears.
+
+    Weights that no input reached are left out.
+    """
+    found: dict[str, Tensor] = {}
+    with evaluating(model), _noted(linears, found):
+        for given in runs:
+            call(model, given)
+    return found
+
+
+@contextmanager
+def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor]) -> Iterator[None]:
+    def note_for(name: str) -> Any:  # noqa: ANN401
+        def note(_: nn.Module, given: tuple[Any, ...]) -> None:
+            flat = given[0].detach().flatten(0, -2).float()
+            if name not in found:
+                width = flat.shape[1]
+                found[name] = flat.new_zeros((width, width))
+            found[name].addmm_(flat.t(), flat)
+
+        return note
+
+    hooks = [
+        linear.register_forward_pre_hook(note_for(name))
+        for name, owners in linears.items()
+        for linear in owners
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def kept(x: Tensor, mantissa: int) -> Tensor:
+    """Return numbers with so many bits of mantissa, half away from zero."""
+    fraction, exponent = torch.frexp(x)
+    whole = torch.floor(fraction.abs() * 2.0 ** (mantissa + 1) + 0.5)
+    return torch.ldexp(torch.sign(fraction) * whole / 2.0 ** (mantissa + 1), exponent)
+
+
+@torch.no_grad()
+def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
+    """Round a weight (V, D) to numbers that a code keeps, with products by such inputs in view.
+
+    The largest number of a block, which the others are divided by, stays and stays the largest.
+    None where inputs are all zero or not finite, or the weight is not.
+    """
+    x = weight.float()
+    spread = float(gram.diagonal().mean())
+    if not (math.isfinite(spread) and spread > 0 and bool(x.isfinite().all())):
+        return None
+    blocks = F.pad(x.reshape(-1), (0, -x.numel() % block)).view(-1, block)
+    largest = blocks.abs().amax(1, True)
+    top = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1)
+    # A block of zeros is divided by one, and keeps them.
+    scale = torch.where(largest > 0, largest / top, 1.0)
+    top = torch.where(largest > 0, top, 0.0)
+    scale, top = (e.expand_as(blocks).reshape(-1)[: x.numel()].view_as(x) for e in (scale, top))
+    fixed = x.abs() == scale * top
+    damped = gram.double()
+    damped.diagonal().add_(DAMPED * spread)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if int(failed):
+        return None
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).to(x.dtype)
+    left, found = x.clone(), torch.empty_like(x)
+    for first in range(0, x.shape[1], AT_ONCE):
+        end = min(first + AT_ONCE, x.shape[1])
+        errors = torch.empty(len(x), end - first, device=x.device)
+        for place in range(first, end):
+            own, size = left[:, place], scale[:, place]
+            made = kept(own / size, mantissa).clamp(-top[:, place], top[:, place]) * size
+            found[:, place] = torch.where(fixed[:, place], x[:, place], made)
+            error = (own - found[:, place]) / factor[place, place]
+            left[:, place:end] -= error[:, None] * factor[place, place:end]
+            errors[:, place - first] = error
+        left[:, end:] -= errors @ factor[first:end, end:]
+    return found.to(weight.dtype)
