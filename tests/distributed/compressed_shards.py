@@ -76,7 +76,7 @@ def frozen_weights_are_coded_and_the_model_computes_the_same(*, runs_first: bool
     assert all(isinstance(shard, CodedWeight) for shard in shards(model)), "still, after a step"
     again = compress_(model, min_size=0, progress=False)
     assert not again.compressed
-    assert "compressed already" in again.left_dense[0].reason
+    assert "compressed already" in again.compressed_before[0].reason
 
 
 def no_dense_copy_of_a_shard_is_kept() -> None:

@@ -948,9 +948,20 @@ def _watch_optimizers() -> RemovableHandle:
 
 
 def _write_error(writer: str) -> CodedWeightError:
-    return CodedWeightError(
+    seen = (
         f"{writer} would write in place to a compressed weight, which has no dense memory to write "
-        "to. To train it, use memeff_compile.optim_in_backward(model, factory), which updates and "
-        "encodes each weight during the backward, and give no compressed weight to an optimizer; "
-        "to have a dense model again, use memeff_compile.decompress_(model)."
+        "to."
+    )
+    train = (
+        "memeff_compile.optim_in_backward(model, factory), which updates and encodes each weight "
+        "during the backward, and give no compressed weight to an optimizer"
+    )
+    if writer.endswith(".step"):
+        return CodedWeightError(
+            f"{seen} To train it, use {train}; to have a dense model again, use "
+            "memeff_compile.decompress_(model)."
+        )
+    return CodedWeightError(
+        f"{seen} Call memeff_compile.decompress_(model) first, as before merging adapters "
+        f"(merge_and_unload), and compress_(model) again behind it. To train it, use {train}."
     )

@@ -56,7 +56,8 @@ class CompressedWeight:
     codec: str  # its name, or "" where the weight was left dense
     bytes_before: int  # of the dense weight
     bytes_after: int  # of all parts of its code, or of the dense weight
-    reason: str = ""  # why it was left dense, a sentence
+    reason: str = ""  # why it was left dense, or as it was, a sentence
+    before: str = ""  # the codec that it was compressed with before this call, or ""
     for_inputs: bool = False  # whether it was rounded with inputs in view
 
     @property
@@ -79,7 +80,12 @@ class CompressionReport(VerbReport):
     @property
     def left_dense(self) -> tuple[CompressedWeight, ...]:
         """The weights that were looked at and left dense."""
-        return tuple(each for each in self.weights if not each.codec)
+        return tuple(each for each in self.weights if not each.codec and not each.before)
+
+    @property
+    def compressed_before(self) -> tuple[CompressedWeight, ...]:
+        """The weights that were compressed already, and left as they were."""
+        return tuple(each for each in self.weights if each.before)
 
     @property
     def bytes_before(self) -> int:
@@ -101,16 +107,22 @@ class CompressionReport(VerbReport):
         return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the totals, and per weight what it takes or why it is dense."""
+        """Return the totals, and per weight what it takes or why it is as it was."""
         before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
+        sizes = f", {before:.1f} MiB before, {after:.1f} after, {self.bits:.2f} bits a weight"
+        already = len(self.compressed_before)
         lines = [
-            f"compress_: {len(self.compressed)} weights compressed, {before:.1f} MiB before, "
-            f"{after:.1f} after, {self.bits:.2f} bits a weight; {len(self.left_dense)} left dense"
+            f"compress_: {len(self.compressed)} weights compressed"
+            + (sizes if self.compressed else "")
+            + (f"; {already} were compressed already" if already else "")
+            + f"; {len(self.left_dense)} left dense"
         ]
         for each in self.compressed:
             how = ", rounded for inputs" if each.for_inputs else ""
             shown = f"{each.name} {list(each.shape)} {each.codec}{how}"
             lines.append(f"  {each.bits:5.2f} bits  {shown}")
+        for each in self.compressed_before:
+            lines.append(f"  as it was   {each.name} {list(each.shape)}: {each.reason}")
         for each in self.left_dense:
             lines.append(f"  dense       {each.name} {list(each.shape)}: {each.reason}")
         return "\n".join(lines)
@@ -341,8 +353,10 @@ def _reason(
 ) -> str:
     """Return why a weight is left dense, or "" if it is to be compressed."""
     weight = place.parameter
-    if isinstance(weight, CodedWeight):
-        return f"it is compressed already, with {weight.codec}"
+    held = compat.local_part(weight)
+    if isinstance(held, CodedWeight):
+        way_out = "" if held.codec == codec else f"; for {codec}, call decompress_(model) first"
+        return f"it is compressed already, with {held.codec}{way_out}"
     for path, module, attribute in place.owners:
         if not _is_linear(module, attribute):
             kind = type(module).__name__
@@ -367,8 +381,6 @@ def _reason(
 def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
     """Return why a sharded weight is left as it is, or "" if this rank's shard is to be coded."""
     local = compat.local_part(weight)
-    if isinstance(local, CodedWeight):
-        return f"it is compressed already, with {local.codec}"
     if _is_cut_once(weight):
         return _unfit_shard(weight, codec, min_size)
     if not compat.is_fsdp_shard(weight):
@@ -420,8 +432,11 @@ def _unmovable(weight: Tensor) -> str:
 
 
 def _dense(place: _Place, reason: str) -> CompressedWeight:
-    nbytes = place.parameter.nbytes if not isinstance(place.parameter, CodedWeight) else 0
-    return CompressedWeight(place.name, tuple(place.parameter.shape), "", nbytes, nbytes, reason)
+    held, shape = compat.local_part(place.parameter), tuple(place.parameter.shape)
+    if isinstance(held, CodedWeight):
+        return CompressedWeight(place.name, shape, "", 0, 0, reason, held.codec)
+    nbytes = place.parameter.nbytes
+    return CompressedWeight(place.name, shape, "", nbytes, nbytes, reason)
 
 
 def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:

@@ -78,6 +78,24 @@ def test_linears_are_compressed_and_the_rest_is_said() -> None:
     assert len(json.loads(report.to_json())["weights"]) == 16
 
 
+def test_weights_compressed_before_are_said_to_be_and_not_to_be_dense() -> None:
+    model = compressed(llama())
+    again = compress_(model, min_size=0, progress=False)
+    assert again.summary == (
+        "compress_: 0 weights compressed; 14 were compressed already; 2 left dense"
+    )
+    assert not again.compressed
+    assert {each.before for each in again.compressed_before} == {"win4"}
+    assert {each.name for each in again.left_dense} == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }
+    other = compress_(model, "tier", min_size=0, progress=False).compressed_before[0]
+    assert other.reason == (
+        "it is compressed already, with win4; for tier, call decompress_(model) first"
+    )
+
+
 def one(weight: Tensor, **settings: Any) -> str:
     """Return why the weight of one linear is left dense."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -346,8 +364,13 @@ def test_adapters_train_on_a_compressed_model_as_on_a_dense_one(order: str) -> N
 
 def test_merging_adapters_into_a_compressed_weight_is_refused() -> None:
     model = get_peft_model(compressed(llama()), LoraConfig(target_modules=["q_proj"], r=4))
-    with pytest.raises(CodedWeightError, match="decompress_"):
+    before = model(input_ids=IDS).logits
+    with pytest.raises(CodedWeightError, match=r"decompress_.* To train it") as raised:
         model.merge_and_unload()
+    assert "(merge_and_unload)" in str(raised.value)
+    assert torch.equal(model(input_ids=IDS).logits, before)
+    decompress_(model)
+    assert not compressed_weights(model.merge_and_unload())
 
 
 # --- in-place writes ------------------------------------------------------------------------------
