@@ -26,7 +26,9 @@ from memeff_compile.logits.source import LogitsSource
 from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.report import LogitsUse
 
-REMEDY = "Read out.logits before optimizer.step(), or compile with "
+REMEDY = (
+    "Read out.logits before optimizer.step(), keep out.logits.detach().clone(), or compile with "
+)
 REMEDY += 'options={"memeff.logits": "eager"}.'
 """What a user can do about stale logits: the last sentence of every `StaleLogitsError`."""
 

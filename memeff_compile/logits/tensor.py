@@ -583,6 +583,19 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute what no gradient goes through at once: a copy of it, or a move to the CPU, is made to
+    be read later, when the head may have changed. One with a gradient may be on its way to a loss.
+    """
+    view, *others = args or (kwargs.pop("input"),)
+    if view.requires_grad or view.memory.source.ranks is not None:
+        return func(view, *others, **kwargs)
+    with reading_for(func.__name__):
+        values = view._values()
+        # Tensors of the CPU are moved there by returning them.
+        return func(view if func is torch.Tensor.cpu else values, *others, **kwargs)
+
+
 def _method(func: Any, view: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     """`Tensor.numpy(logits)` is `logits.numpy()`."""
     return getattr(view, func.__name__)(*args, **kwargs)
@@ -599,6 +612,9 @@ _ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _DATA.__get__: _data,
     _DATA.__set__: _set_data,
     torch.autograd.grad: _gradients,
+    torch.clone: _kept,
+    torch.Tensor.clone: _kept,
+    torch.Tensor.cpu: _kept,
     torch.Tensor.new: _on_plain,
     torch.Tensor.new_tensor: _on_plain,
     **{getattr(torch.Tensor, name): _method for name in MEMORY_METHODS},

@@ -162,7 +162,7 @@ LAZY_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
     "iteration": lambda z: list(z)[2],
     "split": lambda z: z.split(2)[1],
     "chunk": lambda z: z.chunk(2, dim=1)[0],
-    "chain": lambda z: z.float()[:, :-1].contiguous().view(-1, VOCAB)[3:].detach().clone(),
+    "chain": lambda z: z.float()[:, :-1].contiguous().view(-1, VOCAB)[3:].clone().detach(),
 }
 
 
@@ -403,15 +403,16 @@ def test_use_without_gradients_gives_what_eager_gives(
         same(use(ours), use(theirs))
 
 
-@pytest.mark.parametrize("use", LAZY_TENSORS.values(), ids=LAZY_TENSORS.keys())
+@pytest.mark.parametrize("name", LAZY_TENSORS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "infer"])
-def test_lazy_form_without_gradients_is_lazy(
-    use: Callable[[Tensor], Tensor], mode: Callable[[], Any]
+def test_lazy_form_without_gradients_is_lazy_unless_it_is_made_to_be_kept(
+    name: str, mode: Callable[[], Any]
 ) -> None:
+    use, is_kept = LAZY_TENSORS[name], name in ("clone", "cpu", "chain")
     with mode():
         ours, theirs = world(deferred=True).logits, world(deferred=False).logits
         part = use(ours)
-        assert products(ours) == 0
+        assert products(ours) == is_kept
         same(part, use(theirs))
         assert products(ours) == 1
 
@@ -884,6 +885,47 @@ def test_first_read_after_a_step_raises_with_both_remedies(
     assert products(fresh.logits) == 0
     assert fresh.logits.shape == (BATCH, LENGTH, VOCAB)
     assert "not computed yet" in repr(fresh.logits)
+
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone of detached": lambda z: z.detach().clone(),
+    "torch.clone of .data": lambda z: torch.clone(input=z.data),
+    "clone of a row": lambda z: z.detach()[:, -1].clone(),
+    "clone of a transpose": lambda z: z.detach().transpose(1, 2).clone(),
+    "clone of a cast": lambda z: z.detach().double().clone(),
+    "cpu": lambda z: z.detach().cpu(),
+    "numpy": lambda z: torch.from_numpy(z.detach().cpu().numpy().copy()),
+}
+
+
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT.keys())
+def test_copy_without_a_gradient_keeps_the_values_of_before_the_step(
+    keep: Callable[[Tensor], Tensor], eager: Tensor
+) -> None:
+    at = world(deferred=True)
+    kept = keep(at.logits)
+    assert products(at.logits) == 1
+    with torch.no_grad():
+        at.leaves[1].mul_(2)
+    same(kept, keep(eager))
+    assert kept.stride() == keep(eager).stride()
+
+
+def test_copy_under_no_grad_of_a_part_computes_its_rows_only() -> None:
+    z = world(deferred=True).logits.detach()
+    last = z[:, -1].clone()
+    assert type(last) is Tensor
+    assert last.shape == (BATCH, VOCAB)
+    assert z.memory.value is None
+
+
+def test_stale_copy_with_a_gradient_names_the_copy_that_keeps_values() -> None:
+    at = world(deferred=True)
+    copied = at.logits.clone()
+    with torch.no_grad():
+        at.leaves[1].mul_(2)
+    with pytest.raises(StaleLogitsError, match=r"keep out\.logits\.detach\(\)\.clone\(\)"):
+        copied.argmax(-1)
 
 
 def test_computed_values_stay_readable_after_a_step(eager: Tensor) -> None:
