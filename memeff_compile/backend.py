@@ -176,7 +176,7 @@ def compile(
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
         UnsupportedInputError: The model is no module and no function, `kv_cache` has a setting that
-            cannot be served, or the model does not generate.
+            cannot be served, or the model does not generate or is an encoder-decoder.
 
     Example:
         >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
@@ -195,6 +195,8 @@ def compile(
         if model is None:  # a decorator: what it decorates decides
             given |= settings
             return partial(compile, mode=mode, options=options, kv_cache=kv_cache, **given)
+        if kv_cache is not None:
+            _use_kv_cache(model, kv_cache)()  # undone: it refuses now, before a weight changes
         skip = (*checked.skip.get("*", ()), *checked.skip.get("encode_weights", ()))
         compress_for_compile(model, checked.weights, skip)
         checked = replace(checked, weights="exact")
@@ -212,6 +214,20 @@ def _compile_for_generation(
     model: object, kv_cache: int | str | Mapping[str, Any], given: Mapping[str, Any]
 ) -> None:
     """Compile a model in place, with caches that generate() makes by itself."""
+    from .model.cache.kv_cache import for_any_length
+
+    _use_kv_cache(model, kv_cache)
+    assert isinstance(model, torch.nn.Module)
+    if is_cut_elsewhere(model):
+        # PyTorch stops where a DTensor's strides vary, such as those of the last token of a prompt.
+        model.compile(**{**given, "dynamic": False}, **compat.room_for_graphs())
+        return
+    model.compile(**given, **compat.room_for_graphs())
+    compat.wrap_compiled(model, for_any_length)
+
+
+def _use_kv_cache(model: object, kv_cache: int | str | Mapping[str, Any]) -> Callable[[], None]:
+    """Let a model's generate() make caches, and return what undoes it."""
     if isinstance(kv_cache, str) and kv_cache != "static":
         raise OptionError(
             f"kv_cache is {kv_cache!r}; 'static', a number of bits, or a mapping of KVCache's "
@@ -220,16 +236,10 @@ def _compile_for_generation(
     if not isinstance(model, torch.nn.Module):
         said = f"kv_cache is for models of transformers that generate, and this is {model!r}."
         raise OptionError(said)
-    from .model.cache.kv_cache import for_any_length, use_kv_cache_
+    from .model.cache.kv_cache import use_kv_cache_
 
     bits = 16 if kv_cache == "static" else kv_cache
-    use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))
-    if is_cut_elsewhere(model):
-        # PyTorch stops where a DTensor's strides vary, such as those of the last token of a prompt.
-        model.compile(**{**given, "dynamic": False}, **compat.room_for_graphs())
-        return
-    model.compile(**given, **compat.room_for_graphs())
-    compat.wrap_compiled(model, for_any_length)
+    return use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))
 
 
 def _parse(

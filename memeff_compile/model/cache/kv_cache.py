@@ -10,7 +10,6 @@ Needs transformers, which is imported with this module.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -393,11 +392,7 @@ class _Hook:
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         is_named = model_kwargs.get("past_key_values") is not None
         asks = generation_config.use_cache is False or generation_config.cache_implementation
-        if is_named or asks or model.config.is_encoder_decoder:
-            if model.config.is_encoder_decoder:
-                warnings.warn(
-                    "use_kv_cache_: an encoder-decoder model keeps its own cache", stacklevel=3
-                )
+        if is_named or asks:
             return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
         tokens = self.max_cache_len or bucket(max_cache_length)
         if tokens < max_cache_length:
@@ -483,7 +478,8 @@ def use_kv_cache_(
         What undoes it: call it, or use it in a ``with`` statement; a report as well.
 
     Raises:
-        UnsupportedInputError: The model does not generate, or a setting cannot be served.
+        UnsupportedInputError: The model does not generate or is an encoder-decoder, or a setting
+            cannot be served.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)
@@ -498,6 +494,12 @@ def use_kv_cache_(
         refuse(
             f"{type(model).__name__} has no generate() of transformers; pass a KVCache to the "
             "model's forward instead."
+        )
+    if inner.config.is_encoder_decoder:
+        refuse(
+            f"{type(inner).__name__} is an encoder-decoder, and its generate() keeps what it made "
+            "of the encoder's tokens beside its own. Compile it without kv_cache, or give generate "
+            "past_key_values=EncoderDecoderCache(KVCache(model.config, tokens), DynamicCache())."
         )
     KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
     hook = _Hook(inner, bits, max_cache_len, settings, inner.__dict__.get(_HOOK))

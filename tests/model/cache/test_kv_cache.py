@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, StaticCache
 
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
@@ -159,6 +159,41 @@ def test_what_is_no_config_is_said(model: Any, given: str | None) -> None:
     config = {"model": torch.nn.Linear(2, 2), "dict": model.config.to_dict(), None: None}[given]
     with pytest.raises(UnsupportedInputError, match=r"was given as config; model\.config"):
         KVCache(config, 48)
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0
+    )
+    config.decoder_start_token_id = 0
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def test_an_encoder_decoder_is_refused_and_takes_a_cache_by_hand() -> None:
+    model, ids = t5(), prompt(tokens=13)
+    for refused in (
+        lambda: use_kv_cache_(model, 4),
+        lambda: memeff_compile.compile(model, kv_cache="static"),
+        lambda: memeff_compile.compile(model, weights="win4", kv_cache=4),
+    ):
+        with pytest.raises(UnsupportedInputError, match="EncoderDecoderCache"):
+            refused()
+    assert model._compiled_call_impl is None
+    expected = model.generate(ids, max_new_tokens=5)
+    by_hand = EncoderDecoderCache(KVCache(model.config, LENGTH, 16), DynamicCache())
+    assert torch.equal(model.generate(ids, max_new_tokens=5, past_key_values=by_hand), expected)
+
+
+def test_a_refused_cache_leaves_the_weights_dense() -> None:
+    model = make()
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(torch.randn(1024, 1024, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedInputError, match="bits is 5"):
+        memeff_compile.compile(model, weights="win4", kv_cache=5)
+    assert type(linear.weight) is torch.nn.Parameter
+    memeff_compile.compile(model, weights="win4", kv_cache=4)
+    assert type(linear.weight) is not torch.nn.Parameter
 
 
 def test_a_step_behind_the_end_of_an_exact_cache_is_refused(model: Any) -> None:
