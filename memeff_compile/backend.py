@@ -176,7 +176,8 @@ def compile(
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
         UnsupportedInputError: The model is no module and no function, `kv_cache` has a setting that
-            cannot be served, or the model does not generate or is an encoder-decoder.
+            cannot be served, or the model does not generate, is an encoder-decoder or has a cache
+            of its own.
 
     Example:
         >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP

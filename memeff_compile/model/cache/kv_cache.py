@@ -478,8 +478,8 @@ def use_kv_cache_(
         What undoes it: call it, or use it in a ``with`` statement; a report as well.
 
     Raises:
-        UnsupportedInputError: The model does not generate or is an encoder-decoder, or a setting
-            cannot be served.
+        UnsupportedInputError: The model does not generate, is an encoder-decoder or has a cache of
+            its own, or a setting cannot be served.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)
@@ -500,6 +500,12 @@ def use_kv_cache_(
             f"{type(inner).__name__} is an encoder-decoder, and its generate() keeps what it made "
             "of the encoder's tokens beside its own. Compile it without kv_cache, or give generate "
             "past_key_values=EncoderDecoderCache(KVCache(model.config, tokens), DynamicCache())."
+        )
+    takes_caches = getattr(inner, "_supports_default_dynamic_cache", None)
+    if takes_caches is not None and not takes_caches():
+        refuse(
+            f"{type(inner).__name__} has a state or a cache of its own, and generate() gives it no "
+            "other; compile it without kv_cache."
         )
     KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
     hook = _Hook(inner, bits, max_cache_len, settings, inner.__dict__.get(_HOOK))

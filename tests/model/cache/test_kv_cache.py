@@ -185,6 +185,17 @@ def test_an_encoder_decoder_is_refused_and_takes_a_cache_by_hand() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=5, past_key_values=by_hand), expected)
 
 
+def test_a_model_with_a_state_of_its_own_is_refused_and_still_generates() -> None:
+    config = transformers.RwkvConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=32
+    )
+    model = transformers.RwkvForCausalLM(config).eval()
+    for bits in (16, 4):
+        with pytest.raises(UnsupportedInputError, match="RwkvForCausalLM has a state or a cache"):
+            use_kv_cache_(model, bits)
+    assert model.generate(prompt(tokens=5), max_new_tokens=2).shape[1] == 7
+
+
 def test_a_refused_cache_leaves_the_weights_dense() -> None:
     model = make()
     linear = model.model.layers[0].mlp.up_proj
