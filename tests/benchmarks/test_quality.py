@@ -428,6 +428,7 @@ def test_pairings_run_from_end_to_end(folder: Path, tmp_path: Path) -> None:
     assert shown.count("| neighbours |") == 1, "from the middle on there is one pair"
 
 
+@pytest.mark.slow
 def test_a_model_is_fine_tuned_alike_by_each_loss(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,6 +496,7 @@ def test_what_a_filter_leaves_out_is_done_with_as_a_way_says() -> None:
         left_out.Study("renormed:6", 0, "cpu")
 
 
+@pytest.mark.slow
 def test_prototypes_of_filters_are_trained(folder: Path) -> None:
     small = ["--steps", "2", "--batch", "2", "--length", "65", "--judged", "2", "--seed", "0"]
     asked = ["--model", str(folder), *small, "--inner", "aot_eager", "--root", str(ROOT / "docs")]
