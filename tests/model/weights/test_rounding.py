@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from memeff_compile.errors import OptionError
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
 from memeff_compile.model.weights import rounding
 from memeff_compile.model.weights.compress import compress_, compressed_weights
 from memeff_compile.model.weights.rounding import gram_groups, rounded_for
+from tests.model.weights.test_compress import llama
 from tests.support.hostile_weights import hostile
 
 
@@ -74,21 +74,15 @@ def test_gram_matrices_are_held_within_a_bound_but_one_at_a_time(
     assert list(gram_groups([])) == []
 
 
-LLAMA = LlamaConfig(
-    vocab_size=64,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    attention_dropout=0.5,
-)
 IDS = torch.arange(96).view(2, 48) % 64
 
 
-def _llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LLAMA).to(torch.bfloat16)
+def _llama() -> nn.Module:
+    """Return a Llama that drops much of its attention where it trains."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    return model.train()
 
 
 def _lossy(model: nn.Module, **settings: Any) -> Any:
@@ -101,10 +95,10 @@ def test_a_model_is_rounded_for_what_it_is_called_with(
 ) -> None:
     if grouped:  # the model runs once for each weight, with those before it rounded
         monkeypatch.setattr(rounding, "GRAM_BYTES", 1)
-    exact = _llama().eval()(IDS).logits.float().log_softmax(-1).detach()
+    exact = llama()(IDS).logits.float().log_softmax(-1).detach()
     away = []
     for inputs in (None, {"input_ids": IDS}):
-        model = _llama().train()
+        model = _llama()
         report = _lossy(model, inputs=inputs)
         assert model.training
         assert all(each.for_inputs == (inputs is not None) for each in report.compressed)
@@ -159,7 +153,7 @@ def test_inputs_that_are_none_are_refused_before_anything_is_changed(
 
 
 def test_a_model_that_fails_on_its_inputs_is_left_as_it_was() -> None:
-    model = _llama().train()
+    model = _llama()
     with pytest.raises(IndexError):
         _lossy(model, inputs=[torch.full((1, 4), 1000)])
     assert model.training
