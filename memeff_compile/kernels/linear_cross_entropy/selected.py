@@ -44,7 +44,8 @@ LEAST_DEPTH, LEAST_DEPTH_OF_MANY, MANY_CLASSES = 2048, 896, 1 << 17
 BLOCKS = 16
 # Share of tiles that may count; the packed ones take as much of the bytes of X.
 DENSE_SHARE = 0.5
-# Levels that `mass` tries, from its tau down to a thousandth of that; `block` has one.
+# Levels that `mass` tries, from its tau down to a thousandth of that; `block` has one. The last is
+# above everything, and says what a row sums to.
 LEVELS, STEP, LEAST_LEVELS = 32, 0.3125, 16
 # Sums of dropped mass are of numbers that were rounded to bf16; the bound allows for that.
 ROUNDING = 1.0 - 2.0**-8

@@ -60,8 +60,8 @@ def grams(
 @contextmanager
 def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor]) -> Iterator[None]:
     def note_for(name: str) -> Any:  # noqa: ANN401
-        def note(_: nn.Module, given: tuple[Any, ...]) -> None:
-            flat = given[0].detach().flatten(0, -2).float()
+        def note(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            flat = (given[0] if given else named["input"]).detach().flatten(0, -2).float()
             if name not in found:
                 width = flat.shape[1]
                 found[name] = flat.new_zeros((width, width))
@@ -70,7 +70,7 @@ def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor])
         return note
 
     hooks = [
-        linear.register_forward_pre_hook(note_for(name))
+        linear.register_forward_pre_hook(note_for(name), with_kwargs=True)
         for name, owners in linears.items()
         for linear in owners
     ]

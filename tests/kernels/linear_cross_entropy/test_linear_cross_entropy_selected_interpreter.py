@@ -167,6 +167,13 @@ def test_what_is_left_out_of_a_row_is_put_on_what_stays(
     sums = (found.grad_hidden - exact.grad_hidden)[rows, -8:] * int((target != IGNORED).sum())
     assert float(sums[is_restored].abs().max()) <= 1e-5 * abs(scale)
     assert bool((sums[~is_restored].abs() <= 8 * level).all())
+    # The head's gradient, summed over classes, is those sums times the rows.
+    assert found.grad_weight is not None
+    assert exact.grad_weight is not None
+    together = (found.grad_weight - exact.grad_weight).sum(0).abs()
+    away = (found.grad_hidden - exact.grad_hidden)[:, -1].abs()
+    bound = (away[:, None] * hidden.abs()).sum(0)
+    assert bool((together <= bound + 1e-5 * abs(scale)).all())
 
 
 @pytest.mark.usefixtures("nan_filled_empty")

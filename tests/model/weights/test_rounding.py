@@ -120,7 +120,7 @@ def test_a_linear_that_no_input_reaches_is_rounded_to_the_nearest() -> None:
             self.used, self.idle = (nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.used(x)
+            out: Tensor = self.used(input=x)
             return out
 
     torch.manual_seed(0)
