@@ -102,4 +102,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-import_module(f"{__name__}.model.ternary.registration")  # of what from_pretrained finds
+for _system in import_module(f"{__name__}.system").systems():
+    for _module in _system.on_import:
+        import_module(f"{__name__}.{_module}")

@@ -21,39 +21,24 @@ from os import PathLike
 from typing import Any, TypeAlias, cast, get_origin
 
 from memeff_compile.errors import OptionError
+from memeff_compile.system import PassFacts, in_order
 
 PREFIX = "memeff."
 
 
-@dataclass(frozen=True)
-class PassFacts:
-    """What is known of a pass without looking into it."""
-
-    name: str  # of its file, in reports, in `memeff.skip` and in `memeff.strict`
-    option: str  # the option that switches it on and off, without `memeff.`
-    off: tuple[str, ...] = ("off",)  # the values with which it does not run, first the one to name
-    # `memeff.strict` asks only that it declines nothing, since many graphs have no place for it:
-    # one that trains has no cache to update, for example
-    may_find_nothing: bool = False
-    needs: str = ""  # a pass without which it does not run, or ""
-
-
-PASS_FACTS = (
+_CORE = (
     PassFacts("fuse_linear_cross_entropy", "linear_cross_entropy"),
     PassFacts("fuse_embedding_gradient", "embedding"),
     PassFacts("fuse_gated_linear", "gated_linear"),
-    PassFacts("encode_weights", "weights", may_find_nothing=True),
     PassFacts("defer_logits", "logits", ("eager", "none"), needs="fuse_linear_cross_entropy"),
-    PassFacts("compress_kv_cache", "kv_codes", may_find_nothing=True),
     PassFacts("rewrite_kv_update", "kv_reads", may_find_nothing=True),
     PassFacts("expand_multihead", "attention", may_find_nothing=True),
     PassFacts("recover_attention", "attention", may_find_nothing=True),
-    PassFacts("quantize_attention", "attention", ("exact", "off"), may_find_nothing=True),
     PassFacts("keep_rotary_tables", "rotary_tables", may_find_nothing=True),
-    PassFacts("ternarize_linear", "ternary", may_find_nothing=True),
     PassFacts("keep_activations", "recompute", ("as_written",), may_find_nothing=True),
 )
-"""Every pass, in the order in which they run."""
+PASS_FACTS = in_order(_CORE, lambda facts: facts.name, lambda each: each.facts)
+"""Every pass, the systems' included, in the order in which they run."""
 
 _FACTS = {facts.name: facts for facts in PASS_FACTS}
 PASS_NAMES = tuple(_FACTS)

@@ -22,7 +22,6 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import gated_linear as op_folder
-from ..kernels.coded_weight import CodedWeight
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass, mutated
 from .graph.canonical import Call, aten, call_of, named, read_one
@@ -154,9 +153,9 @@ def _unserved(info: GraphInfo, match: Gated) -> Decline | None:
             "kept as it is",
             "compute that from the linear's result, or outside the checkpoint",
         )
-    is_coded = isinstance(info.value(match.weight), CodedWeight)
-    plain = (match.bias, match.gate, match.up)  # a coded weight is decoded for the op
-    kind = kind_among(plain if is_coded else (match.weight, *plain))
+    is_decoded = getattr(type(info.value(match.weight)), "decodes_for_ops", False)
+    plain = (match.bias, match.gate, match.up)
+    kind = kind_among(plain if is_decoded else (match.weight, *plain))
     if kind:
         said = f"an operand of the linear is a {kind}, which this op does not take"
         return Decline(f"subclass_weight({kind})", said, "gather or dequantise the weight")

@@ -25,10 +25,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from .. import compat
+from .. import compat, system
 from ..kernels import attention as attention_folder
 from ..kernels import gated_linear as gated_folder
-from ..kernels import quantized_attention as quantized_folder
 from ..kernels.device import where_it_runs
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass
@@ -39,8 +38,11 @@ from .graph.graph_info import GraphInfo
 _ATTENTION = {
     aten.scaled_dot_product_attention.default: ("query", "key"),
     attention_folder.attention: ("q", "k"),
-    quantized_folder.quantized_attention: ("q", "k"),
-    quantized_folder.quantized_attention_by_call: ("q", "k"),
+    **{
+        getattr(torch.ops.memeff, name).default: operands
+        for each in system.systems()
+        for name, operands in each.attention_ops.items()
+    },
 }
 _LINEARS = {
     aten.linear.default: "input",

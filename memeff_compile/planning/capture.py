@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from .. import backend, compat
+from .. import compat
+from ..backend.entry import keep_transformers_losses_in_one_graph
 from ..errors import ExplainError, MemeffError, first_line
 from ..kernels.device import planned_for
 from ..options import Options
@@ -171,7 +172,7 @@ def capture(
 
         return run_graph
 
-    backend.keep_transformers_losses_in_one_graph()
+    keep_transformers_losses_in_one_graph()
     room = compat.room_for_graphs(compat.NO_LIMIT)  # what is captured leaves others theirs
     with mode, compat.fresh_capture():
         try:

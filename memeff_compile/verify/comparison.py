@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compat
+from .. import compat, system
 from ..logits.attach import attach
 from ..logits.recipe import DeferredOutput
 from ..logits.tensor import DeferredLogits
@@ -38,6 +38,7 @@ _THROUGH = {"scalars": "", "tensors": " through other outputs", "deferred": " th
 _MOST_ENTRIES = 1 << 26  # of a larger output, evenly spaced rows are compared
 # Values of ``memeff.linear_cross_entropy`` that change gradients on purpose, on a GPU.
 LOSSY = ("mass", "block")
+LOSSY_OPS = tuple(f"memeff.{name}" for each in system.systems() for name in each.lossy_ops)
 _GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
 
 
@@ -230,7 +231,7 @@ class Comparison:
         slack = slack_of(self.original.dtypes, coarse_products=coarse)
 
         nodes = (n for level in levels_of(self.rewritten.module) for n in level.graph.nodes)
-        is_coded = any(str(n.target).startswith("memeff.quantized_attention") for n in nodes)
+        is_coded = any(str(n.target).startswith(LOSSY_OPS) for n in nodes)
 
         def measured(ours: _Trial | Gap) -> list[Gap]:
             if isinstance(ours, Gap):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memeff_compile
-from memeff_compile import backend, wrappers
+from memeff_compile.backend import entry, trip
 from memeff_compile.cli.toy import ToyModel
 from memeff_compile.errors import OptionError
 from tests.support.closeness import needs_compiler
@@ -114,8 +114,8 @@ def test_modes_and_keys_reach_inductor(
         clones.append(clone_hidden)
         return compiled
 
-    monkeypatch.setattr(backend.compat, "compile_with_inductor", inner)
-    monkeypatch.setattr(wrappers, "attach", attach)
+    monkeypatch.setattr(entry.compat, "compile_with_inductor", inner)
+    monkeypatch.setattr(trip, "attach", attach)
     torch.compile(WithLogits(), backend="memeff", **settings)(torch.ones(1, 2, 16), IDS[:2])
     assert bool(given.get("triton.cudagraphs", False)) == cudagraphs
     assert clones == [cudagraphs]  # CUDA graphs reuse memory: the hidden states are cloned
@@ -130,10 +130,10 @@ def test_inductors_caches_are_tagged_by_measured_choices(monkeypatch: pytest.Mon
         tags.append(tag)
         return gm.forward
 
-    monkeypatch.setattr(backend.compat, "compile_with_inductor", inner)
+    monkeypatch.setattr(entry.compat, "compile_with_inductor", inner)
     for decided in ("", "what tune found"):
         torch._dynamo.reset()
-        monkeypatch.setattr(backend, "decided_by_measurement", lambda decided=decided: decided)
+        monkeypatch.setattr(entry, "decided_by_measurement", lambda decided=decided: decided)
         torch.compile(ToyModel(), backend="memeff")(IDS)
     assert tags == ["", "what tune found"]
 
@@ -142,7 +142,7 @@ def test_inductors_caches_are_tagged_by_measured_choices(monkeypatch: pytest.Mon
 def test_other_inner_compilers_take_no_inductor_patches(
     inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend.compat, "compile_with_inductor", None)
+    monkeypatch.setattr(entry.compat, "compile_with_inductor", None)
     options = {"memeff.inner": inner, "max_autotune": True}
     assert torch.isfinite(torch.compile(ToyModel(), backend="memeff", options=options)(IDS))
 

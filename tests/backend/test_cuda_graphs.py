@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memeff_compile
-from memeff_compile import cuda_graphs, recordings
-from memeff_compile.recordings import MAX_RECORDINGS, Recorder, Roles
+from memeff_compile.backend import cuda_graphs, replay
+from memeff_compile.backend.replay import MAX_RECORDINGS, Recorder, Roles
 from memeff_compile.report import Replays
 from tests.support.recorded import Imitation, imitate
 
@@ -629,8 +629,8 @@ def test_two_threads_get_their_own_results() -> None:
 
 def test_dense_is_what_clones_keep() -> None:
     base = torch.zeros(4, 6)
-    assert recordings._is_dense(base)
-    assert recordings._is_dense(base.t())
-    assert not recordings._is_dense(base[:, :3])
-    assert not recordings._is_dense(base[0].expand(4, 6))
-    assert recordings._is_dense(base[:, :0])
+    assert replay._is_dense(base)
+    assert replay._is_dense(base.t())
+    assert not replay._is_dense(base[:, :3])
+    assert not replay._is_dense(base[0].expand(4, 6))
+    assert replay._is_dense(base[:, :0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.recordings import CudaEngine, Recorder, Roles
+from memeff_compile.backend.replay import CudaEngine, Recorder, Roles
 from memeff_compile.report import Replays
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
-from memeff_compile.model import sharded_layers
+from memeff_compile.backend import sharded_layers
 from tests.distributed.models import (
     OPTIONS,
     VOCABULARY,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile import cuda_graphs, wrappers
+from memeff_compile.backend import cuda_graphs, trip
 
 
 class Imitation:
@@ -63,5 +63,5 @@ def imitate(monkeypatch: pytest.MonkeyPatch) -> Imitation:
     engine = Imitation()
     monkeypatch.setattr(cuda_graphs, "DEVICES", ("cpu",))
     monkeypatch.setattr(cuda_graphs, "INNERS", ("eager", "aot_eager", "inductor"))
-    monkeypatch.setattr(wrappers, "engine_for", lambda device: engine)
+    monkeypatch.setattr(trip, "engine_for", lambda device: engine)
     return engine

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
-from memeff_compile import backend
+from memeff_compile.backend import entry
 from memeff_compile.errors import MemeffError, VerifyError
 from memeff_compile.passes.graph.base import Done, GraphPass
 from memeff_compile.passes.graph.editor import Editor
@@ -179,7 +179,7 @@ BROKEN: dict[str, tuple[int, Callable[..., Node], str]] = {
 @pytest.fixture
 def break_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(place: int, spoil: Callable[..., Node]) -> None:
-        monkeypatch.setattr(backend, "PASSES", (*backend.PASSES, Breaks(place, spoil)))
+        monkeypatch.setattr(entry, "PASSES", (*entry.PASSES, Breaks(place, spoil)))
 
     return install
 
@@ -366,7 +366,7 @@ def test_a_broken_write_to_a_buffer_is_caught(
         editor.call(aten.add_.Scalar, seen, 1.0)
         return editor.call(aten.mul.Tensor, node, 1.0)
 
-    monkeypatch.setattr(backend, "PASSES", (*backend.PASSES, Breaks(LOSS, spoil)))
+    monkeypatch.setattr(entry, "PASSES", (*entry.PASSES, Breaks(LOSS, spoil)))
     model = make()
     with pytest.warns(RuntimeWarning, match="seen after the call is off by 1.0e\\+00"):
         compiled(model, verify_folder=str(tmp_path))(IDS)
@@ -595,8 +595,8 @@ def test_gradients_that_are_left_out_on_purpose_are_compared_in_float64_only() -
 
 def test_cuda_graphs_are_compared_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would keep pointers to the copies that the comparison makes."""
-    monkeypatch.setattr(backend.compat, "inductor_uses_cudagraphs", lambda patches: True)
-    monkeypatch.setattr(backend.compat, "compile_with_inductor", lambda gm, inputs, *_: gm.forward)
+    monkeypatch.setattr(entry.compat, "inductor_uses_cudagraphs", lambda patches: True)
+    monkeypatch.setattr(entry.compat, "compile_with_inductor", lambda gm, inputs, *_: gm.forward)
     model = make()
     step(compiled(model, "inductor"), model)
     assert "As run (op by op)" in the("verified").sentence
@@ -718,7 +718,7 @@ class _Stretched(torch.autograd.Function):
 @pytest.fixture
 def wrong_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have aot_eager compute right values and wrong gradients."""
-    right = backend.compat.compile_with_aot_eager
+    right = entry.compat.compile_with_aot_eager
 
     def wrong(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = right(gm, example_inputs)
@@ -728,7 +728,7 @@ def wrong_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return stretched
 
-    monkeypatch.setattr(backend.compat, "compile_with_aot_eager", wrong)
+    monkeypatch.setattr(entry.compat, "compile_with_aot_eager", wrong)
 
 
 @pytest.mark.usefixtures("wrong_compiler")

@@ -21,9 +21,6 @@ from .codecs import sheltered as sheltered
 from .layout import CODECS as CODECS
 from .layout import Format as Format
 from .layout import parse as parse
-from .marks import Mark as Mark
-from .marks import announce as announce
-from .marks import is_updated_in_backward as is_updated_in_backward
 from .memory import bits_per_weight as bits_per_weight
 from .memory import bytes_before as bytes_before
 from .op import ENGINES as ENGINES

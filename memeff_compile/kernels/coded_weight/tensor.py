@@ -181,6 +181,9 @@ def _not_encoded(what: str, error: BaseException) -> CodedWeightError:
 _numbers: dict[tuple[Any, ...], int] = {}
 _memory_numbers = itertools.count(1)
 
+HOW_TO_LEAVE_DENSE = "leave the head dense: name it in skip of compress_"
+"""What a decline tells the user where an op takes only dense weights."""
+
 
 class CodedWeight(Tensor):
     """A bf16 weight in coded form."""
@@ -194,6 +197,8 @@ class CodedWeight(Tensor):
         None  # a new value that may still turn out not to have fitted
     )
     times_anew: int = 0  # how often it was encoded into new parts
+    decodes_for_ops = True  # a rewrite may hand it to an op of ours, which gets it decoded
+    how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
     @staticmethod
     def __new__(
@@ -531,6 +536,8 @@ class CodedWeight(Tensor):
 
 class CodedWeightView(Tensor):
     """A view of a coded weight: decoded values, there to be read; a write to them raises."""
+
+    how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
     @staticmethod
     def __new__(cls: type[CodedWeightView], plain: Tensor, offset: Any = 0) -> CodedWeightView:

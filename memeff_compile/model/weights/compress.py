@@ -25,11 +25,11 @@ from memeff_compile.kernels.coded_weight import (
     CodedWeight,
     bits_per_weight,
     encode,
-    is_updated_in_backward,
     parse,
     side_by_side,
     supports_weight,
 )
+from memeff_compile.kernels.marks import is_updated_in_backward
 from memeff_compile.model.changes import Changes, keep, require_module, verb_report
 from memeff_compile.model.runs import runs_of
 from memeff_compile.model.weights.rounding import gram_groups, grams, rounded_for

@@ -32,12 +32,10 @@ from memeff_compile import compat
 from memeff_compile.errors import MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import (
     CodedWeight,
-    Mark,
     Room,
     Step,
     Unsettled,
     UnsettledTogether,
-    is_updated_in_backward,
     make_refuge,
     parse,
     refuse_step,
@@ -45,6 +43,7 @@ from memeff_compile.kernels.coded_weight import (
     sheltered_together,
     side_by_side,
 )
+from memeff_compile.kernels.marks import Mark, is_updated_in_backward
 from memeff_compile.model.changes import require_module
 from memeff_compile.report import VerbReport
 

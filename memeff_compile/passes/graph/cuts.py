@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ... import compat
-from ...kernels.coded_weight import CodedWeight, announce, is_updated_in_backward
+from ...kernels.marks import announce, is_updated_in_backward
 from ...report import Record, format_bytes
 from .graph_info import GraphInfo
 from .module_names import clean_module_path, module_stack
@@ -143,12 +143,12 @@ def compiled_in_pieces(
 
 
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
-    """Have who updates compressed weights know when a piece has made the gradients of all of its:
-    one launch updates several.
+    """Tell the optimizer in the backward once a partition has computed all of its gradients:
+    one launch can then update several weights.
     """
-    coded = [each for each in given if isinstance(each, CodedWeight)]
-    if len(coded) > 1:
-        compat.after_gradients(found, lambda: announce(coded))
+    updated = [each for each in given if is_updated_in_backward(each)]
+    if len(updated) > 1:
+        compat.after_gradients(found, lambda: announce(updated))
 
 
 def _split(gm: GraphModule, cuts: set[Node]) -> list[_Piece]:

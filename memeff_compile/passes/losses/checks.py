@@ -41,8 +41,7 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
         if kind:
             said = f"the {label} as a {kind}, which this op does not take"
             hint = "gather the head to a plain tensor, or leave the loss to the model's own code"
-            if kind.startswith("CodedWeight"):
-                hint = "leave the head dense: name it in skip of compress_"
+            hint = getattr(type(info.value(node)), "how_to_leave_dense", hint) if node else hint
             return Decline(f"subclass_weight({kind})", said, hint, where)
     vocabulary = compat.known_size(info.value(head.weight).shape[1 if head.transposed else 0])
     if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:

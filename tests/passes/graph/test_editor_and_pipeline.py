@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
-from memeff_compile import backend
+from memeff_compile.backend import entry
 from memeff_compile.compat import copy_graph
 from memeff_compile.errors import StrictError
 from memeff_compile.options import Options
@@ -174,7 +174,7 @@ def test_a_copy_can_take_the_place_of_the_graph() -> None:
 def test_refused_edit_leaves_the_graph_and_says_so(
     trouble: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "PASSES", (DoubleTheLoss(trouble),))
+    monkeypatch.setattr(entry, "PASSES", (DoubleTheLoss(trouble),))
     found, expected = losses()
     assert found == expected
     (graph,) = memeff_compile.graphs()
@@ -189,7 +189,7 @@ def test_refused_edit_leaves_the_graph_and_says_so(
 def test_internal_error_undoes_its_match_and_goes_on(
     trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backend, "PASSES", (DoubleTheLoss(trouble), *PASSES))
+    monkeypatch.setattr(entry, "PASSES", (DoubleTheLoss(trouble), *PASSES))
     with caplog.at_level(logging.WARNING, logger="memeff_compile"):
         found, expected = losses()
     assert found == pytest.approx(expected)
@@ -219,7 +219,7 @@ def test_an_undo_that_fails_restores_the_graph_and_drops_the_plans(
         raise KeyError("the editor is broken")
 
     monkeypatch.setattr(Editor, "rollback", rollback)
-    monkeypatch.setattr(backend, "PASSES", (*PASSES, Broken("rewrite")))
+    monkeypatch.setattr(entry, "PASSES", (*PASSES, Broken("rewrite")))
     module = Toy()
     compiled = torch.compile(module, backend="memeff", options={"memeff.inner": "eager"})
     loss, logits = compiled(*batch())
@@ -234,7 +234,7 @@ def test_an_undo_that_fails_restores_the_graph_and_drops_the_plans(
 
 
 def test_a_pass_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "PASSES", (DoubleTheLoss(),))
+    monkeypatch.setattr(entry, "PASSES", (DoubleTheLoss(),))
     found, expected = losses()
     assert found == pytest.approx(2 * expected)
 
@@ -325,11 +325,11 @@ def test_a_graph_without_matches_reaches_the_inner_compiler_untouched(
     def outer(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         seen["outer"] = (gm, gm.graph, gm.code, gm.forward.__func__)
         seen["metas"] = [dict(n.meta) for n in gm.graph.nodes]
-        compiled = backend.memeff(gm, example_inputs, options={"memeff.inner": "aot_eager"})
+        compiled = entry.memeff(gm, example_inputs, options={"memeff.inner": "aot_eager"})
         assert [dict(n.meta) for n in gm.graph.nodes] == seen["metas"]
         return compiled
 
-    monkeypatch.setattr(backend.compat, "compile_with_aot_eager", inner)
+    monkeypatch.setattr(entry.compat, "compile_with_aot_eager", inner)
     nothing = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
     module = type("Nothing", (nn.Module,), {"forward": lambda self, x: self.part(x).sum()})()
     module.part = nothing

@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
-from memeff_compile import backend, compat
+from memeff_compile import compat
+from memeff_compile.backend import entry
 from memeff_compile.kernels.coded_kv_cache import (
     Layout,
     coded_kv_cache_append,
@@ -389,10 +390,10 @@ def run(
         for stage in ("", *stages_of(whole)):
             candidate = found[""][0].first.name if found else ""
             broken = Broken(whole, stage, candidate)
-            patch.setattr(backend, "PASSES", tuple(broken if p is whole else p for p in PASSES))
+            patch.setattr(entry, "PASSES", tuple(broken if p is whole else p for p in PASSES))
             twin = copy.deepcopy(gm)
             with planned_for(GPU) if program.is_planned else contextlib.nullcontext():
-                result = backend.memeff(twin, example_inputs, options=options)
+                result = entry.memeff(twin, example_inputs, options=options)
             report = memeff_compile.graphs()[-1]
             found[stage] = broken, report
             compiled.setdefault(report.after, result)  # stages leave one graph behind, as a rule

@@ -1,4 +1,4 @@
-"""What goes around a compiled graph: the trip of one graph through the backend, and its wrappers.
+"""The trip of one graph through the backend, and the wrappers of the compiled result.
 
 A trip reads the graph once as it came and once as the passes made it. A wrapper takes the compiled
 callable and the trip, and returns a callable of the same arguments, or the one it was given where
@@ -15,20 +15,19 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import GraphModule, Node
 
-from . import compat, cuda_graphs, report
-from .errors import MemeffError
-from .kernels.coded_weight import CodedWeight
-from .logits.attach import accept, attach
-from .model import sharded_layers
-from .options import Options
-from .passes.attention.mask_reader import hand_over
-from .passes.graph import cuts
-from .passes.graph.base import GraphPass
-from .passes.graph.graph_info import GraphInfo, ambient_region
-from .passes.graph.pipeline import Outcome, enforce_strict, run
-from .recordings import Recorder, engine_for
-from .verify.first_call import verified
-from .verify.op_by_op import KeptGraph, keep
+from .. import compat, report, system
+from ..errors import MemeffError
+from ..logits.attach import accept, attach
+from ..options import Options
+from ..passes.attention.mask_reader import hand_over
+from ..passes.graph import cuts
+from ..passes.graph.base import GraphPass
+from ..passes.graph.graph_info import GraphInfo, ambient_region
+from ..passes.graph.pipeline import Outcome, enforce_strict, run
+from ..verify.first_call import verified
+from ..verify.op_by_op import KeptGraph, keep
+from . import cuda_graphs, sharded_layers
+from .replay import Recorder, engine_for
 
 log = logging.getLogger(__name__)
 
@@ -127,13 +126,11 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Guard each compressed weight by one number, where no gradient can be asked for."""
+        """Let systems guard inputs where no gradient can be asked for."""
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
-        for node in info.placeholders:
-            is_coded = isinstance(compat.example_input(node), CodedWeight)
-            if is_coded and not info.may_be_written(node):
-                compat.guard_by_attribute(node, "number")
+        for hooks in system.hooks():
+            hooks.guard(info)
 
     @property
     def inductor_patches(self) -> dict[str, Any]:

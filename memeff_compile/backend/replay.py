@@ -28,9 +28,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import compat
-from .kernels.coded_weight import CodedWeight
-from .report import Replays
+from .. import compat
+from ..report import Replays
 
 log = logging.getLogger(__name__)
 
@@ -192,8 +191,12 @@ class Recorder:
 
 
 def _place(tensor: Any) -> Hashable:
-    """Return what tells where the memory of a tensor is, made of several, and whether it moved."""
-    return tensor.memory_number if type(tensor) is CodedWeight else _address(tensor)
+    """Return a value that changes when a tensor's memory moves.
+
+    A tensor subclass of several parts may count its moves itself, as `memory_number`.
+    """
+    number = getattr(type(tensor), "memory_number", None)
+    return _address(tensor) if number is None else tensor.memory_number
 
 
 def _address(tensor: Any) -> Hashable:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from . import compat
-from .options import Options
-from .passes.graph.graph_info import GraphInfo, node_name
-from .recordings import Counts, Roles
-from .report import Record, format_bytes
+from .. import compat
+from ..options import Options
+from ..passes.graph.graph_info import GraphInfo, node_name
+from ..report import Record, format_bytes
+from .replay import Counts, Roles
 
 MAX_QUERIES = 8  # tokens of each sequence in one step; more is a prompt
 MAX_CLONED = 64 << 20  # bytes that a step may return: they are cloned after each replay
@@ -121,7 +121,7 @@ class _Step:
         devices = {value.device for value in self.tensors.values()}
         return next((each for each in devices if each.type in DEVICES), None)
 
-    def _queries(self, node: Node) -> Any:  # noqa: ANN401 - a number or a symbol
+    def _queries(self, node: Node) -> Any:
         """Return the queries of each sequence, where a node is attention or its softmax."""
         name = node_name(node)
         if node.op == "placeholder" or not ("attention" in name or name == "softmax"):

@@ -18,18 +18,15 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch.fx import GraphModule
 
-from . import compat, report
-from .errors import OptionError, UnsupportedInputError
-from .kernels.coded_weight import CODECS
-from .kernels.device import decided_by_measurement
-from .kernels.library import direct_in_inductor
-from .model.cache.pool import forget_caches, is_cut_elsewhere
-from .model.sharded_layers import compile_layers
-from .model.weights.compress import compress_for_compile
-from .options import Options, key_of
-from .passes import PASSES, in_order
-from .passes.graph.cuts import compiled_in_pieces
-from .wrappers import WRAPPERS, Trip
+from .. import compat, report, system
+from ..errors import OptionError, UnsupportedInputError
+from ..kernels.device import decided_by_measurement
+from ..kernels.library import direct_in_inductor
+from ..options import Options, key_of
+from ..passes import PASSES, in_order
+from ..passes.graph.cuts import compiled_in_pieces
+from .sharded_layers import compile_layers
+from .trip import WRAPPERS, Trip
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +54,8 @@ def memeff(
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
     chosen = Options.parse(mode, options)
-    _refuse_codec(chosen)
+    for hooks in system.hooks():
+        hooks.refuse(chosen)
     trip = Trip(gm, example_inputs, chosen)
     keep_transformers_losses_in_one_graph()
     trip.rewrite(in_order(PASSES, chosen.passes))
@@ -65,17 +63,6 @@ def memeff(
     for wrapper in WRAPPERS:
         compiled = wrapper(compiled, trip)
     return compiled
-
-
-def _refuse_codec(options: Options) -> None:
-    if options.weights in CODECS:
-        raise OptionError(
-            f"memeff.weights is {options.weights!r}, and a backend cannot compress a model: it "
-            "sees graphs, which other instances of a class run too, and not who owns their "
-            f"weights. Call memeff_compile.compress_(model, {options.weights!r}) before "
-            f"torch.compile, or memeff_compile.compile(model, weights={options.weights!r}), which "
-            "does so; memeff.weights itself is 'exact' or 'off'."
-        )
 
 
 # torch._dynamo.reset() calls this.
@@ -192,55 +179,22 @@ def compile(
         raise UnsupportedInputError(said)
     checked = _parse(mode, options, settings)
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
-    if checked.weights in CODECS:
-        if model is None:  # a decorator: what it decorates decides
-            given |= settings
-            return partial(compile, mode=mode, options=options, kv_cache=kv_cache, **given)
-        if kv_cache is not None:
-            _use_kv_cache(model, kv_cache)()  # undone: it refuses now, before a weight changes
-        skip = (*checked.skip.get("*", ()), *checked.skip.get("encode_weights", ()))
-        compress_for_compile(model, checked.weights, skip)
-        checked = replace(checked, weights="exact")
-    given |= {"backend": "memeff", "options": checked.to_dict() or None}
-    if kv_cache is not None:
-        _compile_for_generation(model, kv_cache, given)
+    request = system.Request(model, checked, kv_cache)
+    asked = [hooks for hooks in system.hooks() if hooks.wants(request)]
+    if asked and model is None:  # a decorator: the function or module that follows decides
+        given |= settings
+        return partial(compile, mode=mode, options=options, kv_cache=kv_cache, **given)
+    for hooks in asked:  # all of them, before one changes the model
+        hooks.check(request)
+    for hooks in asked:
+        request = replace(request, options=hooks.prepare(request))
+    given |= {"backend": "memeff", "options": request.options.to_dict() or None}
+    if any(hooks.compile(request, given) for hooks in asked):
         return cast("Compilable", model)
     if isinstance(model, torch.nn.Module):
         compile_layers(model, given)
     wrapped: Any = torch.compile(model, **given)
     return cast("Compilable | Callable[[Compilable], Compilable]", wrapped)
-
-
-def _compile_for_generation(
-    model: object, kv_cache: int | str | Mapping[str, Any], given: Mapping[str, Any]
-) -> None:
-    """Compile a model in place, with caches that generate() makes by itself."""
-    from .model.cache.kv_cache import for_any_length
-
-    _use_kv_cache(model, kv_cache)
-    assert isinstance(model, torch.nn.Module)
-    if is_cut_elsewhere(model):
-        # PyTorch stops where a DTensor's strides vary, such as those of the last token of a prompt.
-        model.compile(**{**given, "dynamic": False}, **compat.room_for_graphs())
-        return
-    model.compile(**given, **compat.room_for_graphs())
-    compat.wrap_compiled(model, for_any_length)
-
-
-def _use_kv_cache(model: object, kv_cache: int | str | Mapping[str, Any]) -> Callable[[], None]:
-    """Let a model's generate() make caches, and return what undoes it."""
-    if isinstance(kv_cache, str) and kv_cache != "static":
-        raise OptionError(
-            f"kv_cache is {kv_cache!r}; 'static', a number of bits, or a mapping of KVCache's "
-            "settings is needed."
-        )
-    if not isinstance(model, torch.nn.Module):
-        said = f"kv_cache is for models of transformers that generate, and this is {model!r}."
-        raise OptionError(said)
-    from .model.cache.kv_cache import use_kv_cache_
-
-    bits = 16 if kv_cache == "static" else kv_cache
-    return use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))
 
 
 def _parse(
@@ -259,7 +213,8 @@ def _parse(
 def reset() -> None:
     """Forget every compiled graph, report and kept cache; calls `torch._dynamo.reset()`."""
     torch.compiler.reset()
-    forget_caches()
+    for hooks in system.hooks():
+        hooks.forget()
     report.clear()
 
 

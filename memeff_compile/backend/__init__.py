@@ -1,0 +1,10 @@
+"""The backend: the entry points, one graph's trip through the passes, CUDA graphs of steps.
+
+torch finds `memeff` here by the entry point group ``torch_dynamo_backends``.
+"""
+
+from __future__ import annotations
+
+from .entry import compile as compile
+from .entry import memeff as memeff
+from .entry import reset as reset

@@ -1,0 +1,57 @@
+"""The calls that the core makes to KV caches: compile a model in place for `generate()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from memeff_compile import compat
+from memeff_compile.errors import OptionError
+from memeff_compile.model.cache.pool import forget_caches, is_cut_elsewhere
+from memeff_compile.system import Hooks, Request
+
+
+class CacheHooks(Hooks):
+    """Give a model's `generate()` caches, and compile it in place for every length of them."""
+
+    def wants(self, request: Request) -> bool:
+        return request.kv_cache is not None
+
+    def check(self, request: Request) -> None:
+        _use_kv_cache(request)()  # undone at once: a bad request is refused before weights change
+
+    def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
+        from memeff_compile.model.cache.kv_cache import for_any_length
+
+        _use_kv_cache(request)
+        model = request.model
+        assert isinstance(model, torch.nn.Module)
+        if is_cut_elsewhere(model):
+            # PyTorch stops where a DTensor's strides vary, such as those of a prompt's last token.
+            model.compile(**{**given, "dynamic": False}, **compat.room_for_graphs())
+            return True
+        model.compile(**given, **compat.room_for_graphs())
+        compat.wrap_compiled(model, for_any_length)
+        return True
+
+    def forget(self) -> None:
+        forget_caches()
+
+
+def _use_kv_cache(request: Request) -> Callable[[], None]:
+    """Let a model's generate() make caches, and return a function that undoes it."""
+    model, kv_cache = request.model, request.kv_cache
+    if isinstance(kv_cache, str) and kv_cache != "static":
+        raise OptionError(
+            f"kv_cache is {kv_cache!r}; 'static', a number of bits, or a mapping of KVCache's "
+            "settings is needed."
+        )
+    if not isinstance(model, torch.nn.Module):
+        said = f"kv_cache is for models of transformers that generate, and this is {model!r}."
+        raise OptionError(said)
+    from memeff_compile.model.cache.kv_cache import use_kv_cache_
+
+    bits = 16 if kv_cache == "static" else kv_cache
+    return use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))

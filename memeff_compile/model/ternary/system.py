@@ -1,0 +1,18 @@
+"""Ternary linears, as the core sees them."""
+
+from __future__ import annotations
+
+from memeff_compile.system import PassFacts, System, SystemPass
+
+SYSTEM = System(
+    "ternary linears",
+    passes=(
+        SystemPass(
+            PassFacts("ternarize_linear", "ternary", may_find_nothing=True),
+            "passes.ternarize_linear:TernarizeLinear",
+            after="keep_rotary_tables",
+        ),
+    ),
+    ops=("kernels.ternary_linear.op",),
+    on_import=("model.ternary.registration",),  # for from_pretrained, which reads a table alone
+)

@@ -1,0 +1,41 @@
+"""The calls that the core makes to compressed weights: compress before compiling, and guards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memeff_compile import compat
+from memeff_compile.errors import OptionError
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight
+from memeff_compile.model.weights.compress import compress_for_compile
+from memeff_compile.options import Options
+from memeff_compile.system import Graph, Hooks, Request
+
+
+class WeightHooks(Hooks):
+    """Compress a model that is about to be compiled, and guard its weights by one number each."""
+
+    def refuse(self, options: Options) -> None:
+        if options.weights in CODECS:
+            raise OptionError(
+                f"memeff.weights is {options.weights!r}, and a backend cannot compress a model: it "
+                "sees graphs, which other instances of a class run too, and not who owns their "
+                f"weights. Call memeff_compile.compress_(model, {options.weights!r}) before "
+                f"torch.compile, or memeff_compile.compile(model, weights={options.weights!r}), "
+                "which does so; memeff.weights itself is 'exact' or 'off'."
+            )
+
+    def wants(self, request: Request) -> bool:
+        return request.options.weights in CODECS
+
+    def prepare(self, request: Request) -> Options:
+        options: Options = request.options
+        skip = (*options.skip.get("*", ()), *options.skip.get("encode_weights", ()))
+        compress_for_compile(request.model, options.weights, skip)
+        return replace(options, weights="exact")
+
+    def guard(self, graph: Graph) -> None:
+        for node in graph.placeholders:
+            is_coded = isinstance(compat.example_input(node), CodedWeight)
+            if is_coded and not graph.may_be_written(node):
+                compat.guard_by_attribute(node, "number")

@@ -1,0 +1,154 @@
+"""The contract between the core and its systems.
+
+The core is the backend, its passes over losses and attention, deferred logits and the planner. The
+systems are compressed weights, KV caches, ternary linears and attention in low bits. A system adds
+passes, ops, and work that a compiler may not do on its own, such as compressing a model. Each
+folder of `model/` with a file `system.py` holds one `System`, which names everything it adds. The
+core walks `systems()` and names none: without the files of a system, the rest works.
+
+A `System` names its code as text, ``"module:name"``, so that reading one imports neither torch nor
+kernels. `Hooks` lists the calls that the core makes.
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class PassFacts:
+    """The facts about a pass that options and reports need without importing it."""
+
+    name: str  # of its file, in reports, in `memeff.skip` and in `memeff.strict`
+    option: str  # the option that switches it on and off, without `memeff.`
+    off: tuple[str, ...] = ("off",)  # the values with which it does not run, first the one to name
+    # `memeff.strict` asks only that it declines nothing, since many graphs have no match for it:
+    # one that trains has no cache to update, for example
+    may_find_nothing: bool = False
+    needs: str = ""  # a pass without which it does not run, or ""
+
+
+@dataclass(frozen=True)
+class SystemPass:
+    """A pass of a system, and the pass of the core that it follows."""
+
+    facts: PassFacts
+    source: str  # "module:class"
+    after: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `memeff_compile.compile`, as a system sees it."""
+
+    model: object
+    options: Any  # the parsed `Options`
+    kv_cache: Any = None
+
+
+class Graph(Protocol):
+    """The part of a captured graph that a hook may read."""
+
+    @property
+    def placeholders(self) -> Sequence[Any]:
+        """The inputs."""
+
+    def may_be_written(self, node: Any) -> bool:  # noqa: ANN401 - a node of torch.fx
+        """Return whether the graph, or code after it, may write to an input."""
+
+
+class Hooks:
+    """The calls that the core makes to a system. Each does nothing unless a system overrides it."""
+
+    def refuse(self, options: Any) -> None:  # noqa: ANN401
+        """Raise OptionError for options that a backend alone cannot serve."""
+
+    def wants(self, request: Request) -> bool:
+        """Return whether a call of `compile` asks for work on the model itself."""
+        return False
+
+    def check(self, request: Request) -> None:
+        """Raise for a request that cannot be served, before any system changes the model."""
+
+    def prepare(self, request: Request) -> Any:  # noqa: ANN401
+        """Change the model, and return the options for the compilation that follows."""
+        return request.options
+
+    def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
+        """Compile the model in place with these arguments; return whether this was done."""
+        return False
+
+    def guard(self, graph: Graph) -> None:
+        """Add guards for inputs of a graph through which no gradient flows."""
+
+    def forget(self) -> None:
+        """Free everything that is kept between calls, for `reset()`."""
+
+
+@dataclass(frozen=True)
+class System:
+    """Everything that one system adds to the core."""
+
+    name: str
+    passes: tuple[SystemPass, ...] = ()
+    ops: tuple[str, ...] = ()  # modules that define the schemas of its ops
+    hooks: str = ""  # "module:class" of its `Hooks`
+    on_import: tuple[str, ...] = ()  # modules to import with the package; they import no torch
+    # ops that compute attention, and the operands of which `keep_activations` knows the size
+    attention_ops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lossy_ops: tuple[str, ...] = ()  # ops whose results `memeff.verify` does not hold to tolerances
+
+
+@cache
+def systems() -> tuple[System, ...]:
+    """Return every system of this installation, in the order of their names."""
+    rooms = import_module("memeff_compile.model")
+    names = [entry.name for entry in pkgutil.iter_modules(rooms.__path__) if entry.ispkg]
+    found = (_system(f"{rooms.__name__}.{name}.system") for name in sorted(names))
+    return tuple(each for each in found if each is not None)
+
+
+def _system(module: str) -> System | None:
+    try:
+        found: System = import_module(module).SYSTEM
+    except ImportError as error:
+        log.warning("memeff_compile: a system is left out, %s: %s", module, error)
+        return None
+    return found
+
+
+def load(source: str) -> Any:  # noqa: ANN401 - whatever the text names
+    """Return the object that ``"module:name"`` names; modules are relative to the package."""
+    module, _, name = source.partition(":")
+    found = import_module(f"memeff_compile.{module}")
+    return getattr(found, name) if name else found
+
+
+@cache
+def hooks() -> tuple[Hooks, ...]:
+    """Return the hooks of every system."""
+    return tuple(load(each.hooks)() for each in systems() if each.hooks)
+
+
+def in_order(
+    core: Iterable[Item], name_of: Callable[[Item], str], of_system: Callable[[SystemPass], Item]
+) -> tuple[Item, ...]:
+    """Return items of the core's passes with those of the systems' passes in their positions."""
+    followers: dict[str, list[SystemPass]] = {}
+    for system in systems():
+        for each in system.passes:
+            followers.setdefault(each.after, []).append(each)
+    order: list[Item] = []
+    for item in core:
+        order += [item, *map(of_system, followers.get(name_of(item), []))]
+    return tuple(order)

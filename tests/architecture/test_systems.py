@@ -1,0 +1,106 @@
+"""The systems are extras: the core works without any one of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from memeff_compile.options import PASS_NAMES
+from memeff_compile.system import Hooks, System, hooks, systems
+from tests.support.fresh_python import FreshPython, fresh_python
+
+__all__ = ["fresh_python"]
+
+WITHOUT = """
+import logging, sys
+from importlib.abc import MetaPathFinder
+
+BLOCKED = {blocked!r}
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if any(fullname == name or fullname.startswith(name + ".") for name in BLOCKED):
+            raise ModuleNotFoundError("No module named " + repr(fullname), name=fullname)
+
+sys.meta_path.insert(0, Blocked())
+logging.basicConfig(format="%(message)s")
+
+import torch
+from torch import nn
+import torch.nn.functional as F
+import memeff_compile
+from memeff_compile.backend import memeff
+from memeff_compile.options import PASS_NAMES
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(64, 16), nn.Linear(16, 48)
+        self.out, self.head = nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
+    def forward(self, ids, labels=None):
+        h = self.embed(ids)
+        q, k, v = (e.unflatten(-1, (2, 8)).transpose(1, 2) for e in self.qkv(h).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits = self.head(h + self.out(mixed.transpose(1, 2).flatten(2)))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+def tokens(call, ids):
+    with torch.no_grad():
+        for _ in range(3):
+            ids = torch.cat([ids, call(ids)[:, -1:].argmax(-1)], 1)
+    return ids.tolist()
+
+torch.manual_seed(0)
+model, ids = Model(), torch.arange(24).view(2, 12)
+expected = torch.autograd.grad(model(ids, ids), list(model.parameters()))
+generated = tokens(model, ids)
+compiled = torch.compile(model, backend=memeff, options={{"memeff.inner": "eager"}})
+found = torch.autograd.grad(compiled(ids, ids), list(model.parameters()))
+for mine, theirs in zip(found, expected, strict=True):
+    torch.testing.assert_close(mine, theirs)
+fused = memeff_compile.last_report().rewrites("fuse_linear_cross_entropy")
+assert tokens(compiled, ids) == generated
+memeff_compile.reset()
+present = sorted(name for name in sys.modules if any(name.startswith(b) for b in BLOCKED))
+print(fused, *PASS_NAMES, *present)
+"""
+
+
+ROOMS = {
+    "low-bit attention": "model.attention",
+    "KV caches": "model.cache",
+    "ternary linears": "model.ternary",
+    "compressed weights": "model.weights",
+}
+
+
+def files_of(system: System) -> list[str]:
+    """Return the modules that a system consists of, folders included."""
+    sources = [each.source.split(":")[0] for each in system.passes]
+    folders = [op.rpartition(".")[0] for op in system.ops]
+    return sorted(f"memeff_compile.{name}" for name in {*sources, *folders, ROOMS[system.name]})
+
+
+@pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
+def test_without_a_system_a_model_still_compiles_trains_and_generates(
+    system: System, fresh_python: FreshPython
+) -> None:
+    done = fresh_python(WITHOUT.format(blocked=files_of(system)))
+    assert done.returncode == 0, done.stderr
+    fused, *rest = done.stdout.split()
+    gone = {each.facts.name for each in system.passes}
+    assert fused == "1"
+    assert rest == [name for name in PASS_NAMES if name not in gone]
+    assert done.stderr.count("a system is left out") == 1, done.stderr
+
+
+def test_four_systems_hand_themselves_in_and_each_brings_a_pass_and_an_op() -> None:
+    assert [each.name for each in systems()] == list(ROOMS)
+    assert all(each.passes and each.ops for each in systems())
+
+
+def test_hooks_that_a_system_leaves_alone_change_nothing() -> None:
+    assert all(isinstance(each, Hooks) for each in hooks())
+    plain = Hooks()
+    assert not plain.wants(None)  # type: ignore[arg-type]
