@@ -18,6 +18,15 @@ def test_triton_kernels_run_on_the_cpu_under_the_interpreter() -> None:
     torch.testing.assert_close(launch_add(x, y), x + y)
 
 
+@pytest.mark.interpreter
+def test_a_mask_of_numbers_fails_under_the_interpreter_of_every_triton() -> None:
+    from tests.support.add_kernel import masks_by_a_number_kernel
+
+    x = torch.randn(16)
+    with pytest.raises(Exception, match="mask"):
+        masks_by_a_number_kernel[(1,)](x, torch.empty_like(x), 1, BLOCK=16)
+
+
 @pytest.mark.offline
 @pytest.mark.parametrize("capability", [80, 90, 100], ids=lambda value: f"sm_{value}")
 def test_triton_kernels_compile_for_a_gpu_that_is_not_there(capability: int) -> None:
