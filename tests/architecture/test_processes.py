@@ -60,13 +60,14 @@ def test_a_kernel_that_cannot_take_a_size_of_one_fails() -> None:
         compile_for(90, casts_its_size_kernel, {}, type_of)
 
 
-def test_the_interpreter_is_given_every_file_that_needs_it() -> None:
+@pytest.mark.parametrize("command", ["test", "test-newest"])
+def test_the_interpreter_is_given_every_file_that_needs_it(command: str) -> None:
     root = Path(__file__).resolve().parents[2]
     marked = re.compile(r"pytest\.mark\.interpreter\b")
     needing = {p for p in (root / "tests").rglob("test_*.py") if marked.search(p.read_text())}
     assert len(needing) > 10
     said = subprocess.run(
-        ["make", "--dry-run", "--assume-old=.venv/.installed", "test"],
+        ["make", "--dry-run", "--assume-old=.venv/.installed", command],
         cwd=root,
         capture_output=True,
         text=True,

@@ -215,6 +215,11 @@ class KVCache(Cache):
                 compat.keep_address(changed)
                 setattr(owner, name, changed)
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether every layer can remove its last tokens; transformers' own say so from 5.17 on."""
+        return all(getattr(layer, "is_croppable", False) for layer in self.layers)
+
     def windows(self) -> list[WindowLayer]:
         """Return the layers that see a window of tokens."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]

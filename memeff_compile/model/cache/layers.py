@@ -31,7 +31,7 @@ try:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 except ImportError as missing:
     raise ImportError(
-        "memeff_compile.KVCache is a cache of transformers, 5.17 or later, which cannot be "
+        "memeff_compile.KVCache is a cache of transformers, 5.16.1 or later, which cannot be "
         f"imported ({missing}). Install it: pip install 'memeff_compile[transformers]'."
     ) from missing
 
