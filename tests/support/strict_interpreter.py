@@ -27,7 +27,7 @@ def _strict(function: Callable[..., Any], place: int) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(self: Any, *given: Any, **named: Any) -> Any:
         kind = np.asarray(given[place].data).dtype
-        if kind != bool:
+        if kind.kind != "b":
             raise ValueError(f"a mask has to be boolean, and this one is of {kind}")
         return function(self, *given, **named)
 
