@@ -43,23 +43,27 @@ demo: $(INSTALLED)  ## train a small Llama with and without the backend, and com
 # Triton reads TRITON_INTERPRET when it is imported: interpreted kernels have a run of their own.
 INTERPRETED = $(shell grep -rlE 'mark\.interpreter\b' tests --include='test_*.py')
 # NumPy, of which the interpreter is made, starts as many threads as there are cores in each process.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
+define TESTS
+	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not slow and not interpreter'
+	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(INTERPRETED)
+endef
 # What one process has compiled of our modules and tests is read by the others and by the next run.
 unexport PYTHONDONTWRITEBYTECODE
 
 test: $(INSTALLED)  ## every CPU test, in two runs
-	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not slow and not interpreter'
-	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(INTERPRETED)
+	$(TESTS)
 
 test-all: $(INSTALLED_FRAMEWORKS)  ## the CPU tests, those that take minutes, and whole frameworks (TRL, Lightning, diffusers, torchao)
 	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not interpreter'
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(INTERPRETED)
 
+test-newest: PY := .venv-newest/bin/python
 test-newest:  ## the CPU tests against the newest torch and transformers, in .venv-newest
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --upgrade -e '.[test,transformers,demo]'
-	.venv-newest/bin/python -m memeff_compile doctor
-	.venv-newest/bin/python -m pytest -q -n $(JOBS)
+	$(PY) -m pip install --quiet --upgrade -e '.[test,transformers,demo]'
+	$(PY) -m memeff_compile doctor
+	$(TESTS)
 
 gpu:  ## only what a GPU can show; uses the python it finds, installs nothing
 	env -u TRITON_INTERPRET PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m gpu tests

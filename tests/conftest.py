@@ -33,6 +33,7 @@ from tests.support.quick_dynamo import (
     seed_what_is_there,
 )
 from tests.support.quick_interpreter import do_once
+from tests.support.strict_interpreter import refuse_masks_of_numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,6 +109,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         let_cycles_wait()
     if os.environ.get("TRITON_INTERPRET") == "1":
         do_once()
+        refuse_masks_of_numbers()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

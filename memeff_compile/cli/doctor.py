@@ -22,8 +22,12 @@ from memeff_compile.errors import first_line
 
 MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 10), (2, 11), (3, 6)
 
-TESTED_TORCH = ((2, 11), (2, 13), (2, 14))
-"""The releases whose suites were run: docs/measured/tested-stacks.md."""
+TESTED = {
+    "torch": ((2, 11), (2, 13), (2, 14), (2, 15)),
+    "triton": ((3, 6), (3, 7), (3, 8), (3, 9)),
+    "transformers": ((5, 16), (5, 17), (5, 23), (5, 24)),
+}
+"""The releases that the suite was run on: docs/measured/tested-stacks.md."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,10 @@ def _versions() -> list[Finding]:
     findings = [Finding("versions", "python", python, needs if old else "", blocks=old)]
     findings.append(_tested(_required("torch", MIN_TORCH)))
     if sys.platform == "linux":
-        findings.append(_required("triton", MIN_TRITON))
+        findings.append(_tested(_required("triton", MIN_TRITON)))
     for package, use in (("transformers", "Hugging Face models"), ("numpy", "torch itself")):
         found = installed(package) or f"not installed (optional, for {use})"
-        findings.append(Finding("versions", package, found))
+        findings.append(_tested(Finding("versions", package, found)))
     return findings
 
 
@@ -121,13 +125,14 @@ def _required(package: str, minimum: tuple[int, int]) -> Finding:
     return Finding("versions", package, seen, remedy, blocks=package == "torch")
 
 
-def _tested(torch: Finding) -> Finding:
-    """Say of a torch that is new enough whether the suite was run on it."""
-    if torch.blocks or _release(torch.text) in TESTED_TORCH:
-        return torch
-    *others, last = (".".join(map(str, release)) for release in TESTED_TORCH)
+def _tested(found: Finding) -> Finding:
+    """Say of a package that is there, and new enough, whether the suite was run on it."""
+    releases, release = TESTED.get(found.label, ()), _release(found.text)
+    if found.remedy or not release or not releases or release in releases:
+        return found
+    *others, last = (".".join(map(str, each)) for each in releases)
     tested = f"{', '.join(others)} and {last}"
-    return replace(torch, text=f"{torch.text}, untested: expected to work; tested are {tested}")
+    return replace(found, text=f"{found.text}, untested: expected to work; tested are {tested}")
 
 
 def _devices() -> list[Finding]:

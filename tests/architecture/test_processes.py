@@ -18,6 +18,15 @@ def test_triton_kernels_run_on_the_cpu_under_the_interpreter() -> None:
     torch.testing.assert_close(launch_add(x, y), x + y)
 
 
+@pytest.mark.interpreter
+def test_a_mask_of_numbers_fails_under_the_interpreter_of_every_triton() -> None:
+    from tests.support.add_kernel import masks_by_a_number_kernel
+
+    x = torch.randn(16)
+    with pytest.raises(Exception, match="mask"):
+        masks_by_a_number_kernel[(1,)](x, torch.empty_like(x), 1, BLOCK=16)
+
+
 @pytest.mark.offline
 @pytest.mark.parametrize("capability", [80, 90, 100], ids=lambda value: f"sm_{value}")
 def test_triton_kernels_compile_for_a_gpu_that_is_not_there(capability: int) -> None:
@@ -51,13 +60,14 @@ def test_a_kernel_that_cannot_take_a_size_of_one_fails() -> None:
         compile_for(90, casts_its_size_kernel, {}, type_of)
 
 
-def test_the_interpreter_is_given_every_file_that_needs_it() -> None:
+@pytest.mark.parametrize("command", ["test", "test-newest"])
+def test_the_interpreter_is_given_every_file_that_needs_it(command: str) -> None:
     root = Path(__file__).resolve().parents[2]
     marked = re.compile(r"pytest\.mark\.interpreter\b")
     needing = {p for p in (root / "tests").rglob("test_*.py") if marked.search(p.read_text())}
     assert len(needing) > 10
     said = subprocess.run(
-        ["make", "--dry-run", "--assume-old=.venv/.installed", "test"],
+        ["make", "--dry-run", "--assume-old=.venv/.installed", command],
         cwd=root,
         capture_output=True,
         text=True,

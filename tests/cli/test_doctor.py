@@ -73,29 +73,36 @@ def test_missing_or_old_torch_blocks_and_names_the_command(
 
 
 @pytest.mark.parametrize(
-    ("version", "is_tested"),
+    ("package", "version", "tested"),
     [
-        ("2.13.0+cpu", True),
-        ("2.14.1", True),
-        ("2.12.1", False),
-        ("2.15.0.dev2026", False),
+        ("torch", "2.13.0+cpu", ""),
+        ("torch", "2.15.0", ""),
+        ("torch", "2.12.1", "2.11, 2.13, 2.14 and 2.15"),
+        ("torch", "2.16.0.dev2027", "2.11, 2.13, 2.14 and 2.15"),
+        ("triton", "3.9.0", ""),
+        ("triton", "4.0.0", "3.6, 3.7, 3.8 and 3.9"),
+        ("transformers", "5.24.0", ""),
+        ("transformers", "5.25.1", "5.16, 5.17, 5.23 and 5.24"),
+        ("transformers", "", ""),
     ],
 )
-def test_an_untested_torch_is_named_and_does_not_block(
-    monkeypatch: pytest.MonkeyPatch, version: str, is_tested: bool
+def test_an_untested_release_is_named_and_does_not_block(
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str, tested: str
 ) -> None:
-    pretend_installed(monkeypatch, torch=version)
-    (torch_line,) = [f for f in doctor._versions() if f.label == "torch"]
-    assert not torch_line.blocks
-    assert (
-        "untested: expected to work; tested are 2.11, 2.13 and 2.14" in torch_line.text
-    ) != is_tested
+    pretend_installed(monkeypatch, **{package: version})
+    (line,) = [f for f in doctor._versions() if f.label == package]
+    assert not line.blocks
+    assert not line.remedy
+    _, _, named = line.text.partition(", untested: expected to work; tested are ")
+    assert named == tested
 
 
-def test_the_tested_releases_are_those_of_the_page() -> None:
+@pytest.mark.parametrize("package", doctor.TESTED)
+def test_the_tested_releases_are_those_of_the_page(package: str) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/measured/tested-stacks.md").read_text()
-    rows = {tuple(map(int, row)) for row in re.findall(r"^\| torch (\d+)\.(\d+)", page, re.M)}
-    assert rows == set(doctor.TESTED_TORCH)
+    rows = "\n".join(re.findall(r"^\| torch .*", page, re.M))
+    found = {tuple(map(int, row)) for row in re.findall(rf"\b{package} (\d+)\.(\d+)", rows)}
+    assert found == set(doctor.TESTED[package])
 
 
 def test_versions_are_compared_as_numbers() -> None:

@@ -22,6 +22,13 @@ def casts_its_size_kernel(out_ptr, n):  # type: ignore[no-untyped-def]  # noqa: 
     tl.store(out_ptr, n.to(tl.float32))
 
 
+@triton.jit
+def masks_by_a_number_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Write x where n is positive, by a mask that is one number spread over a tile."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets), mask=(offsets < BLOCK) & (n > 0))
+
+
 def launch_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return x + y of two (n,) tensors."""
     out = torch.empty_like(x)

@@ -333,7 +333,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
             length = before + done
             coded = behind
         count = tl.minimum(tl.minimum(new - done, coded + C.WINDOW - length), C.TOKENS)
-        is_token = ((tokens < count) & (piece == 0))[:, None]
+        is_token = (tokens < tl.where(piece == 0, count, 0))[:, None]
         position = length + tokens
         x = tl.load(
             base + (done + tokens)[:, None] * source[3] + depth[None, :] * source[4],

@@ -57,7 +57,7 @@ def _embedding_runs_kernel(
         ends = (place + 1 >= places) | (following != row_id)
         total += tl.load(
             rows_ptr + token * stride_rows_token + offs * stride_rows_column,
-            mask=mask & is_there,
+            mask=offs < tl.where(is_there, depth, 0),
             other=0.0,
         ).to(tl.float32)
         is_last = step == CHUNK - 1
@@ -65,9 +65,10 @@ def _embedding_runs_kernel(
             if ends & (came_in == 0):
                 is_kept = (row_id >= 0) & (row_id < vocab) & (row_id != padding_idx)
                 out_offs = row_id * stride_out_row + offs * stride_out_column
-                old = tl.load(out_ptr + out_offs, mask=mask & is_kept, other=0.0).to(tl.float32)
+                is_added = offs < tl.where(is_kept, depth, 0)
+                old = tl.load(out_ptr + out_offs, mask=is_added, other=0.0).to(tl.float32)
                 new = (old + total).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + out_offs, new, mask=mask & is_kept)
+                tl.store(out_ptr + out_offs, new, mask=is_added)
             else:
                 slot = 2 * chunk + tl.where(came_in, 0, 1)
                 tl.store(partial_ptr + slot * depth + offs, total, mask=mask)

@@ -131,11 +131,12 @@ def _linear_cross_entropy_gather_kernel(
     if compact < tl.cdiv(kept, PAD) * PAD:
         is_row = compact < kept
         source = tl.load(order_ptr + compact, mask=is_row, other=0).to(tl.int64)
+        filled = tl.where(is_row, depth, 0)
         for start in range(0, depth, BLOCK):
             offs = start + tl.arange(0, BLOCK)
             inside = offs < depth
             values = tl.load(
-                source_ptr + source * stride_source_row + offs, mask=inside & is_row, other=0.0
+                source_ptr + source * stride_source_row + offs, mask=offs < filled, other=0.0
             )
             tl.store(out_ptr + row.to(tl.int64) * depth + offs, values, mask=inside)
 
@@ -151,10 +152,11 @@ def _linear_cross_entropy_scatter_kernel(
     """Round the sums of compact rows into the rows they belong to; ignored rows are zero."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + row).to(tl.int64)
+    filled = tl.where(place >= 0, depth, 0)
     for start in range(0, depth, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < depth
-        values = tl.load(sums_ptr + place * depth + offs, mask=inside & (place >= 0), other=0.0)
+        values = tl.load(sums_ptr + place * depth + offs, mask=offs < filled, other=0.0)
         tl.store(out_ptr + row * depth + offs, values.to(out_ptr.dtype.element_ty), mask=inside)
 
 

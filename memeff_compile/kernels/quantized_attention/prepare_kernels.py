@@ -537,7 +537,7 @@ def _total_kernel(
         is_block = block <= key_blocks
         count = tl.load(counts_ptr + block, mask=is_block, other=0.0)
         until = tl.cumsum(count, axis=0) + counted
-        tl.store(totals_ptr + block, until, mask=is_block & (part == 0))
+        tl.store(totals_ptr + block, until, mask=block < tl.where(part == 0, key_blocks + 1, 0))
         counted += tl.sum(count, axis=0)
         ptrs = rest_ptr + block[None, :] * C.DEPTH_BLOCK + column[:, None]
         rest = tl.load(ptrs, mask=is_block[None, :], other=0.0) - v_mean[:, None] * count[None, :]

@@ -203,7 +203,9 @@ class _Run(NamedTuple):
 @torch.no_grad()
 def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
     """Run on all tokens; with a cache first put the prompt into it, which the last tokens read."""
-    forward = partial(compat.forward_of(model), past_key_values=cache, use_cache=True)
+    from memeff_compile.model.cache.layers import CACHE_NAME  # transformers, slow to import
+
+    forward = partial(compat.forward_of(model), **{CACHE_NAME: cache}, use_cache=True)
     if cache is not None:
         before = None if mask is None else mask[:, :-steps]
         forward(input_ids=ids[:, :-steps], attention_mask=before)
@@ -211,7 +213,7 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
     results: list[Tensor] = []
     with Watch(lambda result, *_, **__: results.append(result[:, :, -steps:])):
         out = forward(input_ids=ids, attention_mask=mask)
-    return _Run(out.logits[:, -steps:].float(), results, out.past_key_values)
+    return _Run(out.logits[:, -steps:].float(), results, getattr(out, CACHE_NAME))
 
 
 class _Gathered:

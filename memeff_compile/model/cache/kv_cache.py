@@ -19,6 +19,8 @@ from torch import Tensor
 from memeff_compile import compat
 from memeff_compile.kernels.coded_kv_cache import BITS, CODED, SCHEMES
 from memeff_compile.model.cache.layers import (
+    CACHE_NAME,
+    OLDER_CACHE_NAME,
     Cache,
     CacheLayerMixin,
     CodedLayer,
@@ -47,7 +49,7 @@ _POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 class KVCache(Cache):
-    """A KV cache of few bits, to pass as ``past_key_values``.
+    """A KV cache of few bits, to pass as ``past_key_values``; ``cache`` since transformers 5.24.
 
     Args:
         config: the model's config.
@@ -213,6 +215,11 @@ class KVCache(Cache):
                 compat.keep_address(changed)
                 setattr(owner, name, changed)
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether every layer can remove its last tokens; transformers' own say so from 5.17 on."""
+        return all(getattr(layer, "is_croppable", False) for layer in self.layers)
+
     def windows(self) -> list[WindowLayer]:
         """Return the layers that see a window of tokens."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
@@ -330,6 +337,12 @@ def _check(
             refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 
 
+def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
+    """Return the cache among the arguments of a model, under the name that callers use."""
+    cache = kwargs.get(CACHE_NAME)
+    return kwargs.get(OLDER_CACHE_NAME) if cache is None else cache
+
+
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
     """Return a compiled call whose first graphs serve prompts, and caches, of any length.
 
@@ -337,7 +350,7 @@ def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache, ids = named_cache(kwargs), kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
         if isinstance(cache, KVCache) and isinstance(ids, Tensor) and ids.dim() > 1:
             masks = kwargs.get("attention_mask")
@@ -390,7 +403,7 @@ class _Hook:
         """Put a KVCache into the arguments of the model, unless another cache is asked for."""
         model = self.model
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        is_named = model_kwargs.get("past_key_values") is not None
+        is_named = named_cache(model_kwargs) is not None
         asks = generation_config.use_cache is False or generation_config.cache_implementation
         if is_named or asks:
             return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
@@ -406,7 +419,7 @@ class _Hook:
         lengths = [each.shape[-1] for each in like_prompt if each is not None]
         mask = mask if is_padded else None
         how = (generation_config, generation_mode, batch_size, tokens, mask)
-        model_kwargs["past_key_values"] = cache = self._cache(*how)
+        model_kwargs[CACHE_NAME] = cache = self._cache(*how)
         let_run_ahead(cache)
         if lengths[:1] == [1]:
             cache.begin_with_a_step()
@@ -499,7 +512,7 @@ def use_kv_cache_(
         refuse(
             f"{type(inner).__name__} is an encoder-decoder, and its generate() keeps what it made "
             "of the encoder's tokens beside its own. Compile it without kv_cache, or give generate "
-            "past_key_values=EncoderDecoderCache(KVCache(model.config, tokens), DynamicCache())."
+            f"{CACHE_NAME}=EncoderDecoderCache(KVCache(model.config, tokens), DynamicCache())."
         )
     takes_caches = getattr(inner, "_supports_default_dynamic_cache", None)
     if takes_caches is not None and not takes_caches():

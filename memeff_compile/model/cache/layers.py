@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import torch
@@ -27,11 +28,18 @@ try:
     )
     from transformers.cache_utils import Cache as Cache
     from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
+    from transformers.modeling_outputs import BaseModelOutputWithPast
 except ImportError as missing:
     raise ImportError(
-        "memeff_compile.KVCache is a cache of transformers, 5.17 or later, which cannot be "
+        "memeff_compile.KVCache is a cache of transformers, 5.16.1 or later, which cannot be "
         f"imported ({missing}). Install it: pip install 'memeff_compile[transformers]'."
     ) from missing
+
+
+OLDER_CACHE_NAME = "past_key_values"
+_NAMES = [field.name for field in fields(BaseModelOutputWithPast)]
+CACHE_NAME = "cache" if "cache" in _NAMES else OLDER_CACHE_NAME
+"""The argument, and the output, of models that is their cache; transformers renamed it in 5.24."""
 
 
 def refuse(sentence: str) -> None:
@@ -186,13 +194,28 @@ class InPlace(CacheLayerMixin):
     prefetch = offload
 
 
-class ExactLayer(InPlace, StaticLayer):
-    """A layer whose keys and values stay as they come, in the dtype they come in."""
+class AsTheyCome(InPlace, StaticLayer):
+    """A layer whose keys and values stay as they come, each in the dtype that it comes in.
+
+    Autocast makes two dtypes of them: keys are rotated in fp32, values come in 16 bits.
+    """
+
+    keys: Any
+    values: Any
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for keys and values like these."""
+        super().lazy_initialization(key_states, value_states)
+        if self.values.dtype != value_states.dtype:  # transformers before 5.24: that of the keys
+            self.values = self.values.to(value_states.dtype)
+            compat.keep_address(self.values)
+
+
+class ExactLayer(AsTheyCome):
+    """A layer that has room for all tokens."""
 
     is_croppable = True
     buffers = held = long = "keys", "values"
-    keys: Any
-    values: Any
 
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len=max_cache_len)
@@ -235,7 +258,7 @@ class ExactLayer(InPlace, StaticLayer):
         self.is_empty = True
 
 
-class WindowLayer(InPlace, StaticLayer):
+class WindowLayer(AsTheyCome):
     """A layer that sees a window of tokens, and has room for some more of them.
 
     New tokens are written behind the others. Where there is no room the window moves to the front,
@@ -246,8 +269,6 @@ class WindowLayer(InPlace, StaticLayer):
 
     buffers = held = long = "keys", "values"
     is_sliding = True
-    keys: Any
-    values: Any
     passing: tuple[Tensor, Tensor] | None = None  # keys and values of more than there is room for
 
     def __init__(self, window: int, max_cache_len: int) -> None:
@@ -297,8 +318,8 @@ class WindowLayer(InPlace, StaticLayer):
         place the prompts of all layers were there at a GPU's peak, by a snapshot of its memory.
         """
         everywhere = torch.arange(self.room, device=self.device)
-        self.keys.index_copy_(2, everywhere, keys.to(self.keys.dtype))
-        self.values.index_copy_(2, everywhere, values.to(self.values.dtype))
+        self.keys.index_copy_(2, everywhere, keys)
+        self.values.index_copy_(2, everywhere, values)
 
     @property
     def kept(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,12 @@ from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import bytes_after, op
 from memeff_compile.model import use_low_bit_heads_
 from memeff_compile.model.cache.kv_cache import KVCache, use_kv_cache_
-from memeff_compile.model.cache.layers import CodedLayer, ExactLayer
+from memeff_compile.model.cache.layers import (
+    CACHE_NAME,
+    OLDER_CACHE_NAME,
+    CodedLayer,
+    ExactLayer,
+)
 from tests.support.cached_models import logits, make, prompt
 
 NAME = "compress_kv_cache"
@@ -319,13 +325,21 @@ def test_every_later_generate_uses_the_cache_until_undone(model: Any) -> None:
         assert isinstance(found.past_key_values, KVCache)
         assert torch.equal(found.sequences, expected.sequences)
         assert found.past_key_values.nbytes == cache.nbytes
-        named = model.generate(**given, past_key_values=DynamicCache(config=model.config))
-        assert isinstance(named.past_key_values, DynamicCache)
+        for name in (CACHE_NAME, OLDER_CACHE_NAME):
+            named = model.generate(**given, **{name: DynamicCache(config=model.config)})
+            assert isinstance(named.past_key_values, DynamicCache)
         assert model.generate(**given, use_cache=False).past_key_values is None
     finally:
         undo()
     assert not isinstance(model.generate(**given).past_key_values, KVCache)
     undo()  # twice is once
+
+
+def test_generate_has_the_cache_under_the_name_that_its_models_know(model: Any) -> None:
+    """Under the older one it renames it in every step, with a warning."""
+    with use_kv_cache_(model), warnings.catch_warnings():  # type: ignore[attr-defined]
+        warnings.simplefilter("error", FutureWarning)
+        assert model.generate(prompt(1, 4), max_new_tokens=3).shape == (1, 7)
 
 
 def bits_used(model: Any) -> int:
@@ -639,14 +653,21 @@ def test_a_window_says_what_one_that_forgets_nothing_says(
 
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [12, 30])
-def test_a_prompt_under_autocast_is_kept_in_the_dtype_of_the_keys(tokens: int) -> None:
+@pytest.mark.parametrize("settings", [{"sliding_window": 8}, {"sliding_window": None}], ids=str)
+def test_tokens_under_autocast_are_kept_in_the_dtypes_they_come_in(
+    settings: dict[str, Any], tokens: int
+) -> None:
     """There keys are turned in fp32, and values come in 16 bits."""
-    model = make("Mistral", sliding_window=8)
-    cache, ids = KVCache(model.config, LENGTH, 16), prompt(2, tokens)
+    model = make("Mistral", **settings)
+    cache, ids = KVCache(model.config, LENGTH, 16), prompt(2, tokens + 2)
+    parts = ids[:, :tokens], ids[:, tokens : tokens + 1], ids[:, tokens + 1 :]
     with torch.autocast("cpu", torch.bfloat16):
-        found = model(input_ids=ids, past_key_values=cache).logits
-        assert torch.equal(found, model(input_ids=ids, use_cache=False).logits)
-    assert cache.layers[0].values.dtype == cache.layers[0].keys.dtype == torch.float32
+        found = [model(input_ids=part, past_key_values=cache).logits for part in parts]
+        assert torch.equal(found[0], model(input_ids=parts[0], use_cache=False).logits)
+        expected = model(input_ids=ids, use_cache=False).logits[:, tokens:]
+    assert (torch.cat(found[1:], 1) - expected).abs().max() <= 0.01 * expected.abs().max()
+    for layer in cache.layers:
+        assert (layer.keys.dtype, layer.values.dtype) == (torch.float32, torch.bfloat16)
 
 
 @torch.no_grad()

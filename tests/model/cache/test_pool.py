@@ -15,6 +15,7 @@ import memeff_compile
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.model.cache import pool
 from memeff_compile.model.cache.kv_cache import KVCache, for_any_length, use_kv_cache_
+from memeff_compile.model.cache.layers import CACHE_NAME
 from tests.support.cached_models import make, prompt
 
 
@@ -151,7 +152,7 @@ def test_the_tensors_are_there_before_the_first_prompt(monkeypatch: pytest.Monke
     forward = type(model).forward
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE_NAME]
         seen.append(all(layer.is_initialized for layer in cache.layers))
         return forward(self, *args, **kwargs)
 
