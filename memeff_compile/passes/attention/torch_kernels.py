@@ -31,7 +31,8 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
     expanded ones or better. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
     to 256 in steps of 8; the memory-efficient kernel does not, and what is left is slow.
     """
-    query, key, value, result = map(info.value, (*site.operands, site.node))
+    query, key, value = (operand.value for operand in site.operands)
+    result = info.value(site.node)
     device = where_it_runs(query.device).type
     if device == "cpu":
         return ""
@@ -56,8 +57,8 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
     """Return why a chain would not become one kernel, or an empty string."""
-    query, value, result = map(info.value, (site.query, site.value, site.node))
-    return why_no_kernel(info, result, query.shape[-1], value.shape[-1])
+    sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
+    return why_no_kernel(info, info.value(site.node), *sizes)
 
 
 def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: Any) -> str:
@@ -105,7 +106,7 @@ def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):
         return new
-    if before.is_contiguous():
+    if before.is_contiguous() or before.dim() != 4:
         return editor.call(aten.contiguous.default, new)
     copied = editor.call(aten.contiguous.default, editor.call(aten.transpose.int, new, 1, 2))
     copied = editor.call(aten.transpose.int, copied, 1, 2)
