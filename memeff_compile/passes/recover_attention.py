@@ -26,7 +26,7 @@ from .. import compat
 from ..kernels.checks import short
 from ..kernels.device import was_measured
 from .attention import told_to_op
-from .attention.mask_algebra import axis, negated, substituted
+from .attention.mask_algebra import axis, negated, reads_in, substituted
 from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import Mask, reader_of
 from .attention.operands import Operand, written
@@ -174,11 +174,11 @@ def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan |
     """Return the plan of a call of memeff::attention, or why there is none."""
     reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
-        return _kept(site, form, reason)
+        return _kept(info, site, form, reason)
     said = told_to_op.said_for(info, site, form, mask)
     if isinstance(said, str):
         reason = told_to_op.why_not_read(info, site)
-        return _kept(site, form, f"{said}, and {reason}") if reason else _as_read(info, site)
+        return _kept(info, site, form, f"{said}, and {reason}") if reason else _as_read(info, site)
     if isinstance(said, Decline):
         return replace(said, node=site.node)
     return _told(info, site, said, told_to_op.sentence(info, site, said, form, _shown(info, site)))
@@ -265,8 +265,39 @@ def _read_mask(
     return None if mask is None else replace(mask, formula=substituted(mask.formula, apart))
 
 
-def _kept(site: Site, form: Form, reason: str) -> Decline:
+def _chosen_by(info: GraphInfo, form: Form) -> str | None:
+    """Return what chooses rows of a stored mask, as ``mask[None, None, input_pos]`` does: its name,
+    which may be empty, or None where the mask is no such thing.
+    """
+    nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
+    for node in nodes:
+        index = _index_of(back_over(node, _MASK_VIEWS))
+        if index is not None:
+            return told_to_op.name_of(info, index)
+    return None
+
+
+_MASK_VIEWS = named("unsqueeze.default alias.default view.default expand.default slice.Tensor")
+
+
+def _index_of(node: Node) -> Node | None:
+    """Return the tensor of indices by which a node gathers from a tensor, or None."""
+    for call in read(node) or ():
+        if call.op is aten.index_select.default:
+            return call.args["index"]  # type: ignore[no-any-return]
+        if call.op is aten.index.Tensor:
+            found = (each for each in call.args["indices"] if isinstance(each, Node))
+            return next(found, None)
+    return None
+
+
+def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
     """Return the reason for leaving what was read as it is."""
+    chosen = _chosen_by(info, form)
+    if chosen is not None:
+        by = f"`{chosen}`" if chosen else "a tensor of positions"
+        said = f"the mask is rows of a stored mask that {by} chooses"
+        return Decline("mask_rows", f"{said}: kept, {reason}", node=site.node)
     hint = ""
     if form.rest:
         code = "unread_mask"
@@ -274,7 +305,7 @@ def _kept(site: Site, form: Form, reason: str) -> Decline:
         code = "softcap"
     elif form.is_packed:
         code = "packed_mask"
-    elif form.length:
+    elif form.length or form.shifted:
         code = "cache_length"
     elif form.padding:
         code = "padding_mask"

@@ -163,7 +163,8 @@ def _arranged(operand: Operand, axes: str, sizes: dict[str, Any], wanted: str) -
     shape = operand.value.shape
     whole = [sizes.get(axis, size) for axis, size in zip(wanted, shape, strict=True)]
     to = [-1 if same_shape([a], [b]) else b for a, b in zip(shape, whole, strict=True)]
-    return operand if set(to) == {-1} else operand.then(aten.expand.default, to)
+    is_whole = all(isinstance(size, int) and size == -1 for size in to)
+    return operand if is_whole else operand.then(aten.expand.default, to)
 
 
 def _result_steps(result: str, *, is_split: bool) -> tuple[Step, ...]:

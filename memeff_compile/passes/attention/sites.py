@@ -368,7 +368,7 @@ def _dropout(node: Node) -> Any:
 def weights_used(user: Node, hint: str) -> Decline:
     """Return the answer where something else than the product with the values reads weights."""
     if written_by(user):
-        return mutated(user, "the attention weights")
+        return _unknown_step(user)
     said = f"the attention weights are also used by `{node_name(user)}`, so they have to be there"
     return Decline(f"weights_used({node_name(user)})", said, hint)
 
@@ -419,8 +419,8 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
         is_before = info.positions[user] < info.positions[reader]
         if is_step and is_before and call.args["self"] is scores and not user.users:  # type: ignore[union-attr]
             continue
-        if written_by(user):
-            return mutated(user, "the attention scores")
+        if written_by(user) and is_before and not user.users:
+            return _unknown_step(user)
         name = node_name(user)
         said = f"the attention scores are also used by `{name}`, so they have to be there"
         return Decline(f"scores_used({name})", said)

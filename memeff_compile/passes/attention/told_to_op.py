@@ -346,6 +346,14 @@ def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tens
     return f"the {what}, {formula} bytes ({format_bytes(number)}), {verb} not built"
 
 
+def name_of(info: GraphInfo, node: Node) -> str:
+    """Return the name of the input that a node is a view of, or "" where it is of none."""
+    source = _input_behind(info, node)
+    level = next((each for each in info.outward() if source in each.positions), info)
+    root = None if source is None else level.root_placeholder(source)
+    return "" if root is None else compat.readable_source(root)
+
+
 def _told(name: str, table: Table | None) -> str:
     """Return the name of a table and of one or two inputs that it comes from, or ""."""
     if table is None:

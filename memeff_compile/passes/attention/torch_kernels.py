@@ -106,10 +106,13 @@ def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):
         return new
-    if before.is_contiguous() or before.dim() != 4:
+    if before.is_contiguous():
         return editor.call(aten.contiguous.default, new)
-    copied = editor.call(aten.contiguous.default, editor.call(aten.transpose.int, new, 1, 2))
-    copied = editor.call(aten.transpose.int, copied, 1, 2)
+    # The axes from the widest stride to the narrowest: copied in this order, a result lies so.
+    order = sorted(range(before.dim()), key=lambda place: -compat.size_hint(before.stride(place)))
+    copied = editor.call(aten.contiguous.default, editor.call(aten.permute.default, new, order))
+    back = [order.index(place) for place in range(len(order))]
+    copied = editor.call(aten.permute.default, copied, back)
     if not same_shape(before.stride(), compat.example_value(copied).stride()):
         raise EditRefused(f"{old.name} would change its layout")
     return copied
