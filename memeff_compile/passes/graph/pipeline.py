@@ -122,6 +122,10 @@ class _Run:
         """Let one pass work on one level of the graph; an error of its costs it that one place."""
         for found in self._found(graph_pass, info):
             self._try(graph_pass, info, found)
+        if info.parent is None and graph_pass.enabled(info):
+            none: Iterable[tuple[str, str]] = ()
+            for code, said in _said(none, lambda: graph_pass.notes(info)):
+                self.records.append(Record(graph_pass.name, "note", code, _sentence(said)))
 
     def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
         """Return what a pass finds; a candidate at which it fails is left out of a new search."""
