@@ -29,6 +29,7 @@ from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES, in_order
 from .passes.graph.cuts import compiled_in_pieces
+from .saved_graphs import savable
 from .wrappers import WRAPPERS, Trip
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,10 @@ def memeff(
     trip = Trip(gm, example_inputs, chosen)
     keep_transformers_losses_in_one_graph()
     trip.rewrite(in_order(PASSES, chosen.passes))
-    compiled = _inner(trip)
+    compiled = inner = _inner(trip)
     for wrapper in WRAPPERS:
         compiled = wrapper(compiled, trip)
-    return compiled
+    return savable(compiled, inner, trip)
 
 
 def _refuse_codec(options: Options) -> None:

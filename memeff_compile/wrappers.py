@@ -182,9 +182,11 @@ def replay(compiled: Compiled, trip: Trip) -> Compiled:
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
     """Return None again where outputs were taken out."""
-    present = trip.present
-    if present is None:
-        return compiled
+    return compiled if trip.present is None else with_missing_outputs(compiled, trip.present)
+
+
+def with_missing_outputs(compiled: Compiled, present: Sequence[bool]) -> Compiled:
+    """Return None for the outputs that are not present."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))
