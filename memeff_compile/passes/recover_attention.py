@@ -114,7 +114,7 @@ class RecoverAttention(GraphPass):
         found: set[Node] = set()
         for site, plan in zip(match.sites, match.plans, strict=True):
             found |= {site.node, *site.between}
-            stack = [site.mask] if site.mask is not None else []
+            stack = [node for node in (site.mask, site.unread) if node is not None]
             bases = [base.node for base in plan.bases or ()]
             if plan.bases is not None:
                 stack += [each.node for each in (site.key, site.value) if each.node not in bases]

@@ -115,6 +115,21 @@ def gemma_2_spelled_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(weights, repeat_kv(v)).transpose(1, 2).contiguous()
 
 
+def einsum_with_one_head_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = k[:, 0], v[:, 0]
+    scores = torch.einsum("b h i d, b j d -> b h i j", q * 0.25, k)
+    future = torch.ones(S, S, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -torch.finfo(scores.dtype).max).softmax(-1)
+    return torch.einsum("b h i j, b j d -> b i h d", weights, v)
+
+
+def baddbmm_masked_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.reshape(B * H, S, D) for x in (q, repeat_kv(k), repeat_kv(v)))
+    scores = torch.baddbmm(torch.empty(B * H, S, S), q, k.mT, beta=0, alpha=-0.25)
+    scores[:, torch.ones(S, S, dtype=torch.bool).triu(1)] = float("-inf")
+    return torch.bmm(scores.softmax(-1), v).view(B, H, S, D)
+
+
 def after(block: Callable[..., Tensor]) -> str:
     torch._dynamo.reset()
     memeff_compile.reset()
@@ -155,6 +170,12 @@ graph(
     %2: f32[2, 6, 4, 8] = aten.contiguous(%1)
     return (%2)""",
         )
+
+    def test_einsum_with_one_head_of_keys(self) -> None:
+        self.assertExpectedInline(after(einsum_with_one_head_of_keys), "")
+
+    def test_baddbmm_masked_in_place(self) -> None:
+        self.assertExpectedInline(after(baddbmm_masked_in_place), "")
 
     def test_what_depends_on_data_is_left_as_it_was(self) -> None:
         assert after(padded) == memeff_compile.graphs()[-1].before

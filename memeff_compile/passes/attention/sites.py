@@ -52,6 +52,7 @@ class Site:
     # what gives a call's result the axes of the chain's
     result_steps: tuple[Step, ...] = ()
     product: Node | None = None  # the chain's first product; None for a call
+    unread: Node | None = None  # what baddbmm was given and does not add to the product
     between: list[Node] = field(default_factory=list)  # all that a chain is; empty for a call
     # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
     # scale, the softcap and the dropout of a config are symbols
@@ -177,6 +178,7 @@ class _Scores:
     key: Given
     factors: _Factors
     masking: _Masking
+    unread: Node | None
     walk: _Walk
 
 
@@ -248,6 +250,7 @@ def _site(
         mask_is_folded=masking.is_folded and found.has_one_head,
         result_steps=found.result_steps,
         product=scores.node,
+        unread=scores.unread,
         between=[*found.moved, scores.node, softmax, *(n for walk in walks for n in walk.steps)],
         numbers=[number for walk in walks for number in walk.numbers],
     )
@@ -498,7 +501,8 @@ class _Read:
         if "k" in of_query or "k" not in of_key or "q" in of_key or "q" not in of_query:
             return axes_order(node, f"`{node_name(node)}` is no product of queries and keys")
         given = Given(query, of_query, "bhqd"), Given(key, of_key, "bhkd")
-        return _Scores(node, *given, self.factors, self.masking, walk)
+        unread = None if product.added is self.masking.mask else product.added
+        return _Scores(node, *given, self.factors, self.masking, unread, walk)
 
 
 @dataclass

@@ -585,6 +585,7 @@ _FUNCTIONS: dict[Any, _Reader] = {
     abs: _plain("abs"),
     torch.ones: _created("ones"),
     torch.zeros: _created("zeros"),
+    torch.empty: _created("empty"),
     torch.tensor: _scalar_tensor,
     torch.permute: _sized("permute"),
     torch.reshape: _sized("reshape", "shape"),
