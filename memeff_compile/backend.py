@@ -29,8 +29,7 @@ from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES, in_order
 from .passes.graph.cuts import compiled_in_pieces
-from .saved_graphs import savable
-from .wrappers import WRAPPERS, Trip
+from .wrappers import WRAPPERS, Trip, let_be_saved
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def memeff(
     compiled = inner = _inner(trip)
     for wrapper in WRAPPERS:
         compiled = wrapper(compiled, trip)
-    return savable(compiled, inner, trip)
+    return let_be_saved(compiled, inner, trip)
 
 
 def _refuse_codec(options: Options) -> None:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from . import compat
-from .errors import MemeffError
-from .logits.attach import attach
-from .logits.recipe import DeferredOutput
-from .wrappers import Trip, with_missing_outputs
+from memeff_compile import compat
+from memeff_compile.errors import MemeffError
+from memeff_compile.logits.attach import attach, with_missing_outputs
+from memeff_compile.logits.recipe import DeferredOutput
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class SavedGraph:
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> SavedGraph:
         """Return a graph that another process has saved."""
-        import_module(f"{__package__}.kernels")  # the artifact calls our ops by their names
+        import_module("memeff_compile.kernels")  # the artifact calls our ops by their names
         versions, artifact, around = pickle.loads(data)
         if versions != compat.op_fingerprint():
             raise MemeffError(
@@ -79,16 +78,19 @@ class SavedGraph:
         return cls(made.put_around(inner), inner, made)
 
 
-def savable(run: Callable[..., Any], inner: Callable[..., Any], trip: Trip) -> Callable[..., Any]:
+def savable(
+    run: Callable[..., Any],  # the graph, and what goes around it in this process
+    inner: Callable[..., Any],  # what the inner compiler has made
+    around: Around,
+    how: str,  # how the graph is compiled, for the error where that cannot be saved
+) -> Callable[..., Any]:
     """Return a compiled graph as `aot_compile` can save it, or as it is where nobody saves it."""
     if not compat.is_to_be_saved():
         return run
     if not compat.has_artifact(inner):
-        why = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"
         raise MemeffError(
-            f"aot_compile was asked to save a graph that is compiled {why}, of which there is no "
+            f"aot_compile was asked to save a graph that is compiled {how}, of which there is no "
             "artifact. Compile it whole, with memeff.inner 'inductor' or 'aot_eager'."
         )
-    around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
     compat.let_be_saved(SavedGraph)
     return SavedGraph(run, inner, around)
