@@ -113,7 +113,11 @@ def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
     copied = editor.call(aten.contiguous.default, editor.call(aten.permute.default, new, order))
     back = [order.index(place) for place in range(len(order))]
     copied = editor.call(aten.permute.default, copied, back)
-    if not same_shape(before.stride(), compat.example_value(copied).stride()):
+    # Along an axis of one a stride says nothing.
+    strides = zip(before.stride(), compat.example_value(copied).stride(), strict=True)
+    wide = [not compat.statically_true(size == 1) for size in before.shape]
+    pairs = [pair for pair, counts in zip(strides, wide, strict=True) if counts]
+    if not all(same_shape([ours], [theirs]) for ours, theirs in pairs):
         raise EditRefused(f"{old.name} would change its layout")
     return copied
 

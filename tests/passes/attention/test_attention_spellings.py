@@ -532,6 +532,12 @@ def test_views_that_folded_the_heads_are_gone(spelling: Callable[..., Any]) -> N
     assert "unflatten" not in text
 
 
+@pytest.mark.parametrize("spelling", [einsum_of_packed, einsum_of_channels, bmm_of_channels])
+def test_a_batch_of_one_is_recovered(spelling: Callable[..., Any]) -> None:
+    inputs, _ = SPELLINGS[spelling]
+    after(spelling, *(each[:1] for each in inputs()))
+
+
 DYNAMIC = [
     einsum_of_packed,
     einsum_multi_query,
