@@ -435,6 +435,39 @@ def compile_with_inductor(
     return cast("Compiled", compiled)
 
 
+def is_to_be_saved() -> bool:
+    """Return whether `aot_compile` asks for a graph, which its caller may save."""
+    from torch._functorch import config
+
+    return bool(getattr(config, "bypass_autograd_cache_key", False))
+
+
+def has_artifact(compiled: Compiled) -> bool:
+    """Return whether AOTAutograd has made a callable, and can save what is behind it."""
+    return getattr(compiled, "serialize", None) is not None
+
+
+def let_be_saved(kind: type) -> None:
+    """Let `aot_compile` take callables of a class, which says how they are saved."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    SerializableCallable.register(kind)
+
+
+def serialized(compiled: Compiled) -> bytes:
+    """Return the artifact of the inner compiler behind a callable."""
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
+
+    return Bundled.serialize_compile_artifacts(Bundled(compiled))
+
+
+def deserialized(artifact: bytes) -> Compiled:
+    """Return the callable of an inner compiler's artifact."""
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
+
+    return cast("Compiled", Bundled.deserialize_compile_artifacts(artifact))
+
+
 @contextlib.contextmanager
 def apart_in_tracing() -> Iterator[None]:
     """Compile one of several graphs that Dynamo captured as one: what AOTAutograd notes about it,

@@ -26,7 +26,7 @@ from ..options import Options, key_of
 from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
 from .sharded_layers import compile_layers
-from .trip import WRAPPERS, Trip
+from .trip import WRAPPERS, Trip, let_be_saved
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ def memeff(
     trip = Trip(gm, example_inputs, chosen)
     keep_transformers_losses_in_one_graph()
     trip.rewrite(in_order(PASSES, chosen.passes))
-    compiled = _inner(trip)
+    compiled = inner = _inner(trip)
     for wrapper in WRAPPERS:
         compiled = wrapper(compiled, trip)
-    return compiled
+    return let_be_saved(compiled, inner, trip)
 
 
 # torch._dynamo.reset() calls this.

@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from .. import compat, report, system
 from ..errors import MemeffError
-from ..logits.attach import accept, attach
+from ..logits.attach import accept, attach, with_missing_outputs
+from ..logits.saved_graphs import Around, savable
 from ..options import Options
 from ..passes.attention.mask_reader import hand_over
 from ..passes.graph import cuts
@@ -179,15 +180,7 @@ def replay(compiled: Compiled, trip: Trip) -> Compiled:
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
     """Return None again where outputs were taken out."""
-    present = trip.present
-    if present is None:
-        return compiled
-
-    def run(*args: object) -> tuple[Any, ...]:
-        results = iter(compiled(*args))
-        return tuple(next(results) if is_there else None for is_there in present)
-
-    return run
+    return compiled if trip.present is None else with_missing_outputs(compiled, trip.present)
 
 
 def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
@@ -201,6 +194,15 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
     if not plan:
         return compiled
     return attach(compiled, plan, clone_hidden=trip.reuses_memory, unread=trip.unread, use=use)
+
+
+def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
+    """Return the outermost callable as `aot_compile` saves it: the inner compiler's, and what goes
+    around it in every process. Verification and recordings stay in this one.
+    """
+    around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
+    how = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"
+    return savable(compiled, inner, around, how)
 
 
 def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:

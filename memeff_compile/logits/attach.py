@@ -102,6 +102,18 @@ def _fake(
     return logits
 
 
+def with_missing_outputs(
+    compiled: Callable[..., Any], present: Sequence[bool]
+) -> Callable[..., Any]:
+    """Return None for the outputs that are not present."""
+
+    def run(*args: object) -> tuple[Any, ...]:
+        results = iter(compiled(*args))
+        return tuple(next(results) if is_there else None for is_there in present)
+
+    return run
+
+
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones,
     with gradients; ``places`` are the arguments that come out of another compiled callable.

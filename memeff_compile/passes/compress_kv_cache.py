@@ -50,6 +50,10 @@ class CompressKVCache(cached.CachedPass):
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
         """Yield every attention over a dense view, and every view that no attention reads."""
+        for keeper in _keepers(info):
+            if not keeper.has_codes:
+                hint = "leave the request for few bits out: a window bounds what a layer keeps"
+                yield Decline("exact_layers", keeper.kept_exact, hint, _first_call(info))
         views = [node for node in info.visit(info.gm.graph.nodes) if _is_view(node)]
         if not views:
             return
@@ -63,6 +67,10 @@ class CompressKVCache(cached.CachedPass):
         for view in views:
             if view not in served:
                 yield _unread(view)
+
+    def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
+        """Say which layers of a cache of few bits stay exact, where only some do."""
+        return [("exact_layers", k.kept_exact) for k in _keepers(info) if k.has_codes]
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
         match.call = read_one(match.node) or match.call
@@ -113,6 +121,17 @@ class CompressKVCache(cached.CachedPass):
         is_one_row = query.is_cuda and compat.statically_true(query.shape[0] == 1)
         advice = cached.advice(is_one_row=is_one_row)
         return Done(match.node, _sentence(info, match), inductor=advice)
+
+
+def _keepers(info: GraphInfo) -> list[op_folder.Keeper]:
+    """Return caches of few bits whose exact layers a whole graph reads."""
+    if info.parent is not None:
+        return []
+    return op_folder.keepers_of(map(compat.example_input, info.placeholders))
+
+
+def _first_call(info: GraphInfo) -> Node | None:
+    return next((node for node, _ in cached.attention_calls(info)), None)
 
 
 def _is_view(node: Node) -> bool:

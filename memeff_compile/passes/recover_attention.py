@@ -26,9 +26,10 @@ from .. import compat
 from ..kernels.checks import short
 from ..kernels.device import was_measured
 from .attention import told_to_op
-from .attention.mask_algebra import negated
+from .attention.mask_algebra import axis, negated, reads_in, substituted
 from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import Mask, reader_of
+from .attention.operands import Operand, written
 from .attention.repeated_heads import REPEATS, without_repeat
 from .attention.sites import Site, find_sites, subclass
 from .attention.torch_kernels import kernels_chosen, laid_out_as, why_not_fused, why_not_grouped
@@ -44,7 +45,8 @@ class Plan:
 
     causal: bool  # the new call's is_causal
     limit: Any  # keys from this one on are never attended to and cut off; None keeps all
-    bases: tuple[Node, Node] | None  # keys and values before they were repeated; None: they stay
+    # keys and values before they were repeated; None: they stay
+    bases: tuple[Operand, Operand] | None
     sentence: str  # what is done, for the report
     said: told_to_op.Said | None = (
         None  # what memeff::attention is told, where PyTorch's call cannot say it
@@ -55,6 +57,7 @@ class Plan:
 class Match:
     """Sites with the same answer: plans to carry out, or one reason against all of them."""
 
+    nodes: list[Node] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     decline: Decline | None = None
@@ -76,23 +79,25 @@ class RecoverAttention(GraphPass):
             code = answer.code if isinstance(answer, Decline) else ""
             key = (code, answer.sentence, self.skipped(info, node))
             match = matches.setdefault(key, Match())
-            match.sites.append(site if isinstance(site, Site) else Site(node, node, node, node))
+            match.nodes.append(node)
             if isinstance(answer, Plan):
+                assert isinstance(site, Site)
+                match.sites.append(site)
                 match.plans.append(answer)
             else:
-                first = (match.decline or answer).counted(match.sites[0].node)
-                match.decline = replace(first, sites=len(match.sites))
+                first = (match.decline or answer).counted(match.nodes[0])
+                match.decline = replace(first, sites=len(match.nodes))
         yield from matches.values()
 
     def check(self, info: GraphInfo, match: Match) -> Decline | None:
         return match.decline
 
     def places(self, match: Match) -> Sequence[Node]:
-        return [site.node for site in match.sites]
+        return match.nodes
 
     def parts(self, match: Match) -> Sequence[Match]:
         pairs = zip(match.sites, match.plans, strict=True)
-        return [] if match.decline else [Match([site], [plan]) for site, plan in pairs]
+        return [] if match.decline else [Match([site.node], [site], [plan]) for site, plan in pairs]
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
         """Replace each site by one call without a dense mask."""
@@ -100,7 +105,7 @@ class RecoverAttention(GraphPass):
             for number in site.numbers:
                 compat.hold_constant(number)
             with editor.at(site.node):
-                result = _insert(info, editor, site, plan)
+                result = written(editor, _insert(info, editor, site, plan), site.result_steps)
                 editor.replace(site.node, laid_out_as(editor, site.node, result))
         return Done(match.sites[0].node, match.plans[0].sentence, sites=len(match.sites))
 
@@ -109,12 +114,13 @@ class RecoverAttention(GraphPass):
         found: set[Node] = set()
         for site, plan in zip(match.sites, match.plans, strict=True):
             found |= {site.node, *site.between}
-            stack = [site.mask] if site.mask is not None else []
+            stack = [node for node in (site.mask, site.unread) if node is not None]
+            bases = [base.node for base in plan.bases or ()]
             if plan.bases is not None:
-                stack += [n for n in (site.key, site.value) if n not in plan.bases]
+                stack += [each.node for each in (site.key, site.value) if each.node not in bases]
             while stack:
                 node = stack.pop()
-                if node not in found and _is_pure(node) and node not in (plan.bases or ()):
+                if node not in found and _is_pure(node) and node not in bases:
                     found.add(node)
                     stack.extend(node.all_input_nodes)
         return list(found)
@@ -156,7 +162,7 @@ def _as_call(
     if chosen is not None:
         return chosen
     if site.between:
-        said = ["matmul, softmax, matmul -> scaled_dot_product_attention", *said]
+        said = [f"{site.chain} -> scaled_dot_product_attention", *said]
     if bases is not None:
         said = [*said, "keys and values are not expanded (enable_gqa=True)"]
     elif expansion is not None:
@@ -168,11 +174,11 @@ def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan |
     """Return the plan of a call of memeff::attention, or why there is none."""
     reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
-        return _kept(site, form, reason)
+        return _kept(info, site, form, reason)
     said = told_to_op.said_for(info, site, form, mask)
     if isinstance(said, str):
         reason = told_to_op.why_not_read(info, site)
-        return _kept(site, form, f"{said}, and {reason}") if reason else _as_read(info, site)
+        return _kept(info, site, form, f"{said}, and {reason}") if reason else _as_read(info, site)
     if isinstance(said, Decline):
         return replace(said, node=site.node)
     return _told(info, site, said, told_to_op.sentence(info, site, said, form, _shown(info, site)))
@@ -200,7 +206,7 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
     """Return is_causal, where keys are cut off, the words; None: PyTorch's call cannot say it."""
-    queries, keys = (info.value(node).shape[-2] for node in (site.query, site.key))
+    queries, keys = (operand.value.shape[-2] for operand in (site.query, site.key))
     if site.mask is None:
         if not site.causal or compat.statically_true(keys == queries):
             return site.causal, None, []
@@ -238,9 +244,8 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     """Return what a site asks of query and key, and the mask that says it, if one does."""
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
-    query, key = info.value(site.query), info.value(site.key)
-    shape = (*query.shape[:-1], key.shape[-2])
-    mask = reader_of(info).mask(site.mask, shape)
+    shape = (*site.query.value.shape[:-1], site.key.value.shape[-2])
+    mask = _read_mask(info, site.mask, shape, is_folded=site.mask_is_folded)
     if mask is None:
         said = "the mask adds to the scores something else than zero or minus infinity, or may"
         return Decline("mask_is_bias", said, node=site.node)
@@ -249,8 +254,50 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     return form_of(mask.formula, shape), mask
 
 
-def _kept(site: Site, form: Form, reason: str) -> Decline:
+def _read_mask(
+    info: GraphInfo, node: Node, shape: tuple[Any, ...], *, is_folded: bool
+) -> Mask | None:
+    """Return what a mask lets through; one of scores with three axes gets that of one head."""
+    if not is_folded:
+        return reader_of(info).mask(node, shape)
+    mask = reader_of(info).mask(node, (shape[0], *shape[2:]))
+    apart = {0: axis(0), 1: axis(2), 2: axis(3)}
+    return None if mask is None else replace(mask, formula=substituted(mask.formula, apart))
+
+
+def _chosen_by(info: GraphInfo, form: Form) -> str | None:
+    """Return what chooses rows of a stored mask, as ``mask[None, None, input_pos]`` does: its name,
+    which may be empty, or None where the mask is no such thing.
+    """
+    nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
+    for node in nodes:
+        index = _index_of(back_over(node, _MASK_VIEWS))
+        if index is not None:
+            return told_to_op.name_of(info, index)
+    return None
+
+
+_MASK_VIEWS = named("unsqueeze.default alias.default view.default expand.default slice.Tensor")
+
+
+def _index_of(node: Node) -> Node | None:
+    """Return the tensor of indices by which a node gathers from a tensor, or None."""
+    for call in read(node) or ():
+        if call.op is aten.index_select.default:
+            return call.args["index"]  # type: ignore[no-any-return]
+        if call.op is aten.index.Tensor:
+            found = (each for each in call.args["indices"] if isinstance(each, Node))
+            return next(found, None)
+    return None
+
+
+def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
     """Return the reason for leaving what was read as it is."""
+    chosen = _chosen_by(info, form)
+    if chosen is not None:
+        by = f"`{chosen}`" if chosen else "a tensor of positions"
+        said = f"the mask is rows of a stored mask that {by} chooses"
+        return Decline("mask_rows", f"{said}: kept, {reason}", node=site.node)
     hint = ""
     if form.rest:
         code = "unread_mask"
@@ -258,7 +305,7 @@ def _kept(site: Site, form: Form, reason: str) -> Decline:
         code = "softcap"
     elif form.is_packed:
         code = "packed_mask"
-    elif form.length:
+    elif form.length or form.shifted:
         code = "cache_length"
     elif form.padding:
         code = "padding_mask"
@@ -274,63 +321,60 @@ def _kept(site: Site, form: Form, reason: str) -> Decline:
     return Decline(code, f"{heads}: kept, {reason}", hint, site.node)
 
 
-def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decline | None]:
+def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Operand, Operand] | None, Decline | None]:
     """Return keys and values before their heads were repeated, or why they stay repeated."""
-    if site.grouped:
+    if site.grouped or not _same_heads(site.query, site.key):
         return None, None
-    key, value = _unrepeated(info, site.key), _unrepeated(info, site.value)
-    if key is None or value is None:
+    key, value = _unrepeated(info, site, site.key), _unrepeated(info, site, site.value)
+    if key is None or value is None or not _same_heads(key[0], value[0]):
         return None, None
-    bases = key[0], value[0]
-    if not _same_heads(info, *bases) or not _same_heads(info, site.query, site.key):
-        return None, None
-    writes = (info.written_between([base], first, site.node) for base, first in (key, value))
+    writes = (info.written_between([base.node], first, site.node) for base, first in (key, value))
     write = next(filter(None, writes), None)
     if write is None:
-        return bases, None
+        return (key[0], value[0]), None
     said = f"`{node_name(write)}` writes to them in between"
     return None, Decline("mutated", said, node=site.node)
 
 
-def _same_heads(info: GraphInfo, key: Node, value: Node) -> bool:
-    left, right = info.value(key), info.value(value)
-    return compat.statically_true(left.shape[1] == right.shape[1])
+def _same_heads(key: Operand, value: Operand) -> bool:
+    return compat.statically_true(key.value.shape[1] == value.value.shape[1])
 
 
 _COPIES = named("contiguous.default clone.default")
 
 
-def _unrepeated(info: GraphInfo, node: Node) -> tuple[Node, Node] | None:
-    """Return what ``repeat_kv`` repeated over the heads and the first node of it, or None."""
-    result, node = info.tensor(node), back_over(node, _COPIES)
-    if result is None or result.dim() != 4 or call_of(node, *REPEATS) is None:
+def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
+    """Return what was repeated over the heads and the first node that read it, or None."""
+    if operand.unexpanded is not None and site.product is not None:
+        return operand.unexpanded, site.product  # the product itself repeats it
+    result, node = operand.value, back_over(operand.node, _COPIES)
+    if operand.steps or result.dim() != 4 or call_of(node, *REPEATS) is None:
         return None
     repeated = without_repeat(info, node)
-    return None if repeated is None else (repeated[1], repeated[0][-1])
+    return None if repeated is None else (Operand(repeated[1]), repeated[0][-1])
 
 
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
     """Say so where nobody has measured the new call against the original."""
-    query = info.value(site.query)
-    return [] if was_measured(query.device, op) else ["speed not measured on this GPU"]
+    return [] if was_measured(site.query.value.device, op) else ["speed not measured on this GPU"]
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
     """Insert the new call in the dtype in which the site computes, autocast or not."""
     old = info.value(site.node)
-    query = info.current(site.query)
-    key, value = map(info.current, plan.bases or (site.key, site.value))
+    operands = (site.query, *(plan.bases or (site.key, site.value)))
+    query, key, value = (operand.written(editor) for operand in operands)
     if plan.limit is not None:
         end = plan.limit
         if not isinstance(end, int):
             end = editor.call(aten.sym_size.int, query, -2)
         key, value = (editor.call(aten.slice.Tensor, node, -2, 0, end) for node in (key, value))
-    operands = [editor.cast(node, old.dtype) for node in (query, key, value)]
+    taken = [editor.cast(node, old.dtype) for node in (query, key, value)]
     if plan.said is not None:
-        return told_to_op.write(editor, site, plan.said, operands)
+        return told_to_op.write(editor, site, plan.said, taken)
     how = {"scale": site.scale, "enable_gqa": site.grouped or plan.bases is not None}
     sdpa = aten.scaled_dot_product_attention.default
-    return editor.call(sdpa, *operands, None, 0.0, plan.causal, **how)
+    return editor.call(sdpa, *taken, None, 0.0, plan.causal, **how)
 
 
 def _is_pure(node: Node) -> bool:

@@ -115,6 +115,21 @@ def gemma_2_spelled_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(weights, repeat_kv(v)).transpose(1, 2).contiguous()
 
 
+def einsum_with_one_head_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = k[:, 0], v[:, 0]
+    scores = torch.einsum("b h i d, b j d -> b h i j", q * 0.25, k)
+    future = torch.ones(S, S, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -torch.finfo(scores.dtype).max).softmax(-1)
+    return torch.einsum("b h i j, b j d -> b i h d", weights, v)
+
+
+def baddbmm_masked_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.reshape(B * H, S, D) for x in (q, repeat_kv(k), repeat_kv(v)))
+    scores = torch.baddbmm(torch.empty(B * H, S, S), q, k.mT, beta=0, alpha=-0.25)
+    scores[:, torch.ones(S, S, dtype=torch.bool).triu(1)] = float("-inf")
+    return torch.bmm(scores.softmax(-1), v).view(B, H, S, D)
+
+
 def after(block: Callable[..., Tensor]) -> str:
     torch._dynamo.reset()
     memeff_compile.reset()
@@ -154,6 +169,42 @@ graph(
     %1: f32[2, 6, 4, 8] = aten.transpose(%0, 1, 2)
     %2: f32[2, 6, 4, 8] = aten.contiguous(%1)
     return (%2)""",
+        )
+
+    def test_einsum_with_one_head_of_keys(self) -> None:
+        self.assertExpectedInline(
+            after(einsum_with_one_head_of_keys),
+            """\
+graph(
+    k: input f32[2, 2, 6, 8],
+    v: input f32[2, 2, 6, 8],
+    q: input f32[2, 4, 6, 8],
+):
+    %0: f32[2, 6, 8] = aten.select(k, 1, 0)
+    %1: f32[2, 6, 8] = aten.select(v, 1, 0)
+    %2: f32[2, 4, 6, 8] = aten.mul(q, 0.25)
+    %3: f32[2, 1, 6, 8] = aten.unsqueeze(%0, 1)
+    %4: f32[2, 1, 6, 8] = aten.unsqueeze(%1, 1)
+    %5: f32[2, 4, 6, 8] = aten.scaled_dot_product_attention(%2, %3, %4, is_causal=True, scale=1.0, enable_gqa=True)
+    %6: f32[2, 6, 4, 8] = aten.permute(%5, [0, 2, 1, 3])
+    %7: f32[2, 6, 4, 8] = aten.contiguous(%6)
+    return (%7)""",
+        )
+
+    def test_baddbmm_masked_in_place(self) -> None:
+        self.assertExpectedInline(
+            after(baddbmm_masked_in_place),
+            """\
+graph(
+    k: input f32[2, 2, 6, 8],
+    v: input f32[2, 2, 6, 8],
+    q: input f32[2, 4, 6, 8],
+):
+    %0: f32[2, 4, 6, 8] = aten.neg(q)
+    %1: f32[2, 4, 6, 8] = aten.scaled_dot_product_attention(%0, k, v, is_causal=True, scale=0.25, enable_gqa=True)
+    %2: f32[8, 6, 8] = aten.flatten(%1, end_dim=1)
+    %3: f32[2, 4, 6, 8] = aten.view(%2, [2, 4, 6, 8])
+    return (%3)""",
         )
 
     def test_what_depends_on_data_is_left_as_it_was(self) -> None:

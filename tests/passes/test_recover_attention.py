@@ -751,3 +751,73 @@ def test_a_view_behind_other_ops_finds_the_layout_it_was_written_for(inner: str)
         torch.testing.assert_close(found, wanted)
         assert found.stride() == wanted.stride()
     assert memeff_compile.last_report().rewrites("recover_attention") == 1
+
+
+# --- positions in a cache -------------------------------------------------------------------------
+
+STORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gpt-fast": lambda stored, at: stored[None, None, at],
+    "torchtune": lambda stored, at: stored[None, at].unsqueeze(1),
+    "litgpt": lambda stored, at: stored[None, None].index_select(2, at),
+    "cut to the keys": lambda stored, at: stored[None, None, at][..., :S],
+}
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("name", STORED)
+def test_rows_of_a_stored_mask_are_no_padding(name: str, queries: int) -> None:
+    def decode(q: Tensor, k: Tensor, v: Tensor, stored: Tensor, input_pos: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, STORED[name](stored, input_pos))
+
+    stored, at = torch.ones(S, S, dtype=torch.bool).tril(), torch.arange(2, 2 + queries)
+    report = compare_with_eager(decode, *qkv(queries=queries), stored, at, rtol=1e-9).report
+    (record,) = records(report)
+    assert record.code == "mask_rows"
+    assert record.sentence.startswith(
+        "The mask is rows of a stored mask that `input_pos` chooses: kept"
+    )
+    assert not record.hint
+
+
+def test_a_row_that_is_chosen_and_added_to_scores_is_no_padding() -> None:
+    def decode(q: Tensor, k: Tensor, v: Tensor, stored: Tensor, input_pos: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(~stored[None, None, input_pos], LOW)
+        return scores.softmax(-1) @ v
+
+    stored = torch.ones(S, S, dtype=torch.bool).tril()
+    assert run(decode, *qkv(queries=1), stored, torch.tensor([3])) == [("declined", "mask_rows")]
+
+
+def test_padding_next_to_positions_is_still_padding() -> None:
+    def decode(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, table[:, None, None])
+
+    table = torch.ones(B, S, dtype=torch.bool)
+    assert run(decode, *qkv(queries=1), table) == [("declined", "padding_mask")]
+
+
+SHIFTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "by a number": lambda past: torch.arange(3)[:, None] + past,
+    "by positions": lambda past: (torch.arange(3) + past).clone()[:, None],
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_causal_rows_after_earlier_keys_are_called_causal(name: str) -> None:
+    def prefill(q: Tensor, k: Tensor, v: Tensor, past: Tensor) -> Tensor:
+        mask = torch.arange(S)[None] <= SHIFTED[name](past)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    report = compare_with_eager(prefill, *qkv(queries=3), torch.tensor([2]), rtol=1e-9).report
+    (record,) = records(report)
+    assert record.code == "cache_length"
+    assert record.sentence.startswith("The mask is causal from a position that a tensor holds: ")
+
+
+def test_positions_compared_with_positions_are_still_packed_sequences() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        mask = positions[:, None] <= positions[:, :, None]
+        return F.scaled_dot_product_attention(q, k, v, mask[:, None])
+
+    positions = torch.arange(S).expand(B, S).clone()
+    assert run(attend, *qkv(), positions) == [("declined", "packed_mask")]

@@ -13,6 +13,9 @@ Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8
 
 from __future__ import annotations
 
+from .exact import Keeper as Keeper
+from .exact import announce_exact as announce_exact
+from .exact import keepers_of as keepers_of
 from .heads import quantized_heads as quantized_heads
 from .heads import require_bits as require_bits
 from .layout import BITS as BITS

@@ -10,6 +10,8 @@ Needs transformers, which is imported with this module.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile import compat
-from memeff_compile.kernels.coded_kv_cache import BITS, CODED, SCHEMES
+from memeff_compile.kernels.coded_kv_cache import BITS, CODED, SCHEMES, announce_exact
 from memeff_compile.model.cache.layers import (
     CACHE_NAME,
     OLDER_CACHE_NAME,
@@ -109,6 +111,12 @@ class KVCache(Cache):
         if self.merge is not None:
             _pair(layers, self.merge, config, max_cache_len, settings, self._starts)
         super().__init__(layers=layers)
+        self.has_codes = any(isinstance(layer, CodedLayer) for layer in layers)
+        self.kept_exact = "" if bits == 16 else _kept_exact(layers, bits)
+        if self.kept_exact:
+            announce_exact(self)
+            if not self.has_codes:
+                _warn_once(f"KVCache: {self.kept_exact}. Leave the request out: {_BOUNDED}.")
 
     def update(
         self,
@@ -220,6 +228,11 @@ class KVCache(Cache):
         """Whether every layer can remove its last tokens; transformers' own say so from 5.17 on."""
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
+    def exact_tensors(self) -> list[Tensor]:
+        """Return keys and values of the layers that stay exact."""
+        exact = (layer for layer in self.layers if not isinstance(layer, CodedLayer))
+        return [tensor for layer in exact for _, tensor in _tensors(layer)]
+
     def windows(self) -> list[WindowLayer]:
         """Return the layers that see a window of tokens."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
@@ -245,6 +258,41 @@ class KVCache(Cache):
             f"KVCache(bits={self.bits}, scheme={self.scheme!r}, max_cache_len={length}, "
             f"{coded} of {len(self.layers)} layers in codes{share})"
         )
+
+
+_BOUNDED = "a window bounds what such a layer keeps"
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Warn of a request without effect: generate() makes a cache a call."""
+    warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _kept_exact(layers: list[Untyped], bits: int) -> str:
+    """Say which layers that were asked to be in few bits stay exact; "" where none does."""
+    ours = [n for n, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+    coded = [n for n in ours if isinstance(layers[n], CodedLayer)]
+    exact = [n for n in ours if n not in coded]
+    if not exact:
+        return ""
+    windows = sorted({n.window for n in layers if isinstance(n, WindowLayer)})
+    see = f"a window of {' or '.join(map(str, windows))} tokens" if windows else "some tokens only"
+    if not coded:
+        return (
+            f"{bits} bits have no effect on this model: all of its {len(exact)} layers that keep "
+            f"keys and values see {see} and stay exact"
+        )
+    return f"in {bits} bits: {_listed(coded)}; exact, with {see}: {_listed(exact)}"
+
+
+def _listed(numbers: list[int]) -> str:
+    """Return how many layers there are, and the numbers of the first few."""
+    shown = [*map(str, numbers[:_MOST_NAMED]), *(["..."] if len(numbers) > _MOST_NAMED else [])]
+    return f"{len(numbers)} layer{'s' * (len(numbers) > 1)} ({', '.join(shown)})"
+
+
+_MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
@@ -520,10 +568,11 @@ def use_kv_cache_(
             f"{type(inner).__name__} has a state or a cache of its own, and generate() gives it no "
             "other; compile it without kv_cache."
         )
-    KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
+    tried = KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now, not later
     hook = _Hook(inner, bits, max_cache_len, settings, inner.__dict__.get(_HOOK))
     inner.__dict__[_HOOK] = hook
     given = {"bits": bits, "max_cache_len": max_cache_len, **settings}
     shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
     what = f"every later generate() of {type(inner).__name__} takes KVCache({shown})"
+    what += f"; {tried.kept_exact}" if tried.kept_exact else ""
     return Undo(hook.undo, "use_kv_cache_", what)

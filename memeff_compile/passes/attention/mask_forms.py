@@ -36,6 +36,7 @@ class Form:
     ids: tuple[Ids, ...] = ()
     queries: tuple[Formula, ...] = ()  # asked of the query, and of the row of the batch
     length: bool = False  # whether a tensor says how many keys there are (a static cache)
+    shifted: bool = False  # whether a tensor says from which key on it is causal
     positions: bool = False  # whether sums read from tensors are compared that no index says
     rest: tuple[Formula, ...] = ()  # everything else that is asked for
     empty: bool = False  # whether some query attends to nothing, or may: no proof of the contrary
@@ -48,7 +49,7 @@ class Form:
     @property
     def reads_data(self) -> bool:
         """Whether tables are asked, or a tensor's length."""
-        return bool(self.tables or self.ids or self.queries or self.length)
+        return bool(self.tables or self.ids or self.queries or self.length or self.shifted)
 
     @property
     def is_packed(self) -> bool:
@@ -63,7 +64,10 @@ class Form:
     @property
     def is_sayable(self) -> bool:
         """Whether bounds, one table of keys and one equality of ids say it all."""
-        return not (self.positions or self.rest) and len(self.ids) + bool(self.queries) <= 1
+        return (
+            not (self.positions or self.shifted or self.rest)
+            and len(self.ids) + bool(self.queries) <= 1
+        )
 
     @property
     def conditions(self) -> list[str]:
@@ -75,6 +79,7 @@ class Form:
             (self.window is not None, "a sliding window"),
             (self.padding, "padding"),
             (self.length, "the filled length of a cache"),
+            (self.shifted, "causal from a position that a tensor holds"),
             (self.is_packed, "positions or packed sequences"),
             (bool(self.rest), "something this pass does not read"),
         ]
@@ -105,6 +110,8 @@ def _with_part(form: Form, part: Formula, rank: int) -> Form:
             return _least(form, "window", constant + 1, part)
         if terms == {key: -1}:
             return _least(form, "keys", constant + 1, part)
+        if _is_shifted(part, query, key):
+            return replace(form, shifted=True)
         if _is_length(part) and terms.get(key) == -1:
             form = replace(form, length=True)
     touched = algebra.axes_in(part)
@@ -131,6 +138,16 @@ def _is_length(part: Formula) -> bool:
     if len(reads) != 1 or len(terms) == 1:
         return False
     return not any(terms.get(own, 0) < 0 for own in algebra.axes_in(reads[0]))
+
+
+def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
+    """Return whether keys count up to a number that is read, plus the query's index or at it."""
+    terms = dict(part.sum.terms)
+    reads = [term for term in terms if isinstance(term, Read)]
+    if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
+        return False
+    touched = algebra.axes_in(reads[0])
+    return key not in touched and (terms == {query: 1} or (not terms and query in touched))
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:

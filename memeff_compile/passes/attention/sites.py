@@ -4,13 +4,15 @@
     scores = tanh(scores / softcap) * softcap [+ mask]
     out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
 
-A chain is taken whole: nothing else may use what stands between its two products.
+A product is read however it is written (:mod:`..graph.products`), with batch and heads as two axes
+or folded into one. In-place writes to the scores are steps of the chain. A chain is taken whole:
+nothing else may use what stands between its two products.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,9 +21,11 @@ from torch.fx import Node
 
 from ... import compat
 from ..graph.base import Decline, mutated
-from ..graph.canonical import Call, aten, call_of, named, read_one
-from ..graph.graph_info import GraphInfo, node_name, same_shape
+from ..graph.canonical import Call, aten, call_of, named, read_one, read_write
+from ..graph.graph_info import GraphInfo, kind_among, node_name, same_shape, written_by
+from ..graph.products import Product, product_of
 from .mask_algebra import MASKED
+from .operands import BATCH, FOLDED, HEADS, SCORES, Given, Operand, Step, folds, permutation, placed
 
 MAX_STEPS = 10
 
@@ -31,9 +35,9 @@ class Site:
     """One attention: what goes in, how it is masked and scaled, and the nodes that spell it."""
 
     node: Node  # the node that has the result
-    query: Node
-    key: Node
-    value: Node
+    query: Operand
+    key: Operand
+    value: Operand
     mask: Node | None = None
     takes_away: bool = False  # whether it is true where a key is taken away, as in ``masked_fill``
     # what takes the place of masked scores; None where the mask is added or a call's own
@@ -43,20 +47,33 @@ class Site:
     causal: bool = False
     scale: Any = None
     grouped: bool = False
-    between: list[Node] = field(default_factory=list)  # operands and result; empty for a call
+    # whether the mask is of scores whose batch and heads are one axis
+    mask_is_folded: bool = False
+    # what gives a call's result the axes of the chain's
+    result_steps: tuple[Step, ...] = ()
+    product: Node | None = None  # the chain's first product; None for a call
+    unread: Node | None = None  # what baddbmm was given and does not add to the product
+    between: list[Node] = field(default_factory=list)  # all that a chain is; empty for a call
     # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
     # scale, the softcap and the dropout of a config are symbols
     numbers: list[Node] = field(default_factory=list)
 
     @property
-    def operands(self) -> tuple[Node, Node, Node]:
+    def operands(self) -> tuple[Operand, Operand, Operand]:
         """Query, key and value."""
         return self.query, self.key, self.value
 
     @property
     def inputs(self) -> list[Node]:
-        """The operands, and the mask where there is one."""
-        return [*self.operands, *_nodes(self.mask)]
+        """The operands' nodes, and the mask where there is one."""
+        return [*(operand.node for operand in self.operands), *_nodes(self.mask)]
+
+    @property
+    def chain(self) -> str:
+        """The names of the chain's calls."""
+        assert self.product is not None
+        capped = "tanh, " if self.softcap else ""
+        return f"{node_name(self.product)}, {capped}softmax, {node_name(self.node)}"
 
 
 def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
@@ -67,7 +84,7 @@ def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
         found: Site | Decline | None = None
         if node_name(node) == "scaled_dot_product_attention":
             found = _single_call(info, node)
-        elif node_name(node) in ("softmax", "_softmax"):
+        elif node_name(node) in ("softmax", "_softmax", "special_softmax"):
             found = _chain(info, node)
         if found is not None:
             yield found
@@ -84,9 +101,9 @@ def _single_call(info: GraphInfo, node: Node) -> Site | Decline | None:
     scale = compat.known_number(given["scale"])
     return Site(
         node,
-        given["query"],
-        given["key"],
-        given["value"],
+        Operand(given["query"]),
+        Operand(given["key"]),
+        Operand(given["value"]),
         given["attn_mask"],
         causal=given["is_causal"],
         scale=given["scale"] if scale is None else scale,
@@ -106,27 +123,63 @@ def dropout_active(node: Node | None, hint: str = "") -> Decline:
 
 
 @dataclass
+class _Walk:
+    """The way from a softmax to a product: its steps, and how the axes of the scores lie there."""
+
+    info: GraphInfo
+    axes: str
+    steps: list[Node] = field(default_factory=list)
+    numbers: list[Node] = field(default_factory=list)
+    # batch and heads where a view splits or joins them
+    apart: list[Sequence[Any]] = field(default_factory=list)
+
+    def moves(self, step: Node, call: Call | None, *, is_backward: bool) -> bool:
+        """Note what a view does to the axes; return False where it does something else to them."""
+        if call is None or call.op.overloadpacket not in _VIEWS:
+            return False
+        order = permutation(step, len(self.axes))
+        if order is not None:
+            if is_backward:
+                order = [order.index(place) for place in range(len(order))]
+            self.axes = "".join(self.axes[place] for place in order)
+            return True
+        before, after = map(self.info.tensor, (call.args["self"], step))
+        wide = before if folds(before, after) else after if folds(after, before) else None
+        if wide is None:
+            return False
+        pair, one = BATCH + HEADS, FOLDED
+        is_wide = (wide is after) == is_backward  # whether they are apart on this side of the view
+        if not self.axes.startswith(pair if is_wide else one):
+            return False
+        self.axes = self.axes.replace(*((pair, one) if is_wide else (one, pair)))
+        self.apart.append(wide.shape[:2])
+        return True
+
+
+_VIEWS = named("transpose permute view reshape flatten unflatten")
+
+
+@dataclass
 class _Weights:
     """What becomes of the softmax: the product with the values."""
 
-    product: Node
-    value: Node
-    steps: list[Node]
-    numbers: list[Node]
+    node: Node
+    value: Given
+    axes: str  # of the product
+    walk: _Walk
 
 
 @dataclass
 class _Scores:
     """What the softmax is of: the product of queries and keys, scaled and masked."""
 
-    product: Node
-    query: Node
-    key: Node
-    scale: float
-    softcap: float
+    node: Node
+    query: Given
+    key: Given
+    factors: _Factors
     masking: _Masking
-    steps: list[Node]
-    numbers: list[Node]
+    unread: Node | None
+    walk: _Walk
 
 
 class _Masking(NamedTuple):
@@ -136,86 +189,145 @@ class _Masking(NamedTuple):
     takes_away: bool = False
     fill: float | None = None
     dtype: torch.dtype | None = None
+    is_folded: bool = False  # whether the scores have batch and heads in one axis there
 
 
 def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
     call, tensor = read_one(softmax), info.tensor(softmax)
-    if call is None or call.op is not aten.softmax.int or tensor is None or tensor.dim() != 4:
+    if call is None or call.op is not aten.softmax.int or tensor is None:
         return None
-    if call.args["dim"] not in (-1, 3):
+    if tensor.dim() not in SCORES:
         return None
-    weights = _follow_weights(softmax)
+    axes, last = SCORES[tensor.dim()].replace("k", ""), call.args["dim"] % tensor.dim()
+    axes = f"{axes[:last]}k{axes[last:]}"
+    weights = _follow_weights(softmax, _Walk(info, axes))
     if weights is None:
         return None
-    scores = _follow_scores(info, call.args["self"], call.args["dtype"])
+    scores = _follow_scores(softmax, call.args["self"], _Walk(info, axes), call.args["dtype"])
     if scores is None:
         return None
     if isinstance(scores, Decline):
         return _at(scores, softmax)
     if isinstance(weights, Decline):
         return _at(weights, softmax)
-    for step in weights.steps:
+    for step in weights.walk.steps:
         if node_name(step) in ("getitem", "slice", "narrow"):
             return _at(_unknown_step(step), softmax)
-    key = _untransposed(scores.key)
-    if key is None or not _shapes_agree(info, scores.query, key, weights.value):
-        return None
+    sizes = dict(zip(axes, tensor.shape, strict=True))
+    return _site(info, softmax, sizes, scores, weights)
+
+
+def _site(
+    info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
+) -> Site | Decline:
+    """Return the site of a chain, or why it cannot be one."""
+    given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
+    kind = kind_among(each.node for each in given)
+    if kind:
+        return subclass(kind, weights.node)
+    apart = [shape for walk in walks for shape in walk.apart]
+    if apart:
+        if not all(same_shape(shape, apart[0]) for shape in apart):
+            return axes_order(softmax, "batch and heads are split in two ways")
+        sizes |= dict(zip((BATCH, HEADS), apart[0], strict=True))
+        sizes[FOLDED] = apart[0][0] * apart[0][1]
+    masking, (scale, softcap) = scores.masking, scores.factors.result()
+    fits_both = not masking.is_folded or _is_for_all(info, masking.mask)
+    if apart and not fits_both:
+        return axes_order(softmax, "the mask is added to scores with batch and heads in one axis")
+    found = placed(info, given, weights.axes, sizes, may_split=fits_both)
+    if found is None:
+        return axes_order(softmax, "the sizes of queries, keys and values do not go together")
+    query, key, value = found.operands
     site = Site(
-        weights.product,
-        scores.query,
+        weights.node,
+        query.then(aten.neg.default) if scores.factors.is_negative else query,
         key,
-        weights.value,
-        *scores.masking,
-        scores.softcap,
-        scale=scores.scale,
-        between=[scores.key, scores.product, *scores.steps, softmax, *weights.steps],
-        numbers=[*scores.numbers, *weights.numbers],
+        value,
+        *masking[:4],
+        softcap,
+        scale=scale,
+        mask_is_folded=masking.is_folded and found.has_one_head,
+        result_steps=found.result_steps,
+        product=scores.node,
+        unread=scores.unread,
+        between=[*found.moved, scores.node, softmax, *(n for walk in walks for n in walk.steps)],
+        numbers=[number for walk in walks for number in walk.numbers],
     )
-    return _reason_against(info, site, scores) or site
+    return _reason_against(info, site) or site
+
+
+def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
+    """Return whether a mask is one for the whole batch, so that it fits with one more axis, too."""
+    shape = () if mask is None else info.value(mask).shape
+    return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 
 
 def _at(decline: Decline, softmax: Node) -> Decline:
     return replace(decline, node=decline.node or softmax)
 
 
-def _product(node: Any) -> tuple[Node, Node] | None:
-    if (call := call_of(node, aten.matmul.default)) is None:
-        return None
-    left, right = call.args["self"], call.args["other"]
-    return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
+def axes_order(node: Node, seen: str) -> Decline:
+    """Return the answer where the axes of scores are none that this pass reads."""
+    said = f"{seen}; this pass reads (batch, heads, queries, keys) and (batch, queries, keys)"
+    return Decline("axes_order", said, "let the last two axes of the scores be queries, keys", node)
 
 
 _PASSES_ON = named("to dropout contiguous clone alias slice")
 
 
-def _follow_weights(softmax: Node) -> _Weights | Decline | None:
-    current, steps, others = softmax, list[Node](), list[Node]()
+def _follow_weights(softmax: Node, walk: _Walk) -> _Weights | Decline | None:
+    current, others, rates = softmax, list[Node](), dict[Node, Any]()
+    unknown: Node | None = None
     for _ in range(MAX_STEPS):
-        forward = [user for user in current.users if _passes_on(user, current)]
-        multiplied = ((user, _multiplied(user, current)) for user in current.users)
-        products = [(user, value) for user, value in multiplied if value is not None]
-        onward = next(iter([*(user for user, _ in products), *forward]), None)
+        read = ((user, _weighted(user, current, walk.axes)) for user in current.users)
+        products = [(user, found) for user, found in read if found is not None]
+        forward = [user for user in current.users if _passes_on(user, current, walk)]
+        strange = [] if products or forward else _alike(walk.info, current)
+        onward = next(iter([*(user for user, _ in products), *forward, *strange]), None)
         if onward is None:
             return None
         others += [user for user in current.users if user is not onward]
         if products and others:
             return weights_used(others[0], "do not ask for attention weights (output_attentions)")
         if products:
-            rates = {step: rate for step in steps if (rate := _dropout(step)) is not None}
+            found = products[0][1]
             active = (step for step, rate in rates.items() if compat.known_number(rate) != 0)
             step = next(active, None)
-            weights = _Weights(*products[0], steps, _nodes(*rates.values()))
-            return weights if step is None else dropout_active(step)
+            walk.numbers += _nodes(*rates.values())
+            if unknown is not None:
+                return _unknown_step(unknown)
+            if isinstance(found, Decline):
+                return found
+            return _Weights(onward, *found, walk) if step is None else dropout_active(step)
+        unknown = unknown or next(iter(strange), None)
+        walk.moves(onward, read_one(onward), is_backward=False)
+        if (rate := _dropout(onward)) is not None:
+            rates[onward] = rate
         current = onward
-        steps.append(current)
+        walk.steps.append(current)
     return None
 
 
-def _passes_on(node: Node, weights: Node) -> bool:
+def _passes_on(node: Node, weights: Node, walk: _Walk) -> bool:
     call = read_one(node)
-    if call is None or call.op.overloadpacket not in _PASSES_ON or not _is_floating(node):
+    if call is None or not _is_floating(node):
         return False
-    return call.args.get("self", call.args.get("input")) is weights
+    if call.args.get("self", call.args.get("input")) is not weights:
+        return False
+    if call.op.overloadpacket in _VIEWS:
+        return replace(walk, apart=[]).moves(node, call, is_backward=False)
+    return call.op.overloadpacket in _PASSES_ON
+
+
+def _alike(info: GraphInfo, node: Node) -> list[Node]:
+    """Return users with results of the same last two sizes: steps of which nothing is known."""
+    return [user for user in node.users if _is_floating(user) and _same_pairs(info, node, user)]
+
+
+def _same_pairs(info: GraphInfo, node: Node, other: Node) -> bool:
+    shapes = [info.value(each).shape[-2:] for each in (node, other)]
+    return len(shapes[0]) == 2 and same_shape(*shapes)
 
 
 def _is_floating(node: Node) -> bool:
@@ -223,10 +335,29 @@ def _is_floating(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
-def _multiplied(node: Node, weights: Node) -> Node | None:
-    """Return what the weights are multiplied with in this node, or None."""
-    left, right = _product(node) or (None, None)
-    return right if left is weights and right is not weights else None
+def _weighted(node: Node, weights: Node, axes: str) -> tuple[Given, str] | Decline | None:
+    """Return the values that weights are multiplied with in this node, and the result's axes."""
+    product = product_of(node)
+    if product is None or [product.left.node, product.right.node].count(weights) != 1:
+        return None
+    mine, other = product.left, product.right
+    if mine.node is not weights:
+        mine, other = other, mine
+    name = dict(zip(mine.letters, axes, strict=True))
+    if name.get(product.summed) != "k":
+        return None
+    adds = product.added is not None and compat.known_number(product.beta) != 0
+    if adds or compat.known_number(product.alpha) != 1:
+        return None
+    new = [letter for letter in other.letters if letter not in name]
+    if len(new) != 1 or set(product.letters) != {*mine.letters, *new} - {product.summed}:
+        return None
+    name[new[0]] = "e"
+    values = "".join(name[letter] for letter in other.letters)
+    if "q" in values:
+        seen = f"`{node_name(node)}` multiplies each query by values of its own"
+        return axes_order(node, seen)
+    return Given(other.node, values, "bhke"), "".join(name[letter] for letter in product.letters)
 
 
 def _dropout(node: Node) -> Any:
@@ -239,69 +370,157 @@ def _dropout(node: Node) -> Any:
 
 def weights_used(user: Node, hint: str) -> Decline:
     """Return the answer where something else than the product with the values reads weights."""
+    if written_by(user):
+        return _unknown_step(user)
     said = f"the attention weights are also used by `{node_name(user)}`, so they have to be there"
     return Decline(f"weights_used({node_name(user)})", said, hint)
 
 
 def _follow_scores(
-    info: GraphInfo, scores: Any, dtype: torch.dtype | None
+    softmax: Node, scores: Any, walk: _Walk, dtype: torch.dtype | None
 ) -> _Scores | Decline | None:
     """Read what a softmax, which may compute in another dtype, is of."""
-    if not _leads_to_product(scores):
+    info = walk.info
+    if not _leads_to_product(info, scores):
         return None
-    current, steps, numbers = scores, list[Node](), list[Node]()
-    masking, factors = _Masking(), _Factors()
-    casts = [] if dtype is None else [dtype]
+    current, reader = scores, softmax
+    read = _Read([] if dtype is None else [dtype])
     for _ in range(MAX_STEPS):
-        extra = list(current.users)[1:]
-        if extra:
-            name = node_name(extra[0])
-            said = f"the attention scores are also used by `{name}`, so they have to be there"
-            return Decline(f"scores_used({name})", said)
-        operands = _product(current)
-        if operands is not None:
-            scale, softcap = factors.result()
-            return _Scores(current, *operands, scale, softcap, masking, steps, numbers)
-        steps.append(current)
-        call = read_one(current)
-        assert call is not None  # it leads to a product
+        writes = _writes_before(info, current, reader)
+        if isinstance(writes, Decline):
+            return writes
+        for write in writes:
+            walk.steps.append(write)
+            call = read_write(write)
+            assert call is not None  # as `_writes_before` has seen
+            problem = read.step(walk, write, call)
+            if problem is not None:
+                return problem
+        product = product_of(current)
+        if product is not None:
+            return read.product(walk, current, product)
+        walk.steps.append(current)
+        step = read_write(current) or read_one(current)
+        if step is None:
+            return _unknown_step(current)
+        if not walk.moves(current, step, is_backward=True):
+            problem = read.step(walk, current, step)
+            if problem is not None:
+                return problem
+        current, reader = _scores_operand(info, step), current
+    return None
+
+
+def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
+    """Return the in-place writes to scores before their reader, last first; or what else uses
+    them than these and the reader.
+    """
+    others = [user for user in scores.users if user is not reader]
+    for user in others:
+        call = read_write(user)
+        is_step = call is not None and list(call.args.values()).count(scores) == 1
+        is_before = info.positions[user] < info.positions[reader]
+        if is_step and is_before and call.args["self"] is scores and not user.users:  # type: ignore[union-attr]
+            continue
+        if written_by(user) and is_before and not user.users:
+            return _unknown_step(user)
+        name = node_name(user)
+        said = f"the attention scores are also used by `{name}`, so they have to be there"
+        return Decline(f"scores_used({name})", said)
+    return sorted(others, key=info.positions.__getitem__, reverse=True)
+
+
+@dataclass
+class _Read:
+    """What is known of scores so far, read backwards from the softmax."""
+
+    casts: list[torch.dtype]
+    masking: _Masking = field(default_factory=lambda: _Masking())
+    factors: _Factors = field(default_factory=lambda: _Factors())
+
+    def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
+        """Read one step; return why it cannot be read."""
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
-            factor = compat.known_number(given["other"])
-            if factor is None or not factor > 0:
-                what = f"`{node_name(current)}` scales the scores by something else than a "
-                hint = "scale by a Python number"
-                return Decline("scale_not_constant", f"{what}positive number", hint)
-            numbers += _nodes(given["other"])
-            factors.add(factor, is_division=op is aten.div)
-        elif op is aten.tanh:
-            if factors.cap is not None:
-                return _unknown_step(current)
-            factors = _Factors(cap=factors.product())
-        elif op in (aten.add, aten.masked_fill, aten.where):
-            found = _masking(info, call, current)
-            if found is None or masking.mask is not None or factors != _Factors():
-                return _unknown_step(current)
-            masking = _seen_through(found, casts)
-        elif op is not aten.to or not _is_floating(current):
-            return _unknown_step(current)
-        elif masking.mask is None:
-            casts.append(compat.example_value(current).dtype)
-        current = _scores_operand(call)
-    return None
+            return self._scaled(walk, node, given["other"], is_division=op is aten.div)
+        if op is aten.tanh and self.factors.cap is None:
+            self.factors = _Factors(self.factors.product(), is_negative=self.factors.is_negative)
+            return None
+        if op in (aten.add, aten.masked_fill, aten.where):
+            return self._masked(walk, node, _masking(walk.info, call, node))
+        if op not in (aten.to, aten.contiguous, aten.clone, aten.alias) or not _is_floating(node):
+            return _unknown_step(node)
+        if self.masking.mask is None:
+            self.casts.append(compat.example_value(node).dtype)
+        return None
+
+    def _scaled(self, walk: _Walk, node: Node, by: Any, *, is_division: bool) -> Decline | None:
+        factor = compat.known_number(by)
+        if not factor or not math.isfinite(factor):
+            what = "zero" if factor == 0 else "something else than a number"
+            said = f"`{node_name(node)}` scales the scores by {what}"
+            return Decline("scale_not_constant", said, "scale the queries instead")
+        walk.numbers += _nodes(by)
+        self.factors.add(factor, is_division=is_division)
+        return None
+
+    def _masked(self, walk: _Walk, node: Node, masking: _Masking | None) -> Decline | None:
+        if masking is None or self.masking.mask is not None or self.factors != _Factors():
+            return _unknown_step(node)
+        if walk.axes not in SCORES.values():
+            return axes_order(node, f"`{node_name(node)}` masks scores whose axes are transposed")
+        masking = masking._replace(is_folded=walk.axes == SCORES[3])
+        self.masking = _seen_through(masking, self.casts)
+        return None
+
+    def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
+        """Read the product that the scores begin with."""
+        beta = compat.known_number(product.beta)
+        if product.added is not None and beta != 0:
+            if beta != 1:
+                return _unknown_step(node)
+            if not _is_zero(product.added):
+                mask = product.added if _is_number(walk.info, product.added) else None
+                dtype = compat.example_value(node).dtype
+                masking = None if mask is None else _Masking(mask, dtype=dtype)
+                problem = self._masked(walk, node, masking)
+                if problem is not None:
+                    return problem
+        walk.numbers += _nodes(product.beta)
+        if product.alpha != 1:
+            problem = self._scaled(walk, node, product.alpha, is_division=False)
+            if problem is not None:
+                return problem
+        name = dict(zip(product.letters, walk.axes, strict=True)) | {product.summed: "d"}
+        sides = [
+            (factor.node, "".join(name[letter] for letter in factor.letters))
+            for factor in (product.left, product.right)
+        ]
+        sides.sort(key=lambda side: "k" in side[1])
+        (query, of_query), (key, of_key) = sides
+        if "k" in of_query or "k" not in of_key or "q" in of_key or "q" not in of_query:
+            return axes_order(node, f"`{node_name(node)}` is no product of queries and keys")
+        given = Given(query, of_query, "bhqd"), Given(key, of_key, "bhkd")
+        unread = None if product.added is self.masking.mask else product.added
+        return _Scores(node, *given, self.factors, self.masking, unread, walk)
 
 
 @dataclass
 class _Factors:
-    """The numbers between a product and its mask, read backwards: cap, tanh, and the scale."""
+    """The numbers between a product and its mask, read backwards: cap, tanh, and the scale.
 
+    They are noted without their signs, which tanh passes on.
+    """
+
+    cap: float | None = None
     multiplied: list[float] = field(default_factory=list)
     divided: list[float] = field(default_factory=list)
-    cap: float | None = None
+    is_negative: bool = False
 
     def add(self, factor: float, *, is_division: bool) -> None:
         """Note one more factor."""
-        (self.divided if is_division else self.multiplied).append(float(factor))
+        (self.divided if is_division else self.multiplied).append(abs(float(factor)))
+        self.is_negative ^= factor < 0
 
     def result(self) -> tuple[float, float]:
         """Return the scale of the products and the softcap, 0 for none."""
@@ -317,44 +536,73 @@ class _Factors:
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
-def _leads_to_product(node: Any) -> bool:
-    for _ in range(MAX_STEPS):
-        if _product(node) is not None:
+def _leads_to_product(info: GraphInfo, node: Any) -> bool:
+    """Return whether a product is on the way back, over steps that may be those of scores."""
+    seen: set[Node] = set()
+    stack = [(node, 0)]
+    while stack:
+        current, steps = stack.pop()
+        if not isinstance(current, Node) or current in seen or not _is_floating(current):
+            continue
+        seen.add(current)
+        if product_of(current) is not None:
             return True
-        call = read_one(node)
-        if call is None or call.op.overloadpacket not in _STEPS:
-            return False
-        node = _scores_operand(call)
+        call = read_write(current) or read_one(current)
+        is_step = call is not None and call.op.overloadpacket in (*_STEPS, *_VIEWS)
+        if steps < MAX_STEPS:
+            before = [each for each in current.all_input_nodes if _is_floating(each)]
+            near = before if is_step else [n for n in before if _same_pairs(info, n, current)]
+            stack += [(each, steps + 1) for each in reversed(near)]
     return False
 
 
 _STEPS = named("to mul div add tanh masked_fill where cat sub")
 
 
-def _scores_operand(call: Call) -> Any:
+def _scores_operand(info: GraphInfo, call: Call) -> Any:
     """Return the operand of a step that the scores come from."""
-    given = call.args
-    if call.op.overloadpacket is aten.cat:
+    given, op = call.args, call.op.overloadpacket
+    if op is aten.cat:
         return given["tensors"][0]
-    if call.op.overloadpacket is aten.add and not _leads_to_product(given["self"]):
+    if op in (aten.add, aten.where) and not _leads_to_product(info, given["self"]):
         return given["other"]
     return given["self"]
 
 
 def _masking(info: GraphInfo, call: Call, step: Node) -> _Masking | None:
     given, op = call.args, call.op.overloadpacket
-    dtype = compat.example_value(step).dtype
+    scores = _scores_operand(info, call)
+    dtype = info.value(step if _is_floating(step) else scores).dtype
+    is_first = scores is given["self"]
     if op is aten.add:
-        mask = given["other"] if _scores_operand(call) is given["self"] else given["self"]
-        tensor = info.tensor(mask)
-        is_number = tensor is not None and tensor.dtype.is_floating_point
-        return _Masking(mask, dtype=dtype) if is_number and given["alpha"] == 1 else None
+        mask = given["other" if is_first else "self"]
+        is_mask = _is_number(info, mask) and given["alpha"] == 1
+        return _Masking(mask, dtype=dtype) if is_mask else None
     mask = given["mask" if op is aten.masked_fill else "condition"]
-    fill = given["value" if op is aten.masked_fill else "other"]
-    if not isinstance(fill, (int, float)) or not fill <= MASKED:
+    fill = _number(given["value" if op is aten.masked_fill else "other" if is_first else "self"])
+    if fill is None or not fill <= MASKED:
         return None
     number = float(fill) if fill >= torch.finfo(dtype).min else -math.inf
-    return _Masking(mask, op is aten.masked_fill, number, dtype)
+    return _Masking(mask, op is aten.masked_fill or not is_first, number, dtype)
+
+
+def _is_number(info: GraphInfo, node: Any) -> bool:
+    tensor = info.tensor(node)
+    return tensor is not None and tensor.dtype.is_floating_point
+
+
+def _number(given: Any) -> float | None:
+    """Return a number, or that of a tensor without axes."""
+    call = call_of(given, aten.full.default)
+    if call is not None and not call.args["size"]:
+        given = call.args["fill_value"]
+    return given if isinstance(given, (int, float)) else None
+
+
+def _is_zero(node: Node) -> bool:
+    """Return whether a tensor is full of zeros, as one that is handed to baddbmm may be."""
+    call = read_one(node)
+    return call is not None and call.op.overloadpacket in named("zeros new_zeros zeros_like")
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
@@ -373,17 +621,6 @@ def _unknown_step(node: Node) -> Decline:
     return Decline(f"unknown_step({name})", said)
 
 
-def _untransposed(node: Node) -> Node | None:
-    """Return the keys behind ``keys.transpose(-1, -2)``."""
-    if (call := call_of(node, aten.transpose.int, aten.permute.default)) is None:
-        return None
-    if call.op is aten.transpose.int:
-        is_last_two = {call.args["dim0"] % 4, call.args["dim1"] % 4} == {2, 3}
-    else:
-        is_last_two = [dim % 4 for dim in call.args["dims"]] == [0, 1, 3, 2]
-    return call.args["self"] if is_last_two else None
-
-
 def subclass(kind: str, node: Node | None = None) -> Decline:
     """Return the answer where an operand is a subclass of tensors."""
     what = f"an operand of the attention is a {kind}, which this pass does not look into"
@@ -396,21 +633,15 @@ def have_one_size(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     return len(q) == len(k) == 4 and same_shape((*k, q[0], q[3]), (*v, k[0], k[3]))
 
 
-def _shapes_agree(info: GraphInfo, query: Node, key: Node, value: Node) -> bool:
-    tensors = [info.tensor(node) for node in (query, key, value)]
-    q, k, v = (() if tensor is None else tuple(tensor.shape) for tensor in tensors)
-    is_four = len(q) == len(k) == len(v) == 4
-    return is_four and same_shape((*q[:2], q[3], *k[:3]), (*k[:2], k[3], *v[:3]))
-
-
-def _reason_against(info: GraphInfo, site: Site, scores: _Scores) -> Decline | None:
-    product, result = info.value(scores.product), info.value(site.node)
+def _reason_against(info: GraphInfo, site: Site) -> Decline | None:
+    assert site.product is not None
+    product, result = info.value(site.product), info.value(site.node)
     if product.dtype != result.dtype or not result.dtype.is_floating_point:
         said = f"the first product is in {product.dtype} and the second in {result.dtype}"
         return Decline("dtype_changes", said, node=site.node)
-    if info.regions[scores.product] != info.regions[site.node]:
+    if info.regions[site.product] != info.regions[site.node]:
         said = "gradients or autocast are switched between the two products"
         return Decline("region_mismatch", said, node=site.node)
-    write = info.written_between(site.inputs, scores.product, site.node)
+    write = info.written_between(site.inputs, site.product, site.node)
     what = "queries, keys, values or mask"
     return None if write is None else mutated(write, what, site.node)

@@ -81,7 +81,7 @@ def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
     """Return the table of keys and those of ids; None where one cannot be written."""
-    query, key = info.value(site.query), info.value(site.key)
+    query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
     def table(content: Formula | Linear, along: int, dtype: torch.dtype) -> Table | None:
@@ -152,7 +152,7 @@ def _unknown_rows(why: str) -> Decline:
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
     """Return why the op would not serve a site or not be fast there, or an empty string."""
-    query, key, value = map(info.value, site.operands)
+    query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"
     if info.has_checkpoint_policy:
@@ -193,7 +193,7 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
     mask = info.value(site.mask)
     if mask.requires_grad:
         return "the mask needs a gradient, which memeff::attention does not give"
-    if mask.device != info.value(site.query).device:
+    if mask.device != site.query.value.device:
         return "the mask is on another device"
     if any(level.may_be_written(node) for level, node in _levels_of(info, site.mask)):
         return "something may write to the mask"
@@ -303,7 +303,7 @@ def _with_four_axes(editor: Editor, node: Node) -> Node:
 
 def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
     """Say that a mask is read when the kernel runs."""
-    query, result = info.value(site.query), info.value(site.node)
+    query, result = site.query.value, info.value(site.node)
     engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
     return (
         f"{shown} is read when the kernel runs -> memeff::attention, engine {engine}; empty tiles "
@@ -313,14 +313,13 @@ def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
     """Say what was recovered, from what, and which tensors are not built."""
-    query, key, result = (info.value(n) for n in (site.query, site.key, site.node))
+    query, key, result = site.query.value, site.key.value, info.value(site.node)
     ids = said.ids[0] if said.ids else None
     told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]
     engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
     conditions = " and ".join(form.conditions)
-    chain = "matmul, tanh, softmax, matmul" if said.softcap else "matmul, softmax, matmul"
     masked = f"{shown} is {conditions}" if shown and conditions else ""
-    heads = filter(None, [chain if site.between else "", masked])
+    heads = filter(None, [site.chain if site.between else "", masked])
     given = f" ({', '.join(filter(None, told))})" if any(told) else ""
     gets = "zeros" if said.empty_rows == "zeros" else "the mean of all values"
     parts = [
@@ -335,7 +334,7 @@ def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tens
     b, h, m, n = symbols = sympy.symbols("B H M N", integer=True, positive=True)
     sizes = [compat.size_hint(size) for size in (*query.shape[:3], key.shape[2])]
     if site.between:
-        dtype = info.tensor(site.between[1]).dtype  # type: ignore[union-attr]
+        dtype = info.value(site.product).dtype
         formula, what = op_folder.bytes_before(b, h, m, n, dtype=dtype), "scores"
     else:
         mask = info.tensor(site.mask)
@@ -345,6 +344,14 @@ def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tens
     verb = "are" if site.between else "is"
     number = int(formula.subs(dict(zip(symbols, sizes, strict=True))))
     return f"the {what}, {formula} bytes ({format_bytes(number)}), {verb} not built"
+
+
+def name_of(info: GraphInfo, node: Node) -> str:
+    """Return the name of the input that a node is a view of, or "" where it is of none."""
+    source = _input_behind(info, node)
+    level = next((each for each in info.outward() if source in each.positions), info)
+    root = None if source is None else level.root_placeholder(source)
+    return "" if root is None else compat.readable_source(root)
 
 
 def _told(name: str, table: Table | None) -> str:

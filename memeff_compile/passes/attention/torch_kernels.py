@@ -31,7 +31,8 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
     expanded ones or better. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
     to 256 in steps of 8; the memory-efficient kernel does not, and what is left is slow.
     """
-    query, key, value, result = map(info.value, (*site.operands, site.node))
+    query, key, value = (operand.value for operand in site.operands)
+    result = info.value(site.node)
     device = where_it_runs(query.device).type
     if device == "cpu":
         return ""
@@ -56,8 +57,8 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
     """Return why a chain would not become one kernel, or an empty string."""
-    query, value, result = map(info.value, (site.query, site.value, site.node))
-    return why_no_kernel(info, result, query.shape[-1], value.shape[-1])
+    sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
+    return why_no_kernel(info, info.value(site.node), *sizes)
 
 
 def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: Any) -> str:
@@ -107,9 +108,16 @@ def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
         return new
     if before.is_contiguous():
         return editor.call(aten.contiguous.default, new)
-    copied = editor.call(aten.contiguous.default, editor.call(aten.transpose.int, new, 1, 2))
-    copied = editor.call(aten.transpose.int, copied, 1, 2)
-    if not same_shape(before.stride(), compat.example_value(copied).stride()):
+    # The axes from the widest stride to the narrowest: copied in this order, a result lies so.
+    order = sorted(range(before.dim()), key=lambda place: -compat.size_hint(before.stride(place)))
+    copied = editor.call(aten.contiguous.default, editor.call(aten.permute.default, new, order))
+    back = [order.index(place) for place in range(len(order))]
+    copied = editor.call(aten.permute.default, copied, back)
+    # Along an axis of one a stride says nothing.
+    strides = zip(before.stride(), compat.example_value(copied).stride(), strict=True)
+    wide = [not compat.statically_true(size == 1) for size in before.shape]
+    pairs = [pair for pair, counts in zip(strides, wide, strict=True) if counts]
+    if not all(same_shape([ours], [theirs]) for ours, theirs in pairs):
         raise EditRefused(f"{old.name} would change its layout")
     return copied
 

@@ -120,6 +120,10 @@ class GraphPass(ABC):
         """Return the nodes the rewrite leaves without users."""
         return self.places(match)
 
+    def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
+        """Return what a reader of the report should know besides, as codes and sentences."""
+        return ()
+
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:
         """Return whether what the rewrite of ``match`` inserts waits for other processes, so that
         an error in it has to end the run: a process that went on without it would be waited for.

@@ -77,6 +77,33 @@ def read_one(node: Any) -> Call | None:
     return reading[0] if reading is not None and len(reading) == 1 else None
 
 
+def read_write(node: Node) -> Call | None:
+    """Read an in-place write as the call whose result it writes into its first argument: ``x /= 2``
+    as ``div(x, 2)``, ``x[mask] = 0.0`` as ``masked_fill(x, mask, 0.0)``; None for any other node.
+    """
+    try:
+        if node.target is operator.setitem or node.target == "__setitem__":
+            return _written_where_true(*node.args)
+        named = node.target if isinstance(node.target, str) else _IN_PLACE.get(node.target)
+        if named is None or named.removesuffix("_") not in _WRITES or not named.endswith("_"):
+            return None
+        packet = getattr(aten, named.removesuffix("_"))
+        return _bind_packet(packet, node.args, dict(node.kwargs))
+    except _CannotBind:
+        return None
+
+
+def _written_where_true(target: Any, index: Any, value: Any) -> Call:
+    """Read ``x[mask] = value`` where the mask goes along all axes, or the last ones after ``:``."""
+    *leading, mask = index if isinstance(index, tuple) else (index,)
+    _require(_is_tensor(target) and _is_tensor(mask))
+    written, where = compat.example_value(target), compat.example_value(mask)
+    skipped = written.dim() - where.dim()
+    _require(where.dtype == torch.bool)
+    _require(leading in ([Ellipsis], [slice(None)] * skipped))
+    return _bind_packet(aten.masked_fill, (target, mask, value), {})
+
+
 def call_of(node: Any, *ops: OpOverload) -> Call | None:
     """Read ``node`` as exactly one call of one of some ops, or None."""
     call = read_one(node)
@@ -524,6 +551,16 @@ _OPERATORS = (
 )
 """Python's operators, as in `operator` and as methods, and the ATen ops of other names."""
 
+_WRITES = frozenset("masked_fill add sub mul div".split())
+"""Ops whose in-place forms passes look through."""
+
+_IN_PLACE: dict[Any, str] = {
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+}
+
 _ALIASES = {"true_divide": "div", "divide": "div", "multiply": "mul", "moveaxis": "movedim"}
 
 _FUNCTIONS: dict[Any, _Reader] = {
@@ -537,6 +574,7 @@ _FUNCTIONS: dict[Any, _Reader] = {
     F.silu: _activation(aten.silu),
     torch.log_softmax: _softmax_like(aten.log_softmax),
     torch.softmax: _softmax_like(aten.softmax),
+    torch.special.softmax: _softmax_like(aten.softmax),
     torch.einsum: _einsum,
     torch.functional.einsum: _einsum,
     getattr: _attribute,
@@ -547,11 +585,13 @@ _FUNCTIONS: dict[Any, _Reader] = {
     abs: _plain("abs"),
     torch.ones: _created("ones"),
     torch.zeros: _created("zeros"),
+    torch.empty: _created("empty"),
     torch.tensor: _scalar_tensor,
     torch.permute: _sized("permute"),
     torch.reshape: _sized("reshape", "shape"),
     torch.special.entr: _plain("special_entr"),
     torch.concat: _plain("cat"),
+    torch.linalg.matmul: _plain("matmul"),
 }
 for _name in _OPERATORS.split():
     _name, _, _other = _name.partition(":")

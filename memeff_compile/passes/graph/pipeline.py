@@ -122,6 +122,8 @@ class _Run:
         """Let one pass work on one level of the graph; an error of its costs it that one place."""
         for found in self._found(graph_pass, info):
             self._try(graph_pass, info, found)
+        if info.parent is None:
+            self.records += _said((), lambda: _notes(graph_pass, info))
 
     def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
         """Return what a pass finds; a candidate at which it fails is left out of a new search."""
@@ -253,6 +255,12 @@ def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
 
 def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
     return (gain.before, gain.after, gain.sizes) if gain else (None, None, {})
+
+
+def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
+    """Return what a pass has to say of a whole graph besides its matches."""
+    said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
+    return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 
 
 def _records(

@@ -16,7 +16,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from string import ascii_letters
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from ..graph.canonical import (
 )
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name, same_shape
+from ..graph.products import spelled_out
 from . import shards
 
 SMALLEST_VOCABULARY = 32  # fewer classes than this make logits too small to matter
@@ -326,7 +326,7 @@ class HeadReader:
         dims = [value.dim() for value in values if value is not None]
         if len(dims) != 2 or len(tensors) != 2:
             return None
-        (left, right), output = _spelled_out(equation.replace(" ", ""), dims)
+        (left, right), output = spelled_out(equation.replace(" ", ""), dims)
         for hidden, weight, h, w in ((left, right, 0, 1), (right, left, 1, 0)):
             if len(weight) != 2 or len(hidden) < 1 or len(set(hidden)) != len(hidden):
                 continue
@@ -519,25 +519,6 @@ def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
     return hidden
-
-
-def _spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
-    """Return einsum's inputs and output with letters for an ellipsis and for an implied output."""
-    inputs, arrow, output = equation.partition("->")
-    operands = inputs.split(",")
-    unused = "".join(letter for letter in ascii_letters if letter not in equation)
-    counts = [
-        dim - len(each.replace("...", "")) if "..." in each else 0
-        for each, dim in zip(operands, dims, strict=True)
-    ]
-    # Those of operands with fewer are the last ones, as in broadcasting.
-    shared = [unused[len(unused) - count :] for count in (*counts, max(counts))]
-    if not arrow:
-        once = [letter for letter in set(inputs) - {".", ","} if inputs.count(letter) == 1]
-        output = "..." + "".join(sorted(once))
-    every = zip((*operands, output), shared, strict=True)
-    *spelled, result = [each.replace("...", more) for each, more in every]
-    return spelled, result
 
 
 def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node:

@@ -14,12 +14,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from transformers import CompileConfig, DynamicCache, EncoderDecoderCache, StaticCache
 
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import bytes_after, op
 from memeff_compile.model import use_low_bit_heads_
+from memeff_compile.model.cache import kv_cache
 from memeff_compile.model.cache.kv_cache import KVCache, use_kv_cache_
 from memeff_compile.model.cache.layers import (
     CACHE_NAME,
@@ -596,6 +598,99 @@ def test_layers_that_see_a_window_stay_exact() -> None:
     expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 70)
     found = logits(model, model, cache, ids, 70)
     assert float((found - expected).norm() / expected.norm()) < 2e-3
+
+
+WINDOWS = (
+    "4 bits have no effect on this model: all of its 2 layers that keep keys and values see a "
+)
+
+
+@pytest.fixture
+def warns_again() -> Iterator[None]:
+    kv_cache._warn_once.cache_clear()
+    yield
+    kv_cache._warn_once.cache_clear()
+
+
+def make_windows() -> Any:
+    return make("Mistral", sliding_window=8)
+
+
+def generate_twice(model: Any) -> str:
+    undo = use_kv_cache_(model, 4)
+    for _ in range(2):
+        model.generate(prompt(tokens=12), max_new_tokens=2, do_sample=False)
+        KVCache(model.config, LENGTH, 4)
+    return str(undo)
+
+
+def test_few_bits_of_a_model_of_windows_warn_once(warns_again: None) -> None:
+    model = make_windows()
+    with pytest.warns(UserWarning, match=f"{WINDOWS}window of 8 tokens and stay exact") as seen:
+        assert WINDOWS in generate_twice(model)
+    assert len(seen) == 1
+
+
+def test_compile_with_few_bits_of_a_model_of_windows_warns_once(warns_again: None) -> None:
+    with pytest.warns(UserWarning, match=WINDOWS) as seen:
+        memeff_compile.compile(make_windows(), kv_cache=4, options={"memeff.inner": "eager"})
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_request_with_an_effect_does_not_warn(bits: int, warns_again: None) -> None:
+    model = make_windows() if bits == 16 else make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = KVCache(model.config, LENGTH, bits)
+        with use_kv_cache_(model, bits) as undo:
+            assert "layer" not in str(undo)
+    assert not cache.kept_exact
+
+
+def step_of(model: Any, cache: KVCache, **options: Any) -> list[Any]:
+    """Compile one step; return what the report says of the layers that stay exact."""
+    compiled = torch.compile(
+        model, backend="memeff", options={"memeff.inner": "eager", **options}, fullgraph=True
+    )
+    logits(model, compiled, cache, prompt(tokens=13), 12)
+    return [r for r in memeff_compile.last_report().records if r.code == "exact_layers"]
+
+
+def test_the_report_says_that_few_bits_have_no_effect() -> None:
+    model = make_windows()
+    (record,) = step_of(model, KVCache(model.config, LENGTH, 4))
+    assert (record.pass_name, record.action) == (NAME, "declined")
+    assert record.sentence == f"{WINDOWS}window of 8 tokens and stay exact."
+    assert "leave" in str(memeff_compile.last_report()).lower()
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="4 bits have no effect"):
+        step_of(model, KVCache(model.config, LENGTH, 4), **{"memeff.strict": NAME})
+
+
+def test_the_report_says_which_layers_stay_exact() -> None:
+    model = make(
+        "Qwen2",
+        sliding_window=8,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    cache = KVCache(model.config, LENGTH, 4, **SHORT)
+    (record,) = step_of(model, cache, **{"memeff.strict": NAME})
+    assert (record.pass_name, record.action) == (NAME, "note")
+    said = "n 4 bits: 1 layer (1); exact, with a window of 8 tokens: 1 layer (0)."
+    assert record.sentence == f"I{said}"
+    undo = use_kv_cache_(model, 4)
+    assert said.rstrip(".") in str(undo)
+    undo()
+
+
+def test_a_graph_without_the_cache_is_not_told_of_it() -> None:
+    model = make_windows()
+    cache = fill(model, KVCache(model.config, LENGTH, 4))
+    plain = DynamicCache(config=model.config)
+    assert step_of(model, plain) == []
+    assert cache.exact_tensors()
 
 
 def test_a_crop_of_a_model_with_a_window_is_refused_before_any_layer_changes() -> None:

@@ -23,6 +23,7 @@ from memeff_compile.passes.attention import mask_forms, mask_tables
 from memeff_compile.passes.attention.mask_algebra import MASKED, TRUE
 from memeff_compile.passes.attention.mask_forms import form_of
 from memeff_compile.passes.attention.mask_reader import MaskReader
+from memeff_compile.passes.attention.operands import Operand
 from memeff_compile.passes.attention.sites import Site
 from memeff_compile.passes.attention.told_to_op import Said, said_for
 from memeff_compile.passes.graph.base import Decline
@@ -61,7 +62,8 @@ def recovered(
         form = None if read is None else form_of(read.formula, shape)
         said: Said | Decline | str | None = None
         if form is not None:
-            said = said_for(info, Site(query, query, key, key, node), form, None)
+            operands = map(Operand, (query, key, key))
+            said = said_for(info, Site(query, *operands, node), form, None)
         if form is None or not isinstance(said, Said):
             found.append((node, None, True))
             continue

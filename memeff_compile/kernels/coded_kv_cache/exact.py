@@ -1,0 +1,40 @@
+"""Layers of a cache of few bits that stay exact: who has them, so that reports can say so.
+
+A compiled graph shows tensors, not what was asked of the cache they are from. Caches announce
+themselves; a pass asks whether an input of its graph is one of their exact layers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Keeper(Protocol):
+    """A cache that keeps some of its layers exact, or all of them."""
+
+    kept_exact: str
+    """What stays exact, in words."""
+    has_codes: bool
+    """Whether any layer is in codes."""
+
+    def exact_tensors(self) -> Iterable[Tensor]:
+        """Return the tensors of the layers that stay exact."""
+        ...
+
+
+_KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def announce_exact(keeper: Keeper) -> None:
+    """Let reports of graphs that read the cache say what stays exact."""
+    _KEEPERS.add(keeper)
+
+
+def keepers_of(tensors: Iterable[Any]) -> list[Keeper]:
+    """Return the caches whose exact layers are among some tensors."""
+    asked = {id(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
+    return [k for k in list(_KEEPERS) if any(id(t) in asked for t in k.exact_tensors())]

@@ -1,0 +1,96 @@
+"""Compiled graphs that can be saved: what `aot_compile` of PyTorch writes to a file, and loads.
+
+    compiled = torch.compile(model, backend="memeff", fullgraph=True)
+    compiled.forward.aot_compile(((x,), {})).save_compiled_function(path)
+
+PyTorch saves the artifact of the inner compiler. The file has next to it how the graph's outputs
+become the model's: deferred logits are made again from what the loaded graph returns.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from memeff_compile import compat
+from memeff_compile.errors import MemeffError
+from memeff_compile.logits.attach import attach, with_missing_outputs
+from memeff_compile.logits.recipe import DeferredOutput
+
+
+@dataclass(frozen=True)
+class Around:
+    """What goes around a compiled graph in every process."""
+
+    present: list[bool] | None
+    plan: Sequence[DeferredOutput]
+    clone_hidden: bool
+    unread: Sequence[int]
+
+    def put_around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a callable that returns what the model does."""
+        if self.present is not None:
+            compiled = with_missing_outputs(compiled, self.present)
+        if not self.plan:
+            return compiled
+        how = {"clone_hidden": self.clone_hidden, "unread": self.unread}
+        return attach(compiled, self.plan, **how)  # type: ignore[arg-type]
+
+
+class SavedGraph:
+    """A compiled graph that knows how it is saved: PyTorch's `SerializableCallable`."""
+
+    def __init__(self, run: Callable[..., Any], inner: Callable[..., Any], around: Around) -> None:
+        self.run, self.inner, self.around = run, inner, around
+
+    def __call__(self, *args: object) -> object:
+        """Run the graph, and what goes around it."""
+        return self.run(*args)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: SavedGraph) -> bytes:
+        """Return the inner compiler's artifact, and what goes around it, as bytes."""
+        try:
+            around = pickle.dumps(fn.around)
+        except Exception as error:
+            raise MemeffError(
+                "The compiled graph cannot be saved: what makes its deferred logits cannot be "
+                f"pickled ({type(error).__name__}: {error}). Compile it with "
+                'options={"memeff.logits": "eager"}.'
+            ) from error
+        versions = compat.op_fingerprint()
+        return pickle.dumps((versions, compat.serialized(fn.inner), around))
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> SavedGraph:
+        """Return a graph that another process has saved."""
+        import_module("memeff_compile.kernels")  # the artifact calls our ops by their names
+        versions, artifact, around = pickle.loads(data)
+        if versions != compat.op_fingerprint():
+            raise MemeffError(
+                "The compiled graph was saved with another version of memeff_compile, whose "
+                "operators are others. Compile and save it again."
+            )
+        inner, made = compat.deserialized(artifact), pickle.loads(around)
+        return cls(made.put_around(inner), inner, made)
+
+
+def savable(
+    run: Callable[..., Any],  # the graph, and what goes around it in this process
+    inner: Callable[..., Any],  # what the inner compiler has made
+    around: Around,
+    how: str,  # how the graph is compiled, for the error where that cannot be saved
+) -> Callable[..., Any]:
+    """Return a compiled graph as `aot_compile` can save it, or as it is where nobody saves it."""
+    if not compat.is_to_be_saved():
+        return run
+    if not compat.has_artifact(inner):
+        raise MemeffError(
+            f"aot_compile was asked to save a graph that is compiled {how}, of which there is no "
+            "artifact. Compile it whole, with memeff.inner 'inductor' or 'aot_eager'."
+        )
+    compat.let_be_saved(SavedGraph)
+    return SavedGraph(run, inner, around)
