@@ -48,6 +48,7 @@ from .losses.tails import (
     ENTROPIES,
     LOSSES,
     METRICS,
+    SUMS,
     Site,
     Tail,
     TailReader,
@@ -55,6 +56,11 @@ from .losses.tails import (
     loss_outside,
     without_parts,
 )
+
+WIDE = (*ENTROPIES, *SUMS)
+"""Tails that give every class a gradient."""
+NO_LOSS = (*METRICS, "logit_sum")
+"""Tails that a model without a loss may have, too."""
 
 
 class FuseLinearCrossEntropy(GraphPass):
@@ -68,7 +74,7 @@ class FuseLinearCrossEntropy(GraphPass):
         losses = False
         for node in info.visit(info.gm.graph.nodes):
             for answer in tail_reader.tails(node):
-                losses = losses or isinstance(answer, Decline) or answer.kind not in METRICS
+                losses = losses or isinstance(answer, Decline) or answer.kind not in NO_LOSS
                 if isinstance(answer, Decline):
                     yield answer
                 else:
@@ -116,6 +122,7 @@ class FuseLinearCrossEntropy(GraphPass):
                 what = "log-probabilities" if node in throughs else "logits"
                 return _reused(node, user, tails[0], what)
         site.covered.extend(served)
+        site.covered.extend(node for t in tails for node in t.aside)
         return site
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -285,7 +292,7 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16
     is_served = is_served and op_folder.leaves_out(mode, *size)
     # Where all classes have a gradient nothing is left out.
-    exact = [any(t.label_smoothing > 0 or t.kind in ENTROPIES for t in each) for each in groups]
+    exact = [any(t.label_smoothing > 0 or t.kind in WIDE for t in each) for each in groups]
     filtered = exact.count(False) if is_served else 0
     if not filtered:
         return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"

@@ -15,6 +15,7 @@ from ..graph.base import Decline
 from ..graph.graph_info import GraphInfo, kind_among, node_name
 from . import shards
 from .head import SMALLEST_VOCABULARY, fold
+from .softmax import is_shift
 from .tails import METRICS, STATISTICS, Site, has_sum, is_silent
 
 
@@ -128,7 +129,8 @@ def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
         steps = (step.node for step in tail.chain.steps)
         for node in (*steps, *tail.through, *tail.factors):
             value = info.tensor(node)
-            if value is not None and value.is_floating_point() and not value.requires_grad:
+            is_cut = value is not None and value.is_floating_point() and not value.requires_grad
+            if is_cut and not is_shift(node):
                 said = f"`{node_name(node)}` cuts a part of `{tail.name}` off from the gradient"
                 return Decline("detached", said, node=tail.node)
     return None

@@ -26,7 +26,7 @@ from ..graph.graph_info import GraphInfo, Region, same_shape, written_by
 from . import shards
 from .head import Step, fold, replay_rows
 from .softmax import class_position
-from .tails import ENTROPIES, STATISTICS, Tail, is_silent
+from .tails import ENTROPIES, STATISTICS, SUMS, Tail, is_silent
 
 # The op's results, a number per row each; the third is a weighted sum of logits.
 _NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
@@ -86,6 +86,8 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     first = group[0]
     if fold(first.chain.steps) != fold(tail.chain.steps):
         return False
+    if tail.kind in SUMS and (first.ignore_index is not None or first.class_weight is not None):
+        return False  # the op's sums leave out ignored rows, and may be weighted by class
     if tail.kind in STATISTICS:  # of all rows, of which the tail's own are then taken
         return tail.chain.is_of(first.chain)
     return (
@@ -215,7 +217,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 def gathered(group: Sequence[Tail]) -> list[str]:
     """Name what a call gathers of each row where ranks have parts of the classes."""
-    extra = {"sum": any(t.label_smoothing > 0 for t in group)}
+    extra = {"sum": any(t.label_smoothing > 0 or t.kind in SUMS for t in group)}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
     return ["lse", "nll", *(name for name, wanted in extra.items() if wanted)]
@@ -272,6 +274,7 @@ class GroupEmitter:
         bias = self._bias()
         self.target = self._target_rows()
         smoothing = any(t.label_smoothing > 0 for t in self.group)
+        with_sum = smoothing or self._has(*SUMS)
         column_weight = self.with_target.class_weight if smoothing and self.with_target else None
         options = self.info.options
         operands = [self.hidden, weight, bias, self.target]
@@ -281,7 +284,7 @@ class GroupEmitter:
             return
         # What a call without metrics leaves at its defaults is not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
-        with_lse = self._has("lse", "logit", "mean_logit")
+        with_lse = self._has("lse", "logit", "mean_logit", "log_prob_sum")
         self.op = self._call(
             *operands,
             column_weight and self._columns(column_weight),
@@ -290,13 +293,13 @@ class GroupEmitter:
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
             with_lse=with_lse,
-            with_logit_sum=smoothing,
+            with_logit_sum=with_sum,
             gradient_filter=options.linear_cross_entropy,
             workspace=options.linear_cross_entropy_workspace,
             **{name: True for name, wanted in metrics.items() if wanted},
             **filter_settings(options),
         )
-        asked = {_LOGIT_SUM: smoothing, _NLL: self._has("loss", "log_prob", "logit")}
+        asked = {_LOGIT_SUM: with_sum, _NLL: self._has("loss", "log_prob", "logit")}
         asked |= {_LSE: smoothing or with_lse, _ENTROPY: metrics["with_entropy"]}
         asked[_TOP] = metrics["with_top"]
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
@@ -443,20 +446,29 @@ class GroupEmitter:
         if tail.kind == "loss":
             found = self._loss(tail)
         elif tail.kind in STATISTICS:
-            found = self._like_statistic(tail, self._statistic(tail.kind))
+            found = self._like_statistic(tail, self._statistic(tail))
         else:
-            if tail.kind == "log_prob":
-                found = e.call(aten.neg.default, self._rows(_NLL))
-            else:
-                found = e.call(aten.sub.Tensor, self._rows(_LSE), self._rows(_NLL))
+            is_minus = tail.kind == "log_prob"  # the op returns minus the log-probability
+            found = self._rows(_NLL)
+            if not is_minus:
+                found = e.call(aten.sub.Tensor, self._rows(_LSE), found)
+            if is_minus != tail.negated:
+                found = e.call(aten.neg.default, found)
             found = self._shaped(found, tail.target or self.target)
+            if tail.keepdim:
+                found = e.call(aten.unsqueeze.default, found, -1)
         before = self.info.value(tail.node)
         found = e.cast(found, before.dtype)
+        if any(self.info.may_write(write, (tail.node,)) for write in self.info.writes):
+            found = e.call(aten.clone.default, found)  # a view of several results takes no writes
         is_spread = compat.is_dtensor(before)
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
-    def _statistic(self, kind: str) -> Node:
-        """Return a number per row of the op that ``kind`` names."""
+    def _statistic(self, tail: Tail) -> Node:
+        """Return the number of each row that ``tail`` is, from the op's."""
+        kind = tail.kind
+        if kind in SUMS:
+            return self._class_sum(tail)
         if kind in ("lse", "top"):
             return self._rows(_LSE if kind == "lse" else _TOP)
         entropy = self._rows(_ENTROPY)
@@ -465,6 +477,15 @@ class GroupEmitter:
         if kind == "mean_logit":  # H = lse - sum of p z
             return self.editor.call(aten.sub.Tensor, self._rows(_LSE), entropy)
         return entropy
+
+    def _class_sum(self, tail: Tail) -> Node:
+        """Return the sum or mean over the classes of a row's logits or log-probabilities."""
+        e, rows, share = self.editor, self._rows(_LOGIT_SUM), float(self._vocabulary())
+        if tail.kind == "log_prob_sum":
+            rows = e.call(aten.sub.Tensor, rows, e.call(aten.mul.Scalar, self._rows(_LSE), share))
+        if tail.is_mean:
+            rows = e.call(aten.div.Scalar, rows, share)
+        return e.call(aten.neg.default, rows) if tail.negated else rows
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
         """Take the tail's own rows out of the op's, in the shape the tail has."""
