@@ -369,6 +369,20 @@ def known_number(value: Any) -> int | float | None:
     return number if isinstance(number, (int, float)) else None
 
 
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from what runs meanwhile; devices that
+    have none, as meta, are left alone.
+    """
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+@functools.lru_cache(maxsize=16)
+def _has_autocast(device_type: str) -> bool:
+    return device_type != "meta" and bool(torch.amp.is_autocast_available(device_type))
+
+
 def known_size(size: Any) -> int | None:
     """Return a size that is the same in every call, or None; adds no guard."""
     if isinstance(size, int):

@@ -63,4 +63,5 @@ class DeferLogits(GraphPass):
 
     def dead(self, match: outputs.Returned) -> Sequence[Node]:
         steps = (step.node for output in match.outputs for step in output.chain.steps)
-        return [match.head, *dict.fromkeys(steps)]
+        casts = match.outputs[0].chain.head.casts
+        return [match.head, *dict.fromkeys(steps), *casts]

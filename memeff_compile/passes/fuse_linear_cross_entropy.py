@@ -243,7 +243,7 @@ class FuseLinearCrossEntropy(GraphPass):
         return Done(match.tails[0].node, sentence, notes, deferred)
 
     def dead(self, match: Site) -> Sequence[Node]:
-        return match.covered
+        return [*match.covered, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
         """Return whether the rewrite gathers from ranks, all of which have to make it."""

@@ -438,28 +438,34 @@ class HeadReader:
             return None
         operand = reading[0].args["self"]
         other = reading[0].args.get("other")
-        if isinstance(other, Node) and reading[0].op in (aten.add.Tensor, aten.mul.Tensor):
-            operand_value, other_value = self.info.tensor(operand), self.info.tensor(other)
-            if reading[0].op is aten.mul.Tensor and other_value is None:
-                return operand if isinstance(operand, Node) else None
+        operand_value, other_value = self.info.tensor(operand), self.info.tensor(other)
+        if isinstance(other, Node) and reading[0].op is aten.add.Tensor:
             if operand_value is None or other_value is None:
                 return None
             if operand_value.dim() < other_value.dim() or _is_vector(operand_value):
                 operand = other
-            elif reading[0].op is aten.mul.Tensor and self._carries_logits(other, operand_value):
-                operand = other
+        elif (
+            operand_value is not None
+            and other_value is not None
+            and reading[0].op in _SCALES
+            and self._is_scale(operand, operand_value, other, other_value)
+        ):
+            operand = other if reading[0].op is aten.mul.Tensor else None
         return operand if isinstance(operand, Node) else None
 
-    def _carries_logits(self, node: Node, other: torch.Tensor) -> bool:
-        """Return whether the second operand of a product is the logits: it is wider than the first,
-        or as wide and comes from a head where the first does not.
+    def _is_scale(
+        self, left: Node, left_value: torch.Tensor, right: Node, right_value: torch.Tensor
+    ) -> bool:
+        """Return whether, of a product, the first operand scales and the second is the logits: the
+        wider one, or of two as wide that which comes from a head.
         """
-        value = self.info.value(node)
-        if value.dim() < other.dim() or _is_vector(value):
+        if same_shape(left_value.shape, right_value.shape):
+            return not isinstance(self.chain(left), Chain) and isinstance(self.chain(right), Chain)
+        if _is_vector(right_value) and right_value.dim() <= left_value.dim():
             return False
-        if compat.statically_true(other.shape[-1] == 1):
-            return not compat.statically_true(value.shape[-1] == 1)
-        return isinstance(self.chain(node), Chain)
+        is_column = left_value.dim() > 0 and compat.statically_true(left_value.shape[-1] == 1)
+        is_lower = left_value.dim() < right_value.dim() or _is_vector(left_value)
+        return is_lower or (is_column and not compat.statically_true(right_value.shape[-1] == 1))
 
     def _step(self, node: Node, head: Head, moved: bool) -> Step | Decline:
         if shards.moved(node) is not None:
@@ -503,7 +509,8 @@ class HeadReader:
             return Decline("class_dim_changed", what, node=node)
         whole = reading if len(moves) < len(reading) else ()
         if kinds == {"same"}:
-            return Step(node, "same" if classes is None else "classes", classes=classes, whole=whole)
+            kind = "same" if classes is None else "classes"
+            return Step(node, kind, classes=classes, whole=whole)
         if "move" in kinds:
             if kinds - {"move", "same"} or classes is not None:
                 hint = "move the classes in a call of its own, after the rows"
@@ -537,7 +544,7 @@ class HeadReader:
             if factor is None:
                 return Decline(
                     "scale_not_constant",
-                    f"{_describe(node)} scales the logits by a number that varies from call to call",
+                    f"{_describe(node)} scales the logits by a number that varies between calls",
                     "give it a fixed number, or keep the number in a tensor without dimensions",
                     node,
                 )
@@ -568,8 +575,8 @@ class HeadReader:
         value, scaled = self.info.value(factor), self.info.value(node)
         logits, verb = self.info.tensor(self._chain_operand(node)), _describe(node)
         if logits is None or not value.is_floating_point():
-            said, hint = f"{verb} scales the logits by a tensor of {value.dtype}", "cast it to float32"
-            return Decline("scale_not_constant", said, hint, node)
+            said = f"{verb} scales the logits by a tensor of {value.dtype}"
+            return Decline("scale_not_constant", said, "cast the scale to float32", node)
         if scaled.dtype == torch.float64 != head.compute_dtype:
             said = f"{verb} makes float64 of the logits"
             return Decline("dtype_unsupported", said, "cast the scale to float32", node)
@@ -579,7 +586,7 @@ class HeadReader:
             return Decline("scale_not_constant", said, hint, node)
         if self._depends_on(factor, head.node):
             said = f"{verb} scales the logits by a tensor that is computed from them"
-            hint = "normalise the hidden states instead of the logits, or detach nothing and leave it"
+            hint = "compute the scale from the hidden states"
             return Decline("scale_not_constant", said, hint, node)
         if all(compat.statically_true(size == 1) for size in value.shape):
             return Step(node, "factor", Factor(factor, is_divisor))
@@ -617,7 +624,9 @@ class HeadReader:
 
     def _no_head(self, node: Node) -> Decline:
         if node.op == "placeholder" and _is_held_by_module(node):
-            said = f"the logits come from `{node_name(node)}`, which a module holds, and from no head"
+            said = (
+                f"the logits come from `{node_name(node)}`, which a module holds, not from a head"
+            )
             return Decline("no_linear_head", said, _NO_HEAD_HINT, node)
         if node.op == "placeholder":
             return Decline(
@@ -682,11 +691,12 @@ def fold(chain: Chain) -> Modifiers | Decline:
     if isinstance(found, Unfoldable):
         step, hint = chain.steps[found.place], _UNFOLDED_HINTS.get(found.code, "")
         return Decline(found.code, found.sentence, hint, step.node)
-    vectors = [*found.biases, *([] if chain.head.bias is None else [(Vector(chain.node), 1)])]
     uneven = next((s for s in chain.steps if s.kind == "factor" and s.value.rows is not None), None)
-    if uneven is not None and any(chain.head.bias is not None or v.factors for v, _ in vectors):
-        said = f"{_describe(uneven.node)} scales every row by a number of its own, with a bias in it"
-        hint = "scale the hidden states and add the bias after that, or scale all rows by one number"
+    scaled = [factor for vector, _ in found.biases for factor in vector.factors]
+    has_bias = chain.head.bias is not None or any(factor.rows is not None for factor in scaled)
+    if uneven is not None and has_bias:
+        said = f"{_describe(uneven.node)} scales each row, and the bias in it, by its own number"
+        hint = "scale the hidden states, add the bias after that; or scale all rows by one number"
         return Decline("scale_not_constant", said, hint, uneven.node)
     return replace(found, factors=tuple(factors), classes=chain.classes)
 
@@ -697,9 +707,7 @@ def _is_held_by_module(node: Node) -> bool:
     return any(part in name for part in ("._parameters[", "._buffers[", "_modules["))
 
 
-def _class_cut(
-    node: Node, call: Call, rank: int, width: Any
-) -> tuple[int, int] | Decline | None:
+def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int] | Decline | None:
     """Return which classes a slice of the last dimension leaves, or None for another call."""
     if call.op not in (aten.slice.Tensor, aten.narrow.default):
         return None

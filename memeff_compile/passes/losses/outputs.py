@@ -133,7 +133,7 @@ def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
     if any(compat.known_size(size) is None for size in (hidden.shape[-1], *weight.shape)):
         return "the hidden or vocabulary size is dynamic"
     for chain in chains:
-        folded = fold(chain.steps)
+        folded = fold(chain)
         if isinstance(folded, Decline):
             return folded.sentence
     columns, rows = weight.t() if head.transposed else weight, hidden.select(-1, 0)
@@ -188,11 +188,17 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
             return "they are returned in parts, one on each rank"
         if compat.is_dtensor(info.value(head.node)) and not info.needs_grad:
             return "a read on one rank would wait for the others, and nothing trains here"
+        if output.chain.factors:
+            return "they are scaled by a tensor"
         vectors = [s.value for s in output.chain.steps if s.kind == "bias"]
+        last_cut = max((i for i, s in enumerate(output.chain.steps) if s.classes), default=0)
+        if any(s.kind == "bias" for s in output.chain.steps[:last_cut]):
+            return "some of their classes are left out after a vector was added"
         vectors += [each for down, up, _ in adapters for each in (down, up)]
         for weight in filter(None, (head.weight, head.bias, *vectors)):
             if weight.op != "placeholder":
-                return f"{weight.name} is computed inside the graph"
+                named = "the head's weight" if weight is head.weight else weight.name
+                return f"{named} is computed inside the graph (by `{node_name(weight)}`)"
             if compat.fsdp_frees_after_forward(compat.example_input(weight)):
                 return "FSDP frees the gathered head weight after the forward pass"
         if output.chain.moved:
@@ -328,7 +334,8 @@ def rewrite(
         first, output = places[0]
         steps = [_behind(o, laid.base) for _, o in places]
         # A lone output that has all of its memory, in order, needs no view.
-        if len(places) == 1 and laid.is_plain and all(s.kind != "rows" for s in steps[0]):
+        is_whole = all(s.kind != "rows" and s.classes is None for s in steps[0])
+        if len(places) == 1 and laid.is_plain and is_whole:
             laid, views = replace(laid, base=output), []
         else:
             turned = () if laid.is_plain else (("permute.default", (laid.back,)),)
@@ -370,8 +377,9 @@ def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[An
         if step.kind == "detach":
             calls.append(("detach.default", ()))
         # A cast to the same dtype is the tensor itself; `logits[:]` is another tensor.
-        for call in step.reading or read(step.node) or ():
-            if call.op is aten.alias.default or (step.reading and call.op not in SAME_OPS):
+        moves = step.whole or step.reading
+        for call in moves or read(step.node) or ():
+            if call.op is aten.alias.default or (moves and call.op not in SAME_OPS):
                 args = tuple(given(arg) for arg in list(call.args.values())[1:])
                 calls.append((str(call.op).removeprefix("aten."), args))
     return tuple(calls)
@@ -398,8 +406,14 @@ def _planned(
         vectors += [positions[down], positions[up]]
         steps.append(("adapter", adapter))
         dtype = adapter.total
-    for step in (s for s in output.chain.steps if s.kind in POINTWISE):
+    width = compat.size_hint(info.value(head.weight).shape[1 if head.transposed else 0])
+    for step in output.chain.steps:
         value = info.value(step.node)
+        if step.classes is not None:
+            steps.append(("classes", (*step.classes, width)))
+            width = step.classes[1] - step.classes[0]
+        if step.kind not in POINTWISE:
+            continue
         if step.kind == "bias":  # a wider vector widens the logits
             vectors.append(positions[step.value])
             steps.append(("bias", None if value.dtype == dtype else value.dtype))

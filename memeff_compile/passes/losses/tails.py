@@ -479,7 +479,7 @@ def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
 
 def _same_logits(a: Chain, b: Chain) -> bool:
     """Return whether two chains are the same numbers in the same places, gradients aside."""
-    left, right = fold(a.steps), fold(b.steps)
+    left, right = fold(a), fold(b)
     return (
         a.head.node is b.head.node
         and a.moved == b.moved
