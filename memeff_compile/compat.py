@@ -794,6 +794,13 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
     return why is not None and "DDPOptimizer" not in str(why.reason) and bool(why.graph_break)
 
 
+def cut_inside(gm: GraphModule) -> str:
+    """Return the name of the function inside which Dynamo cut the user's behind ``gm``, or ""."""
+    why = getattr(gm, "compile_subgraph_reason", None)
+    frames = getattr(why, "user_stack", None) or []
+    return str(frames[-1].name) if feeds_resumed_code(gm) and frames else ""
+
+
 # Lets the device stop with a message when it finds a condition false; the host goes on.
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 # Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now.

@@ -56,6 +56,7 @@ from .losses.tails import (
     loss_outside,
     without_parts,
 )
+from .losses.unfused import unfused_heads
 
 WIDE = (*ENTROPIES, *SUMS)
 """Tails that give every class a gradient."""
@@ -71,20 +72,26 @@ class FuseLinearCrossEntropy(GraphPass):
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
-        losses = False
+        losses, judged = False, set[Node]()
         for node in info.visit(info.gm.graph.nodes):
             for answer in tail_reader.tails(node):
                 losses = losses or isinstance(answer, Decline) or answer.kind not in NO_LOSS
                 if isinstance(answer, Decline):
+                    judged.add(answer.node or node)
                     yield answer
                 else:
                     by_head[answer.chain.head.node].append(answer)
         for head_node in info.visit(by_head):
             tails = by_head[head_node]
             if any(t.kind in LOSSES or (t.kind == "logit" and has_sum(t, tails)) for t in tails):
-                yield self._site(info, reader, head_node, without_parts(tails))
+                site = self._site(info, reader, head_node, without_parts(tails))
+                judged.update([head_node, *tails[0].chain.head.nodes])
+                yield site
         if not losses:
-            yield from loss_outside(info)
+            for answer in loss_outside(info):
+                judged.add(answer.node or info.output)
+                yield answer
+        yield from unfused_heads(info, reader, judged)
 
     def _site(
         self, info: GraphInfo, reader: HeadReader, head_node: Node, tails: list[Tail]
@@ -253,11 +260,14 @@ class FuseLinearCrossEntropy(GraphPass):
 def _reused(node: Node, user: Node, loss: Tail, what: str) -> Decline:
     if node in written_by(user):
         return mutated(user, loss.node)
+    hint = "return the logits and compute that outside the compiled function"
+    if user.op == "output":
+        hint = f"return the logits, and compute the {what} of them outside the compiled function"
     return Decline(
         f"logits_reused({node_name(user)})",
         f"the {what} are also used by `{node_name(user)}`"
         + (" as an output" if user.op == "output" else ""),
-        "compute that from the loss, or outside the compiled function",
+        hint,
         loss.node,
     )
 

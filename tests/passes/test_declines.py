@@ -240,7 +240,7 @@ REFUSALS = [
         "logits_reused(output)",
         log_probs_reused,
         "log-probabilities are also used by `output` as an output",
-        "from the loss",
+        "the log-probabilities of them outside",
         line="nll_loss",
     ),
     Refusal(

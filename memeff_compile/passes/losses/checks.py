@@ -66,8 +66,8 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
         bias = None if head.bias is None else compat.local_part(info.value(head.bias))
         left = columns
         if tail.chain.classes is not None:
-            part = slice(*tail.chain.classes)
-            left, bias = columns[part], None if bias is None else bias[part]
+            first, stop = tail.chain.classes
+            left, bias = columns[first:stop], None if bias is None else bias[first:stop]
         sentence = op_folder.supports(hidden, left, bias, target, **how)
         if sentence is not None:
             code = "dtype_unsupported" if "dtype" in sentence else "unsupported"
@@ -133,7 +133,8 @@ def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
     if trains is None or not trains.requires_grad:
         return None
     if _trains_nothing(info, site) and any(tail.chain.detached for tail in site.tails):
-        return Decline("detached", "the loss reads detached logits", node=site.tails[0].node)
+        said, where = "the loss reads detached logits", site.tails[0].node
+        return Decline("detached", said, "take the loss of logits that are not detached", where)
     for tail in site.tails:
         if is_silent(info, tail):
             continue
@@ -143,7 +144,7 @@ def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
             is_cut = value is not None and value.is_floating_point() and not value.requires_grad
             if is_cut and not is_shift(node):
                 said = f"`{node_name(node)}` cuts a part of `{tail.name}` off from the gradient"
-                return Decline("detached", said, node=tail.node)
+                return Decline("detached", said, "detach all of it, or nothing", tail.node)
     return None
 
 

@@ -286,13 +286,20 @@ class HeadReader:
             return self._product_head(node, a["self"], right, None)
         if call.op is aten.addmm.default:
             if a["beta"] != 1 or a["alpha"] != 1:
-                return Decline("head_scaled", "addmm with beta or alpha other than 1", node=node)
+                said = "addmm with beta or alpha other than 1"
+                hint = "scale its result: alpha * (hidden @ weight.T) + bias"
+                return Decline("head_scaled", said, hint, node)
             return self._product_head(node, a["mat1"], a["mat2"], a["self"])
         if call.op is aten.einsum.default:
             return self._einsum_head(node, a["equation"], a["tensors"])
         if call.op is aten.add.Tensor and a["alpha"] == 1:
             return self._sum_head(node, a["self"], a["other"])
         return None
+
+    def product(self, node: Node) -> Head | None:
+        """Return the head that a node is by itself, or None."""
+        head = self._head(node)
+        return head if isinstance(head, Head) else None
 
     def _sum_head(self, node: Node, left: Any, right: Any) -> Head | None:
         """Read a head plus a low-rank product of as many rows and classes, in either order."""
@@ -447,6 +454,7 @@ class HeadReader:
         elif (
             operand_value is not None
             and other_value is not None
+            and isinstance(other, Node)
             and reading[0].op in _SCALES
             and self._is_scale(operand, operand_value, other, other_value)
         ):
@@ -498,7 +506,7 @@ class HeadReader:
                     "unknown_step",
                     f"{_describe(node)} between the head and the loss is not a known row move, "
                     "cast, scale, softcap or bias",
-                    "compute it on the hidden states, or on the per-token losses",
+                    "compute it on the hidden states or on the weight, or on the per-token losses",
                     node,
                 )
             kinds.add(kind)
@@ -506,7 +514,8 @@ class HeadReader:
         is_last = not moved and "move" not in kinds  # the class dimension, behind this node too
         if is_last and not _is_as_wide(self.info.tensor(node), width):
             what = f"{_describe(node)} changes the vocabulary dimension of the logits"
-            return Decline("class_dim_changed", what, node=node)
+            hint = "regroup the hidden states and the weight, and leave the last dimension as it is"
+            return Decline("class_dim_changed", what, hint, node)
         whole = reading if len(moves) < len(reading) else ()
         if kinds == {"same"}:
             kind = "same" if classes is None else "classes"

@@ -32,6 +32,7 @@ from .head import POINTWISE, SAME_OPS, Chain, Head, HeadReader, Step, fold, repl
 
 NAME = NOTED
 _SCALES = aten.mul.Tensor, aten.mul.Scalar
+_MANY = 8192  # features of a layer from which its results may be logits
 
 STALE_SENTENCE = (
     "out.logits is computed when first read; reading it after the weights changed raises "
@@ -65,8 +66,10 @@ class Returned:
     outputs: list[LogitsOutput]
 
 
-def returned_logits(info: GraphInfo) -> list[Returned]:
-    """Return the heads of a training graph whose logits are among its outputs."""
+def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
+    """Return the heads of a training graph whose logits are among its outputs, or the layers of as
+    many features as a head which are too narrow to be one by their shape.
+    """
     if not info.needs_grad or info.parent is not None:
         return []
     reader = HeadReader(info, tracing=False)
@@ -76,7 +79,12 @@ def returned_logits(info: GraphInfo) -> list[Returned]:
         value = info.tensor(node)
         if isinstance(chain, Decline) or value is None or not value.requires_grad:
             continue
-        if reader.is_wide(chain.head):
+        if narrow:
+            is_sought = value.shape[-1:] and compat.size_hint(value.shape[-1]) >= _MANY
+            is_sought = is_sought and not reader.is_wide(chain.head)
+        else:
+            is_sought = reader.is_wide(chain.head)
+        if is_sought:
             found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain))
     return [Returned(head, outputs) for head, outputs in found.items()]
 
@@ -97,7 +105,7 @@ def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
     """Return why logits that are only returned cannot be deferred, or None."""
     hint = "compute the loss inside the compiled function (pass labels=)"
     alone = _not_deferrable(match.head, _why_no_loss(info, match), hint)
-    return alone or check(info, match.outputs)
+    return alone or check(info, match.outputs, hint)
 
 
 def _why_no_loss(info: GraphInfo, match: Returned) -> str:
@@ -148,8 +156,10 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
     return Decline("logits_not_deferrable", f"{said}: {reason}", hint, node) if reason else None
 
 
-def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
-    """Return why these outputs cannot be deferred (or dropped), or None."""
+def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
+    """Return why these outputs cannot be deferred (or dropped), or None; ``way_out`` is what to do
+    about it where there is no loss beside them.
+    """
     if not outputs:
         return None
     node = outputs[0].node
@@ -173,7 +183,7 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
         )
     reason = _why_not_deferrable(info, outputs)
     hint = "set options={'memeff.logits': 'none'} if nobody reads out.logits, or return only the "
-    return _not_deferrable(node, reason, f"{hint}loss from the compiled function")
+    return _not_deferrable(node, reason, way_out or f"{hint}loss from the compiled function")
 
 
 def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str:

@@ -119,7 +119,8 @@ class TailReader:
             yield from () if read is None else read(self, node, call.args)
         elif "cross_entropy" in name or "nll_loss" in name:
             said = f"`{name}` is called with arguments this pass does not read"
-            yield Decline("unreadable_loss", said, node=node)
+            hint = "call cross_entropy or nll_loss of torch.nn.functional, with plain numbers"
+            yield Decline("unreadable_loss", said, hint, node)
 
     def _lse(self, node: Node, a: Any) -> Iterable[Tail]:
         dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
