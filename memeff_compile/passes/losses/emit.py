@@ -369,7 +369,7 @@ class GroupEmitter:
         for factor in factors:
             op = aten.div.Tensor if factor.is_divisor else aten.mul.Tensor
             number = self._here(e.cast(factor.node, wide(dtype)))
-            if factor.rows is None:  # of any number of dimensions
+            if factor.rows is None and self.info.value(number).dim():
                 number = e.call(aten.reshape.default, number, [])
             node = e.call(op, node, number)
         return e.cast(node, dtype)
