@@ -365,6 +365,19 @@ def test_logits_that_cannot_be_deferred_say_why(function: Function, said: str) -
     assert record.hint
 
 
+def test_a_coded_weight_that_a_cast_decodes_is_left_to_the_cast() -> None:
+    model = Model(lambda m, h, y: loss_of(F.linear(h, m.head.weight.to(h.dtype)), y))
+    model.head = nn.Linear(D, V, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(normal(2, 8, D), inputs()[3])
+    memeff_compile.compress_(model, "rans")
+    called = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
+    with torch.no_grad():
+        torch.testing.assert_close(called(normal(2, 8, D), inputs()[3]), expected)
+    outcome = Outcome(memeff_compile.last_report())
+    assert (outcome.fired, outcome.codes) == (1, []), outcome.report.details()
+
+
 # --- targets written before the loss reads them ----------------------------------------------------------------
 
 

@@ -143,6 +143,18 @@ def test_a_wide_layer_inside_a_model_has_no_record(function: Function) -> None:
     assert records_of(function, fullgraph=True) == []
 
 
+def test_the_similarity_of_two_encoders_is_no_head() -> None:
+    def similarity(m: Model, h: Tensor, y: Tensor) -> Tensor:
+        others = m.body(torch.ones(V, D)[: len(y) + 92] * y.sum())
+        return h[:, :16] @ others[:, :16].T
+
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    called = torch.compile(Model(similarity), backend="memeff", options={"memeff.inner": "eager"})
+    called(torch.randn(4, D), torch.randint(0, V, (4,)))
+    assert list(memeff_compile.last_report().records) == []
+
+
 def test_a_fused_or_deferred_head_has_no_other_record() -> None:
     (record,) = records_of(lambda m, h, y: F.cross_entropy(m.head(h), y))
     assert record.action == "rewrote"

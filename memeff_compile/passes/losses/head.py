@@ -39,7 +39,7 @@ from ..graph.canonical import (
     trace,
 )
 from ..graph.editor import Editor
-from ..graph.graph_info import GraphInfo, node_name, same_shape
+from ..graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 from . import shards
 
 SMALLEST_VOCABULARY = 32  # fewer classes than this make logits too small to matter
@@ -212,6 +212,7 @@ def _frozen(value: Any) -> Any:
 POINTWISE = ("to", "mul", "div", "tanh", "bias", "factor")
 
 _MAX_STEPS = 24
+_MAX_PRODUCTS = 4  # of two tensors alike, one inside the other, in which a head is looked for
 _MAX_PARTS = 8  # low-rank products beside a head's
 
 
@@ -221,6 +222,7 @@ class HeadReader:
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
         self.info, self.tracing = info, tracing
         self._chains: dict[Node, Chain | Decline] = {}
+        self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
         """Return the chain that ends in ``node``, or why there is none."""
@@ -244,11 +246,28 @@ class HeadReader:
     def is_wide(self, head: Head) -> bool:
         """Return whether a linear layer is a head by its shape, and no wide one inside a model."""
         weight, hidden = self.info.tensor(head.weight), self.info.tensor(head.hidden)
-        if weight is None or hidden is None:
+        if weight is None or hidden is None or not self._is_of_weights(head.weight):
             return False
         vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
         width = _HEAD_WIDTH * compat.size_hint(hidden.shape[-1])
         return vocabulary >= SMALLEST_VOCABULARY and vocabulary > width
+
+    def _is_of_weights(self, node: Node) -> bool:
+        """Return whether a weight is an input, or computed from what is trained or held by modules:
+        no product of data with data, as of two encoders.
+        """
+        seen, queue = {node}, [node]
+        while queue:
+            current = queue.pop()
+            if current.op == "placeholder" and current is not node:
+                value = self.info.tensor(current)
+                is_trained = value is not None and value.requires_grad
+                if not (is_trained or _is_held_by_module(current)):
+                    return False
+            fresh = [n for n in current.all_input_nodes if n not in seen]
+            seen.update(fresh)
+            queue += fresh
+        return True
 
     def row_operand(self, node: Node) -> Node | None:
         """Return the operand whose rows ``node`` moves, casts or detaches; never traces."""
@@ -421,6 +440,8 @@ class HeadReader:
             before, after = self.info.tensor(call.args["self"]), self.info.value(node)
             if before is None or before.requires_grad != after.requires_grad:
                 break
+            if kind_among((call.args["self"],)):  # a weight of a subclass, which the cast decodes
+                break
             if before.dtype != after.dtype and (
                 after.dtype != dtype or self.info.may_be_written(call.args["self"])
             ):
@@ -468,12 +489,19 @@ class HeadReader:
         wider one, or of two as wide that which comes from a head.
         """
         if same_shape(left_value.shape, right_value.shape):
-            return not isinstance(self.chain(left), Chain) and isinstance(self.chain(right), Chain)
+            return self._products < _MAX_PRODUCTS and self._comes_second(left, right)
         if _is_vector(right_value) and right_value.dim() <= left_value.dim():
             return False
         is_column = left_value.dim() > 0 and compat.statically_true(left_value.shape[-1] == 1)
         is_lower = left_value.dim() < right_value.dim() or _is_vector(left_value)
         return is_lower or (is_column and not compat.statically_true(right_value.shape[-1] == 1))
+
+    def _comes_second(self, left: Node, right: Node) -> bool:
+        self._products += 1
+        try:
+            return not isinstance(self.chain(left), Chain) and isinstance(self.chain(right), Chain)
+        finally:
+            self._products -= 1
 
     def _step(self, node: Node, head: Head, moved: bool) -> Step | Decline:
         if shards.moved(node) is not None:
