@@ -160,6 +160,26 @@ def test_a_scale_for_each_row_is_fused(function: Function) -> None:
     assert (outcome.fired, outcome.codes) == (1, []), outcome.report.details()
 
 
+ADAPTED: dict[str, Function] = {
+    "cut": lambda z, t, y: loss_of(z[..., 3:LEFT], y),
+    "scaled": lambda z, t, y: loss_of(t[0, 0] * z, y),
+    "rows scaled, then cut": lambda z, t, y: loss_of((z / t)[:, 1:, :LEFT], y[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("function", ADAPTED.values(), ids=ADAPTED)
+def test_a_head_with_an_adapter_is_cut_and_scaled_with_it(function: Function) -> None:
+    def loss(
+        h: Tensor, w: Tensor, b: Tensor, y: Tensor, down: Tensor, up: Tensor, t: Tensor
+    ) -> Any:
+        return function(head(h, w) + 2 * F.linear(F.linear(h, down), up), t, y)
+
+    low = normal(4, D, seed=6).requires_grad_(), normal(V, 4, seed=7).requires_grad_()
+    scale = (normal(2, 8, 1, seed=5).abs() + 0.5).requires_grad_()
+    outcome = compare_with_eager(loss, *inputs(), *low, scale)
+    assert (outcome.fired, outcome.codes) == (1, []), outcome.report.details()
+
+
 NOT_FOLDED: dict[str, tuple[Function, str, str]] = {
     "after the softcap": (
         lambda h, w, b, y: loss_of(b[0] * torch.tanh(head(h, w)), y),
@@ -365,17 +385,22 @@ def test_logits_that_cannot_be_deferred_say_why(function: Function, said: str) -
     assert record.hint
 
 
-def test_a_coded_weight_that_a_cast_decodes_is_left_to_the_cast() -> None:
-    model = Model(lambda m, h, y: loss_of(F.linear(h, m.head.weight.to(h.dtype)), y))
-    model.head = nn.Linear(D, V, bias=False, dtype=torch.bfloat16)
+def test_a_coded_weight_that_a_cast_decodes_is_fused_behind_the_cast() -> None:
+    head = nn.Sequential(nn.Linear(256, 512, bias=False, dtype=torch.bfloat16))
+    h, y = normal(8, 256).float(), torch.arange(8)
+
+    def loss(h: Tensor, y: Tensor) -> Tensor:
+        return loss_of(F.linear(h, head[0].weight.to(h.dtype)), y)
+
     with torch.no_grad():
-        expected = model(normal(2, 8, D), inputs()[3])
-    memeff_compile.compress_(model, "rans")
-    called = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
+        expected = loss(h, y)
+    memeff_compile.compress_(head, "rans", min_size=0)
+    assert type(head[0].weight).__name__.startswith("CodedWeight")
     with torch.no_grad():
-        torch.testing.assert_close(called(normal(2, 8, D), inputs()[3]), expected)
+        called = torch.compile(loss, backend="memeff", options={"memeff.inner": "aot_eager"})
+        torch.testing.assert_close(called(h, y), expected)
     outcome = Outcome(memeff_compile.last_report())
-    assert (outcome.fired, outcome.codes) == (1, []), outcome.report.details()
+    assert (outcome.fired, outcome.codes) == (1, ["not_a_linear"]), outcome.report.details()
 
 
 # --- targets written before the loss reads them ----------------------------------------------------------------
