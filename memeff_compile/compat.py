@@ -369,6 +369,20 @@ def known_number(value: Any) -> int | float | None:
     return number if isinstance(number, (int, float)) else None
 
 
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from what runs meanwhile; devices that
+    have none, as meta, are left alone.
+    """
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+@functools.lru_cache(maxsize=16)
+def _has_autocast(device_type: str) -> bool:
+    return device_type != "meta" and bool(torch.amp.is_autocast_available(device_type))
+
+
 def known_size(size: Any) -> int | None:
     """Return a size that is the same in every call, or None; adds no guard."""
     if isinstance(size, int):
@@ -811,6 +825,13 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
     """
     why = getattr(gm, "compile_subgraph_reason", None)
     return why is not None and "DDPOptimizer" not in str(why.reason) and bool(why.graph_break)
+
+
+def cut_inside(gm: GraphModule) -> str:
+    """Return the name of the function inside which Dynamo cut the user's behind ``gm``, or ""."""
+    why = getattr(gm, "compile_subgraph_reason", None)
+    frames = getattr(why, "user_stack", None) or []
+    return str(frames[-1].name) if feeds_resumed_code(gm) and frames else ""
 
 
 # Lets the device stop with a message when it finds a condition false; the host goes on.

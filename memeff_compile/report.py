@@ -40,6 +40,9 @@ CHANGES: frozenset[str] = frozenset({"rewrote", "deferred", "dropped"})
 
 _TROUBLE: frozenset[str] = frozenset({"internal_error", "mismatch", "unverified"})
 
+_LOSS_PASS = "fuse_linear_cross_entropy"
+_NO_LOSS_TO_FUSE: frozenset[str] = frozenset({"vocab_too_small", "skipped"})
+
 MAX_GRAPHS = 64
 
 DEFERRED_SENTENCE = (
@@ -201,6 +204,12 @@ class Record:
         return cls(**{**given, "also": tuple(given.get("also", ()))})
 
 
+def _is_unfused(record: Record) -> bool:
+    """Return whether a record is about a loss that a pass left as it was."""
+    is_about_loss = record.pass_name == _LOSS_PASS and record.code not in _NO_LOSS_TO_FUSE
+    return is_about_loss and record.action == "declined"
+
+
 def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
     """Return records that say the same, of several layers as a rule, as one and their number."""
     found: list[tuple[Record, int]] = []
@@ -326,7 +335,8 @@ class GraphReport:
             went = ": the original runs" if is_undone else ": it went on unchanged"
             went += "" if self.records else ", no pass found anything to do here"
         heading = f"{self.name} ({kind}, {nodes}, our passes {took}){went}"
-        paragraphs = [record._text(times, quoted) for record, times in _folded(self.records)]
+        losses_first = sorted(self.records, key=lambda r: not (self.training and _is_unfused(r)))
+        paragraphs = [record._text(times, quoted) for record, times in _folded(losses_first)]
         paragraphs += map(str, self._uses())
         text = textwrap.indent("\n\n".join(paragraphs), "  ")
         return f"{heading}\n{text}" if text else heading
@@ -454,9 +464,18 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return what to do: about what went wrong, then about what would save most."""
-        hinted = [r for r in self.records if r.hint and r.action not in CHANGES]
-        hinted.sort(key=lambda r: (r.action not in _TROUBLE, -(r.bytes_saved or 0)))
+        """Return what to do: about what went wrong, a loss, then about what would save most."""
+        hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
+        hinted += [r for r in self.records if r.hint and r.action == "note"]
+        losses = self._unfused()
+        hinted.sort(
+            key=lambda r: (
+                r.action not in _TROUBLE,
+                r not in losses,
+                r.action == "note",
+                -(r.bytes_saved or 0),
+            )
+        )
         texts = []
         for record in hinted[:1]:
             saved, place = record.bytes_saved or 0, f" in {record.module}" if record.module else ""
@@ -470,10 +489,20 @@ class Report(VerbReport):
         more = "details() has the rest" if is_found else "details() has the graphs"
         return f"{'; '.join(texts or [nothing])}; {more}."
 
+    def _unfused(self) -> list[Record]:
+        """Return what is said of losses of training graphs that were not fused."""
+        return [
+            r for graph in self.graphs if graph.training for r in graph.records if _is_unfused(r)
+        ]
+
     def _summary(self) -> str:
         count, changes = len(self.graphs), self.rewrites()
         declined = sum(record.action == "declined" for record in self.records)
+        codes = list(dict.fromkeys(record.code for record in self._unfused()))
+        more = f" and {len(codes) - 1} more" if len(codes) > 1 else ""
+        said = "a loss" if self.rewrites(_LOSS_PASS) else "the loss"
         parts = [
+            f"{said} is not fused ({codes[0]}{more})" if codes else "",
             f"{count} graph{'' if count == 1 else 's'}",
             f"{changes or 'no'} change{'' if changes == 1 else 's'}",
             f"{declined} declined" if declined else "",

@@ -60,7 +60,7 @@ def test_text_of_a_training_step() -> None:
     assert_expected_inline(
         str(report),
         """\
-memeff_compile: 2 graphs, 2 changes, 1 declined, 9.69 GiB never allocated
+memeff_compile: a loss is not fused (logits_reused), 2 graphs, 2 changes, 1 declined, 9.69 GiB never allocated
 changed: fuse_linear_cross_entropy in lm_head (7.77 GiB), defer_logits in lm_head (1.93 GiB)
 next: compute the softmax outside of the compiled function (fuse_linear_cross_entropy:
   logits_reused, would save 3.91 GiB); read out.logits before the weights change; details() has
@@ -69,7 +69,7 @@ next: compute the softmax outside of the compiled function (fuse_linear_cross_en
     assert_expected_inline(
         report.details(),
         """\
-memeff_compile: 2 graphs, 2 changes, 1 declined, 9.69 GiB never allocated
+memeff_compile: a loss is not fused (logits_reused), 2 graphs, 2 changes, 1 declined, 9.69 GiB never allocated
 
 graph 0/0 (training, 412 nodes, our passes 18 ms)
   rewrote    fuse_linear_cross_entropy in lm_head
@@ -120,7 +120,7 @@ def test_text_of_what_went_wrong_comes_before_what_would_save() -> None:
     assert_expected_inline(
         str(report),
         """\
-memeff_compile: 1 graph, no changes, 1 declined
+memeff_compile: the loss is not fused (logits_reused), 1 graph, no changes, 1 declined
 changed: nothing
 next: Please report it (backend: verify_failed); details() has the rest.""",
     )

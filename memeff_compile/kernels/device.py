@@ -14,6 +14,7 @@ import torch
 
 from .. import decisions
 from ..compat import current_gpu
+from ..compat import without_autocast as without_autocast
 from ._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
 
 DEFAULT_PROCESSORS = 132
@@ -123,13 +124,6 @@ def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextMan
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)
-
-
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Keep autocast, which reaches into opaque ops, away from the products."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
 
 
 @lru_cache(maxsize=64)

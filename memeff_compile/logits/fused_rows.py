@@ -119,8 +119,8 @@ class Head:
         """Say why the op cannot serve these rows, or return None."""
         return op_folder.supports(
             self.hidden,
-            self.weight.t() if self.recipe.transposed else self.weight,
-            self.bias,
+            self._weight.t() if self.recipe.transposed else self._weight,
+            self._bias,
             self.any_target if target is None else target,
             column_weight,
             dtype=self.recipe.compute_dtype,
@@ -145,10 +145,19 @@ class Head:
         """Compute what `recipe`, all of this head's or a part of it, makes of these rows."""
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
+    @property
+    def _weight(self) -> Tensor:
+        return self.recipe.cut(self.weight)
+
+    @property
+    def _bias(self) -> Tensor | None:
+        classes = self.recipe.classes
+        return self.bias if self.bias is None or classes is None else self.bias[slice(*classes)]
+
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self.recipe.compute_dtype
-        weight = self.weight.to(dtype)
-        total = None if self.bias is None else self.bias.to(dtype)
+        weight = self._weight.to(dtype)
+        total = None if self._bias is None else self._bias.to(dtype)
         for vector, divisor in zip(self.vectors, self.folded.divisors, strict=True):
             flat = vector.to(dtype).reshape(-1)
             flat = flat if divisor == 1 else flat / divisor
@@ -163,6 +172,15 @@ class Head:
             "gradient_filter": "exact",
             "workspace": self.settings.workspace,
         }
+
+
+def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
+    """Return the gradient of a weight or a bias of which the logits have some of the classes."""
+    total = torch.zeros_like(whole)
+    classes = slice(*head.recipe.classes or (None, None))
+    is_last = part.dim() == 2 and head.recipe.transposed
+    (total[:, classes] if is_last else total[classes]).copy_(part)
+    return total
 
 
 _OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
@@ -393,9 +411,11 @@ class FusedRows:
             parts[0] = grad_hidden.to(head.hidden.dtype)
         if needed[1]:
             grad_weight = grad_weight.t() if head.recipe.transposed else grad_weight
-            parts[1] = grad_weight.to(head.weight.dtype)
+            part = grad_weight.to(head.weight.dtype)
+            parts[1] = part if head.recipe.classes is None else _padded(part, head.weight, head)
         if needed[2] and head.bias is not None:
-            parts[2] = grad_bias.to(head.bias.dtype)
+            part = grad_bias.to(head.bias.dtype)
+            parts[2] = part if head.recipe.classes is None else _padded(part, head.bias, head)
         vectors = zip(head.vectors, head.folded.divisors, strict=True)
         for place, (vector, divisor) in enumerate(vectors, 3):
             if needed[place]:

@@ -13,8 +13,7 @@ are applied to the hidden states beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memeff_compile.compat import pytree
+from memeff_compile.compat import pytree, without_autocast
 
 _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 
@@ -75,6 +74,7 @@ _STEPS: _Steps = {
     "tanh": lambda x, _: x.tanh(),
     "bias": lambda x, vector: x + vector,
     "adapter": lambda x, product: x + product,
+    "classes": lambda x, left: x[..., left[0] : left[1]],
     "log_softmax": lambda x, _: x.log_softmax(-1),
     "exp": lambda x, _: x.exp(),
     "times_exp": lambda x, _: x.exp() * x,
@@ -93,8 +93,9 @@ class LogitsRecipe:
 
     Its pointwise steps behind the product are, in order: ("to", dtype), ("mul", number),
     ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors` and names
-    the new dtype if it changes; before them ("adapter", Adapter), of the next two, A and B. Code
-    outside the graph makes ("log_softmax", None), ("exp", None) and ("times_exp", None),
+    the new dtype if it changes; before them ("adapter", Adapter), of the next two, A and B;
+    between them ("classes", (first, last + 1, how many there were)), which leaves the others out.
+    Code outside the graph makes ("log_softmax", None), ("exp", None) and ("times_exp", None),
     x * exp(x); the recipes of graphs, which know gradients, have none.
 
     Example:
@@ -118,7 +119,27 @@ class LogitsRecipe:
 
     def vocab(self, weight: Tensor) -> int:
         """Return the number of columns that the logits have with `weight`."""
+        if self.classes is not None:
+            return self.classes[1] - self.classes[0]
         return weight.shape[1] if self.transposed else weight.shape[0]
+
+    @cached_property
+    def classes(self) -> tuple[int, int] | None:
+        """The first of the weight's classes that the logits have, and the one after the last; None
+        for all.
+        """
+        found = None
+        for start, stop, _ in (value for name, value in self.steps if name == "classes"):
+            first = 0 if found is None else found[0]
+            found = first + start, first + stop
+        return found
+
+    def cut(self, weight: Tensor) -> Tensor:
+        """Return the classes of a weight that the logits have."""
+        if self.classes is None:
+            return weight
+        start, stop = self.classes
+        return weight[:, start:stop] if self.transposed else weight[start:stop]
 
     def cast(self, dtype: torch.dtype) -> LogitsRecipe:
         """Return this recipe followed by a cast to `dtype`."""
@@ -139,7 +160,7 @@ class LogitsRecipe:
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Compute logits, (..., vocabulary) of `self.dtype`, differentiably, without autocast."""
-        with _autocast_off(hidden.device.type):
+        with without_autocast(hidden.device.type):
             return self._forward((hidden, weight, bias, vectors), None, gather)
 
     def gradients(
@@ -156,7 +177,7 @@ class LogitsRecipe:
         count = 3 + len(vectors)
         needs = [True] * count if needed is None else list(needed)
         result: list[Tensor | None] = [None] * count
-        with _autocast_off(hidden.device.type):
+        with without_autocast(hidden.device.type):
             tanhs: list[Tensor] = []
             if any(name == "tanh" for name, _ in self.steps):
                 self._forward((hidden, weight, bias, vectors), tanhs)
@@ -177,6 +198,8 @@ class LogitsRecipe:
                     grad = _STEPS[name](grad, value)
                 elif name == "tanh":
                     grad = torch.ops.aten.tanh_backward(grad, tanhs.pop())
+                elif name == "classes":
+                    grad = F.pad(grad, (value[0], value[2] - value[1]))
                 else:
                     grad = grad.to(before)
             result[:3] = self._product_gradients(grad, (hidden, weight, bias), needs)
@@ -325,13 +348,6 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
     return min(sizes, default=None)
 
 
-@contextmanager
-def _autocast_off(device_type: str) -> Iterator[None]:
-    is_on = torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, enabled=False) if is_on else nullcontext():
-        yield
-
-
 @dataclass(frozen=True)
 class Modifiers:
     """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
@@ -339,6 +355,8 @@ class Modifiers:
     scale: float = 1.0
     softcap: float = 0.0  # 0 for none
     biases: tuple[tuple[Any, float], ...] = ()  # a vector and what to divide it by
+    factors: tuple[Any, ...] = ()  # tensors that multiply or divide the product and its bias
+    classes: tuple[int, int] | None = None  # those that are left: the first, and after the last
 
 
 @dataclass(frozen=True)
@@ -367,6 +385,9 @@ def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
             if capped:
                 return Unfoldable("bias_after_softcap", "a bias is added after the softcap", place)
             biases.append((value, scale))
+        elif name == "factor" and capped:
+            said = "the logits are scaled by a tensor after the softcap"
+            return Unfoldable("scale_not_constant", said, place)
     if scale == 0 or not all(map(math.isfinite, (scale, softcap))):
         said = f"the scales of the logits multiply to {scale}"
         return Unfoldable("scale_not_constant", said, len(steps) - 1)

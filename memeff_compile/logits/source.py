@@ -89,7 +89,7 @@ class LogitsSource:
         self._shard_stamps = [_shard_stamp(shard) for shard in self._spread]
         self._sample: Tensor | None = None
         if self.parameters:
-            self._sample = self._sampled()
+            self._sample = None if self.weight.is_meta else self._sampled()
             _live.add(self)
             _watch_optimizers()
 

@@ -31,6 +31,7 @@ from .graph.base import Decline, Done, GraphPass
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
 from .losses import outputs
+from .losses.unfused import narrow_heads
 
 OUTSIDE_SENTENCE = (
     "This graph has no loss: one that is computed from out.logits outside (cross_entropy, "
@@ -43,9 +44,10 @@ class DeferLogits(GraphPass):
 
     name = "defer_logits"
 
-    def find(self, info: GraphInfo) -> Iterable[outputs.Returned]:
-        """Yield one match per head whose logits are only returned."""
-        return [match for match in outputs.returned_logits(info) if outputs.is_unused(info, match)]
+    def find(self, info: GraphInfo) -> Iterable[outputs.Returned | Decline]:
+        """Yield one match per head whose logits are only returned; a note per narrow one."""
+        found = [m for m in outputs.returned_logits(info) if outputs.is_unused(info, m)]
+        return [*found, *narrow_heads(info)]
 
     def check(self, info: GraphInfo, match: outputs.Returned) -> Decline | None:
         return outputs.check_returned(info, match)
@@ -63,4 +65,5 @@ class DeferLogits(GraphPass):
 
     def dead(self, match: outputs.Returned) -> Sequence[Node]:
         steps = (step.node for output in match.outputs for step in output.chain.steps)
-        return [match.head, *dict.fromkeys(steps)]
+        casts = match.outputs[0].chain.head.casts
+        return [match.head, *dict.fromkeys(steps), *casts]

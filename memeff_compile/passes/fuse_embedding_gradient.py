@@ -257,12 +257,14 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return what reads ``weight`` for fused heads behind ``last``: the ops, or a cast. Not a cast
-    to a narrower dtype: its gradient would be held wide through the whole backward pass.
+    """Return what reads ``weight`` for fused heads behind ``last``: the ops, a cast, or a slice of
+    the classes. Not a cast to a narrower dtype: its gradient would be held wide through the whole
+    backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
-    return [u for u in trained if _is_head(u, weight) or _is_cast_for_heads(info, u, weight)]
+    readers = (_is_head(u, weight) or _is_made_for_heads(info, u, weight) for u in trained)
+    return [user for user, is_reader in zip(trained, readers, strict=True) if is_reader]
 
 
 def _is_head(node: Node, weight: Node) -> bool:
@@ -273,13 +275,17 @@ def _is_head(node: Node, weight: Node) -> bool:
     )
 
 
-def _is_cast_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
+def _is_made_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
+    is_for_heads = bool(node.users) and all(_is_head(user, node) for user in node.users)
+    cut = call_of(node, aten.slice.Tensor)
+    if cut is not None and cut.args["self"] is weight and cut.args["dim"] == 0:
+        return is_for_heads
     before, after = info.tensor(weight), info.tensor(node)
     if call_of(node, aten.to.dtype) is None or before is None or after is None:
         return False
     if before.dtype == after.dtype or after.dtype.itemsize < before.dtype.itemsize:
         return False
-    return bool(node.users) and all(_is_head(user, node) for user in node.users)
+    return is_for_heads
 
 
 def _is_large(info: GraphInfo, weight: Node) -> bool:

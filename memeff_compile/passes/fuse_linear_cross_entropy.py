@@ -48,6 +48,7 @@ from .losses.tails import (
     ENTROPIES,
     LOSSES,
     METRICS,
+    SUMS,
     Site,
     Tail,
     TailReader,
@@ -55,6 +56,12 @@ from .losses.tails import (
     loss_outside,
     without_parts,
 )
+from .losses.unfused import unfused_heads
+
+WIDE = (*ENTROPIES, *SUMS)
+"""Tails that give every class a gradient."""
+NO_LOSS = (*METRICS, "logit_sum")
+"""Tails that a model without a loss may have, too."""
 
 
 class FuseLinearCrossEntropy(GraphPass):
@@ -65,20 +72,26 @@ class FuseLinearCrossEntropy(GraphPass):
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
-        losses = False
+        losses, judged = False, set[Node]()
         for node in info.visit(info.gm.graph.nodes):
             for answer in tail_reader.tails(node):
-                losses = losses or isinstance(answer, Decline) or answer.kind not in METRICS
+                losses = losses or isinstance(answer, Decline) or answer.kind not in NO_LOSS
                 if isinstance(answer, Decline):
+                    judged.add(answer.node or node)
                     yield answer
                 else:
                     by_head[answer.chain.head.node].append(answer)
         for head_node in info.visit(by_head):
             tails = by_head[head_node]
             if any(t.kind in LOSSES or (t.kind == "logit" and has_sum(t, tails)) for t in tails):
-                yield self._site(info, reader, head_node, without_parts(tails))
+                site = self._site(info, reader, head_node, without_parts(tails))
+                judged.update([head_node, *tails[0].chain.head.nodes])
+                yield site
         if not losses:
-            yield from loss_outside(info)
+            for answer in loss_outside(info):
+                judged.add(answer.node or info.output)
+                yield answer
+        yield from unfused_heads(info, reader, judged)
 
     def _site(
         self, info: GraphInfo, reader: HeadReader, head_node: Node, tails: list[Tail]
@@ -116,6 +129,7 @@ class FuseLinearCrossEntropy(GraphPass):
                 what = "log-probabilities" if node in throughs else "logits"
                 return _reused(node, user, tails[0], what)
         site.covered.extend(served)
+        site.covered.extend(node for t in tails for node in t.aside)
         return site
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -236,7 +250,7 @@ class FuseLinearCrossEntropy(GraphPass):
         return Done(match.tails[0].node, sentence, notes, deferred)
 
     def dead(self, match: Site) -> Sequence[Node]:
-        return match.covered
+        return [*match.covered, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
         """Return whether the rewrite gathers from ranks, all of which have to make it."""
@@ -246,11 +260,14 @@ class FuseLinearCrossEntropy(GraphPass):
 def _reused(node: Node, user: Node, loss: Tail, what: str) -> Decline:
     if node in written_by(user):
         return mutated(user, loss.node)
+    hint = "return the logits and compute that outside the compiled function"
+    if user.op == "output":
+        hint = f"return the logits, and compute the {what} of them outside the compiled function"
     return Decline(
         f"logits_reused({node_name(user)})",
         f"the {what} are also used by `{node_name(user)}`"
         + (" as an output" if user.op == "output" else ""),
-        "compute that from the loss, or outside the compiled function",
+        hint,
         loss.node,
     )
 
@@ -285,7 +302,7 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16
     is_served = is_served and op_folder.leaves_out(mode, *size)
     # Where all classes have a gradient nothing is left out.
-    exact = [any(t.label_smoothing > 0 or t.kind in ENTROPIES for t in each) for each in groups]
+    exact = [any(t.label_smoothing > 0 or t.kind in WIDE for t in each) for each in groups]
     filtered = exact.count(False) if is_served else 0
     if not filtered:
         return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"

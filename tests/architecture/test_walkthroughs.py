@@ -26,7 +26,7 @@ ROWS = {
 PATH = re.compile(r"`([\w/]+(?:/|\.py|\.txt|\.md)[\w/.-]*)`")
 BOUNDS = {"a pass": 4, "a GPU": 1, "a mask form": 5, "a cache scheme": 6, "a codec": 6}
 NAMED_BY_OTHERS = {
-    "fuse_linear_cross_entropy": {"cli/doctor.py"},
+    "fuse_linear_cross_entropy": {"cli/doctor.py", "report.py"},
     "encode_weights": {"model/weights/hooks.py"},
     "defer_logits": {"passes/graph/base.py"},
 }

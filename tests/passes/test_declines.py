@@ -113,7 +113,7 @@ def head_scaled(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
 
 
 def scale_not_constant(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
-    return F.cross_entropy((F.linear(h, w) * b[0]).view(-1, V), y.view(-1))
+    return F.cross_entropy((F.linear(h, w) * b).view(-1, V), y.view(-1))
 
 
 def scale_not_finite(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
@@ -240,7 +240,7 @@ REFUSALS = [
         "logits_reused(output)",
         log_probs_reused,
         "log-probabilities are also used by `output` as an output",
-        "from the loss",
+        "the log-probabilities of them outside",
         line="nll_loss",
     ),
     Refusal(
@@ -273,7 +273,7 @@ REFUSALS = [
         settings={"options": {"memeff.logits": "eager"}},
     ),
     Refusal("head_scaled", head_scaled, "addmm with beta or alpha other than 1"),
-    Refusal("scale_not_constant", scale_not_constant, "by a tensor", "scale the hidden states"),
+    Refusal("scale_not_constant", scale_not_constant, "each class", "rows of the weight"),
     Refusal("scale_not_constant", scale_not_finite, "scales by 0.0"),
     Refusal("logits_combined", logits_combined, "other than a vector over the vocabulary"),
     Refusal("unknown_step", unknown_step, "is not a known row move", "on the hidden states"),

@@ -739,6 +739,20 @@ def test_subclass_operands_are_left_alone() -> None:
     assert found == ["subclass_operand(TwoTensor)"]
 
 
+def test_attention_that_torch_func_transforms_says_so() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return torch.vmap(lambda *one: F.scaled_dot_product_attention(*one, causal()))(q, k, v)
+
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    given = [t.detach().unsqueeze(0) for t in qkv()]
+    torch.compile(attend, backend="memeff", options={"memeff.inner": "eager"})(*given)
+    (record,) = records(memeff_compile.last_report())
+    assert record.code == "torch_func"
+    assert "vmap" in record.sentence
+    assert record.hint
+
+
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_a_view_behind_other_ops_finds_the_layout_it_was_written_for(inner: str) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -122,7 +122,11 @@ LEFT_ALONE: dict[str, tuple[Function, set[str], str]] = {
     "reused": (reused, {"graph_break_between"}, ""),
     "narrow": (narrow, set(), ""),
     "no gradient": (without_gradient, set(), ""),
-    "computed weight": (computed_weight, set(), ""),
+    "computed weight": (
+        computed_weight,
+        {"graph_break_between", "logits_not_deferrable"},
+        "the head's weight is computed inside the graph (by `mul`)",
+    ),
     "written": (
         written_behind,
         {"graph_break_between", "logits_not_deferrable"},

@@ -623,6 +623,12 @@ def _unknown_step(node: Node) -> Decline:
 
 def subclass(kind: str, node: Node | None = None) -> Decline:
     """Return the answer where an operand is a subclass of tensors."""
+    if kind == "Tensor":  # neither a subclass nor fake: one that torch.func has wrapped
+        said = (
+            "torch.func (vmap, grad, jvp) transforms this attention; this pass has no rule for it"
+        )
+        hint = "give the operands a batch dimension in the place of vmap, and call backward()"
+        return Decline("torch_func", said, hint, node)
     what = f"an operand of the attention is a {kind}, which this pass does not look into"
     return Decline(f"subclass_operand({kind})", what, node=node)
 

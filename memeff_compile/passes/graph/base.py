@@ -31,6 +31,7 @@ class Decline:
     hint: str = ""
     node: Node | None = None
     sites: int = 0
+    action: Action = "declined"  # or "note", of what need not be a place for the pass
 
     def counted(self, node: Node) -> Decline:
         """Return the answer as that of one block of many: equal ones are one record of all."""

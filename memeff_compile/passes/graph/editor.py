@@ -242,7 +242,7 @@ class Editor:
             mode,
             compat.python_dispatcher(),
             torch.set_grad_enabled(region.grad),
-            torch.autocast(device.type, enabled=False),
+            compat.without_autocast(torch.device(device).type),
         ):
             op: Any = node.target
             return op(*values[0], **values[1])

@@ -226,7 +226,7 @@ class _Run:
         where = _where(info, node, nearby) if node is not None else ("", "")
         said = decline.code, _sentence(decline.sentence), _sentence(decline.hint)
         sites = max(decline.sites, 1)
-        record = Record(graph_pass.name, "declined", *said, *where, *_bytes(gain), sites)
+        record = Record(graph_pass.name, decline.action, *said, *where, *_bytes(gain), sites)
         self._append(_with_all_places(record, info, nearby), is_counted=decline.sites > 0)
 
     def _append(self, record: Record, *, is_counted: bool) -> None:

@@ -14,7 +14,9 @@ from ..graph import base
 from ..graph.base import Decline
 from ..graph.graph_info import GraphInfo, kind_among, node_name
 from . import shards
+from .emit import groups_of, written_before
 from .head import SMALLEST_VOCABULARY, fold
+from .softmax import is_shift
 from .tails import METRICS, STATISTICS, Site, has_sum, is_silent
 
 
@@ -44,6 +46,8 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
             hint = getattr(type(info.value(node)), "how_to_leave_dense", hint) if node else hint
             return Decline(f"subclass_weight({kind})", said, hint, where)
     vocabulary = compat.known_size(info.value(head.weight).shape[1 if head.transposed else 0])
+    cuts = [t.chain.classes for t in site.tails if t.chain.classes is not None]
+    vocabulary = min((stop - first for first, stop in cuts), default=vocabulary)
     if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:
         said = "the hidden or vocabulary size is dynamic"
         return Decline("dynamic_vocabulary", said, "mark only batch and length dynamic", where)
@@ -59,7 +63,11 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
         dtype = torch.int64 if tail.target is None else info.value(tail.target).dtype
         target = rows.new_empty(rows.shape, dtype=dtype)
         bias = None if head.bias is None else compat.local_part(info.value(head.bias))
-        sentence = op_folder.supports(hidden, columns, bias, target, **how)
+        left = columns
+        if tail.chain.classes is not None:
+            first, stop = tail.chain.classes
+            left, bias = columns[first:stop], None if bias is None else bias[first:stop]
+        sentence = op_folder.supports(hidden, left, bias, target, **how)
         if sentence is not None:
             code = "dtype_unsupported" if "dtype" in sentence else "unsupported"
             return Decline(code, sentence, node=tail.node)
@@ -70,14 +78,18 @@ def _check_split(info: GraphInfo, site: Site) -> Decline | None:
     """Judge what reads the logits of a head that is split over ranks."""
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""
-        folded = fold(tail.chain.steps)
-        vectors = () if isinstance(folded, Decline) else [each for each, _ in folded.biases]
+        folded = fold(tail.chain)
+        vectors = () if isinstance(folded, Decline) else [v.node for v, _ in folded.biases]
         if kind_among((tail.target, tail.class_weight)):
             said = "the targets or class weights of a tensor parallel head are spread over ranks"
         elif compat.is_dtensor(value) and not shards.is_everywhere(value):
             said = f"`{tail.name}` of a tensor parallel head is not whole on every rank"
         elif kind_among(vectors) or any(info.value(each).requires_grad for each in vectors):
             said = "a vector with a gradient is added to logits that are split over ranks"
+        elif tail.chain.classes is not None:
+            said = "the classes of a tensor parallel head are cut"
+        elif tail.chain.factors:
+            said = "the logits of a tensor parallel head are scaled by a tensor"
         if said:
             return Decline("tensor_parallel_head", said, shards.HINT, tail.node)
     return None
@@ -88,7 +100,7 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
     if cut is not None:
         return cut
     for tail in site.tails:
-        folded, moved = fold(tail.chain.steps), tail.chain.moved
+        folded, moved = fold(tail.chain), tail.chain.moved
         if isinstance(folded, Decline):
             return replace(folded, node=tail.node)
         if tail.kind != "loss":
@@ -120,16 +132,18 @@ def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
     if trains is None or not trains.requires_grad:
         return None
     if _trains_nothing(info, site) and any(tail.chain.detached for tail in site.tails):
-        return Decline("detached", "the loss reads detached logits", node=site.tails[0].node)
+        said, where = "the loss reads detached logits", site.tails[0].node
+        return Decline("detached", said, "take the loss of logits that are not detached", where)
     for tail in site.tails:
         if is_silent(info, tail):
             continue
         steps = (step.node for step in tail.chain.steps)
         for node in (*steps, *tail.through, *tail.factors):
             value = info.tensor(node)
-            if value is not None and value.is_floating_point() and not value.requires_grad:
+            is_cut = value is not None and value.is_floating_point() and not value.requires_grad
+            if is_cut and not is_shift(node):
                 said = f"`{node_name(node)}` cuts a part of `{tail.name}` off from the gradient"
-                return Decline("detached", said, node=tail.node)
+                return Decline("detached", said, "detach all of it, or nothing", tail.node)
     return None
 
 
@@ -160,10 +174,13 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
     results = [tail.node for tail in site.tails]
     last = info.output if site.outputs else max(results, key=info.positions.__getitem__)
     head = site.head
+    for group in groups_of(info, site.tails):
+        writer = written_before(info, group)
+        if writer is not None:
+            return mutated(writer, site.tails[0].node)
     chains = [*(tail.chain for tail in site.tails), *(output.chain for output in site.outputs)]
     operands = [head.hidden, head.weight, head.bias, *site.covered]
     operands += [each for part in head.parts for each in (part.low, part.up)]
-    operands += [n for tail in site.tails for n in tail.operands]
     operands += [n for chain in chains for n in chain.operands]
     read = [n for n in operands if n is not None and n not in results]
     first = min(head.nodes, key=info.positions.__getitem__)
@@ -172,5 +189,6 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def mutated(writer: Node, loss: Node) -> Decline:
-    what = "the logits, the hidden states, the weight or the targets between the head and the loss"
+    what = "the logits, the hidden states or the weight between the head and the loss, or to the "
+    what += "targets between two losses"
     return base.mutated(writer, what, loss)

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
+from ...kernels.checks import wide
 from ...logits.recipe import Modifiers
 from ...options import Options
 from ..graph.base import Decline
@@ -24,9 +25,9 @@ from ..graph.canonical import aten, call_of, named, read_one
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, Region, same_shape, written_by
 from . import shards
-from .head import Step, fold, replay_rows
+from .head import Factor, Step, fold, replay_rows
 from .softmax import class_position
-from .tails import ENTROPIES, STATISTICS, Tail, is_silent
+from .tails import ENTROPIES, STATISTICS, SUMS, Tail, is_silent
 
 # The op's results, a number per row each; the third is a weighted sum of logits.
 _NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
@@ -73,7 +74,7 @@ def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]
         whole = info.value(chain.row_steps[len(key) - 1].node if key else chain.head.node)
         sizes = [whole.shape[-1], whole.numel(), *(info.value(g[0].node).numel() for g in some)]
         columns, elements, *rows = map(compat.size_hint, sizes)
-        is_one = all(fold(tail.chain.steps) == fold(chain.steps) for tail in joined)
+        is_one = all(fold(tail.chain) == fold(chain) for tail in joined)
         is_most = len(some) > 1 and 2 * columns * sum(rows) >= elements
         if is_one and is_most and _late(info, joined) is not None:
             kept.append(joined)
@@ -84,8 +85,10 @@ def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]
 
 def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     first = group[0]
-    if fold(first.chain.steps) != fold(tail.chain.steps):
+    if fold(first.chain) != fold(tail.chain):
         return False
+    if tail.kind in SUMS and (first.ignore_index is not None or first.class_weight is not None):
+        return False  # the op's sums leave out ignored rows, and may be weighted by class
     if tail.kind in STATISTICS:  # of all rows, of which the tail's own are then taken
         return tail.chain.is_of(first.chain)
     return (
@@ -136,12 +139,23 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     operands = [n for t in group for n in t.operands]
     if not all(collect(operand) for operand in operands):
         return None
+    if written_before(info, group) is not None:
+        return None
     if again:
         touched = [*again, *(i for n in again for i in n.all_input_nodes)]
         last = max(again, key=lambda n: info.positions[n])
         if info.written_between(touched, first, last) is not None:
             return None
     return again
+
+
+def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
+    """Return what writes to targets or class weights behind the op call for ``group``, which reads
+    them there, and before the last of its tails, which read them where they stand.
+    """
+    operands = [n for tail in group for n in tail.operands]
+    last = max((tail.node for tail in group), key=info.positions.__getitem__)
+    return info.written_between(operands, _place(info, group)[0], last)
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
@@ -215,7 +229,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 def gathered(group: Sequence[Tail]) -> list[str]:
     """Name what a call gathers of each row where ranks have parts of the classes."""
-    extra = {"sum": any(t.label_smoothing > 0 for t in group)}
+    extra = {"sum": any(t.label_smoothing > 0 or t.kind in SUMS for t in group)}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
     return ["lse", "nll", *(name for name, wanted in extra.items() if wanted)]
@@ -226,7 +240,7 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
-    hidden, folded = info.value(chain.head.hidden), fold(chain.steps)
+    hidden, folded = info.value(chain.head.hidden), fold(chain)
     sizes = map(compat.size_hint, info.value(group[0].target or chain.node).shape)
     rows = max(math.prod(sizes), 1)
     height = op_folder.rows_of_a_piece(
@@ -246,7 +260,7 @@ class GroupEmitter:
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
         self.head = group[0].chain.head
-        folded = fold(group[0].chain.steps)
+        folded = fold(group[0].chain)
         assert isinstance(folded, Modifiers)
         self.modifiers = folded
         self.with_target = next((t for t in group if t.target is not None), None)
@@ -265,13 +279,14 @@ class GroupEmitter:
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
         size = compat.known_size(self.info.value(head.hidden).shape[-1])
         hidden = self._here(head.hidden, None if self.split is None else self.split.dim)
-        self.hidden = self._cast(replay_rows(e, hidden, key_steps, size))
-        weight = self._cast(self._here(head.weight))
+        self.hidden = self._cast(self._scaled(self._moved(hidden, key_steps, size)))
+        weight = self._cast(self._cut(self._here(head.weight), 1 if head.transposed else 0))
         if head.transposed:
             weight = e.call(aten.t.default, weight)
         bias = self._bias()
         self.target = self._target_rows()
         smoothing = any(t.label_smoothing > 0 for t in self.group)
+        with_sum = smoothing or self._has(*SUMS)
         column_weight = self.with_target.class_weight if smoothing and self.with_target else None
         options = self.info.options
         operands = [self.hidden, weight, bias, self.target]
@@ -281,7 +296,7 @@ class GroupEmitter:
             return
         # What a call without metrics leaves at its defaults is not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
-        with_lse = self._has("lse", "logit", "mean_logit")
+        with_lse = self._has("lse", "logit", "mean_logit", "log_prob_sum")
         self.op = self._call(
             *operands,
             column_weight and self._columns(column_weight),
@@ -290,13 +305,13 @@ class GroupEmitter:
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
             with_lse=with_lse,
-            with_logit_sum=smoothing,
+            with_logit_sum=with_sum,
             gradient_filter=options.linear_cross_entropy,
             workspace=options.linear_cross_entropy_workspace,
             **{name: True for name, wanted in metrics.items() if wanted},
             **filter_settings(options),
         )
-        asked = {_LOGIT_SUM: smoothing, _NLL: self._has("loss", "log_prob", "logit")}
+        asked = {_LOGIT_SUM: with_sum, _NLL: self._has("loss", "log_prob", "logit")}
         asked |= {_LSE: smoothing or with_lse, _ENTROPY: metrics["with_entropy"]}
         asked[_TOP] = metrics["with_top"]
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
@@ -324,13 +339,47 @@ class GroupEmitter:
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:
             rank = compat.known_size(self.info.value(part.low).shape[-1])
-            low = e.cast(replay_rows(e, part.low, steps, rank), self.head.low_dtype)
-            up = e.cast(part.up, self.head.low_dtype)
+            low = self._scaled(self._moved(part.low, steps, rank))
+            low = e.cast(low, self.head.low_dtype)
+            up = e.cast(self._cut(part.up, 1 if part.transposed else 0), self.head.low_dtype)
             lows.append(low if part.scale == 1 else e.call(aten.mul.Scalar, low, part.scale))
             ups.append(e.call(aten.t.default, up) if part.transposed else up)
         if len(lows) < 2:
             return [*lows, *ups]
         return [e.call(aten.cat.default, lows, -1), e.call(aten.cat.default, ups, -1)]
+
+    def _moved(self, node: Node, steps: Sequence[Step], size: Any) -> Node:
+        """Replay row moves on hidden states, and scale rows by numbers of their own in between."""
+        e, done = self.editor, 0
+        for factor in self.modifiers.factors:
+            if factor.rows is not None:
+                node = replay_rows(e, node, steps[done : len(factor.rows)], size)
+                node, done = self._times(node, [factor]), len(factor.rows)
+        return replay_rows(e, node, steps[done:], size)
+
+    def _scaled(self, node: Node) -> Node:
+        """Scale by the numbers that all rows share."""
+        shared = [factor for factor in self.modifiers.factors if factor.rows is None]
+        return self._times(node, shared) if shared else node
+
+    def _times(self, node: Node, factors: Sequence[Factor]) -> Node:
+        """Scale in fp32 where the product has 16 bits, so that a factor's gradient is summed so."""
+        e, dtype = self.editor, self.info.value(node).dtype
+        node = e.cast(node, wide(dtype))
+        for factor in factors:
+            op = aten.div.Tensor if factor.is_divisor else aten.mul.Tensor
+            number = self._here(e.cast(factor.node, wide(dtype)))
+            if factor.rows is None and self.info.value(number).dim():
+                number = e.call(aten.reshape.default, number, [])
+            node = e.call(op, node, number)
+        return e.cast(node, dtype)
+
+    def _cut(self, node: Node, dim: int, classes: tuple[int, int] | None = None) -> Node:
+        """Leave out the classes that the losses do not read: a view, whose gradient has zeros for
+        them.
+        """
+        classes = classes or self.modifiers.classes
+        return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
     def _columns(self, vector: Node) -> Node:
         """Return what belongs to this rank's classes of a vector over all."""
@@ -347,8 +396,8 @@ class GroupEmitter:
         if tail.class_weight is not None or tail.reduction == 1:
             norm = kept = e.call(aten.ne.Scalar, self.target, tail.ignore_index)
             if tail.class_weight is not None:
-                wide = torch.float64 if self.head.compute_dtype == torch.float64 else torch.float32
-                norm = row_weight = self._row_weights(tail.class_weight, kept, wide)
+                dtype = wide(self.head.compute_dtype)
+                norm = row_weight = self._row_weights(tail.class_weight, kept, dtype)
             norm = e.call(aten.sum.default, norm) if tail.reduction == 1 else None
         trained = map(self.info.tensor, (*operands[:3], *low_rank))
         options = self.info.options
@@ -397,16 +446,24 @@ class GroupEmitter:
             if any(step.effect != effects[0].effect for step in effects):
                 break
             shared += 1
-        return max((i + 1 for i, s in enumerate(rows[:shared]) if s.kind == "rows"), default=0)
+        selecting = [i + 1 for i, s in enumerate(rows[:shared]) if s.kind == "rows"]
+        scaled = [len(f.rows) for f in self.modifiers.factors if f.rows is not None]
+        return max((*selecting, *scaled), default=0)
 
     def _cast(self, node: Node) -> Node:
         return self.editor.cast(node, self.head.compute_dtype)
 
     def _bias(self) -> Node | None:
-        e = self.editor
-        total = None if self.head.bias is None else self._cast(self._here(self.head.bias))
+        e, factors = self.editor, self.modifiers.factors
+        total = None
+        if self.head.bias is not None:
+            total = self._cast(self._cut(self._here(self.head.bias), 0))
+            total = self._times(total, factors) if factors else total
         for vector, divisor in self.modifiers.biases:
-            flat = self._columns(e.call(aten.reshape.default, self._cast(vector), [-1]))
+            flat = e.call(aten.reshape.default, self._cast(vector.node), [-1])
+            flat = self._cut(flat, 0, vector.classes) if vector.classes else flat
+            flat = self._times(flat, vector.factors) if vector.factors else flat
+            flat = self._columns(flat)
             if divisor != 1.0:
                 flat = e.call(aten.div.Scalar, flat, divisor)
             total = flat if total is None else e.call(aten.add.Tensor, total, flat)
@@ -443,20 +500,29 @@ class GroupEmitter:
         if tail.kind == "loss":
             found = self._loss(tail)
         elif tail.kind in STATISTICS:
-            found = self._like_statistic(tail, self._statistic(tail.kind))
+            found = self._like_statistic(tail, self._statistic(tail))
         else:
-            if tail.kind == "log_prob":
-                found = e.call(aten.neg.default, self._rows(_NLL))
-            else:
-                found = e.call(aten.sub.Tensor, self._rows(_LSE), self._rows(_NLL))
+            is_minus = tail.kind == "log_prob"  # the op returns minus the log-probability
+            found = self._rows(_NLL)
+            if not is_minus:
+                found = e.call(aten.sub.Tensor, self._rows(_LSE), found)
+            if is_minus != tail.negated:
+                found = e.call(aten.neg.default, found)
             found = self._shaped(found, tail.target or self.target)
+            if tail.keepdim:
+                found = e.call(aten.unsqueeze.default, found, -1)
         before = self.info.value(tail.node)
         found = e.cast(found, before.dtype)
+        if any(self.info.may_write(write, (tail.node,)) for write in self.info.writes):
+            found = e.call(aten.clone.default, found)  # a view of several results takes no writes
         is_spread = compat.is_dtensor(before)
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
-    def _statistic(self, kind: str) -> Node:
-        """Return a number per row of the op that ``kind`` names."""
+    def _statistic(self, tail: Tail) -> Node:
+        """Return the number of each row that ``tail`` is, from the op's."""
+        kind = tail.kind
+        if kind in SUMS:
+            return self._class_sum(tail)
         if kind in ("lse", "top"):
             return self._rows(_LSE if kind == "lse" else _TOP)
         entropy = self._rows(_ENTROPY)
@@ -465,6 +531,15 @@ class GroupEmitter:
         if kind == "mean_logit":  # H = lse - sum of p z
             return self.editor.call(aten.sub.Tensor, self._rows(_LSE), entropy)
         return entropy
+
+    def _class_sum(self, tail: Tail) -> Node:
+        """Return the sum or mean over the classes of a row's logits or log-probabilities."""
+        e, rows, share = self.editor, self._rows(_LOGIT_SUM), float(self._vocabulary())
+        if tail.kind == "log_prob_sum":
+            rows = e.call(aten.sub.Tensor, rows, e.call(aten.mul.Scalar, self._rows(_LSE), share))
+        if tail.is_mean:
+            rows = e.call(aten.div.Scalar, rows, share)
+        return e.call(aten.neg.default, rows) if tail.negated else rows
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
         """Take the tail's own rows out of the op's, in the shape the tail has."""
@@ -499,6 +574,9 @@ class GroupEmitter:
         return loss if tail.reduction else self._shaped(loss, tail.target or self.target)
 
     def _vocabulary(self) -> int:
+        if self.modifiers.classes is not None:
+            first, stop = self.modifiers.classes
+            return stop - first
         return int(self.info.value(self.head.weight).shape[1 if self.head.transposed else 0])
 
     def _row_weights(self, class_weight: Node, kept: Node, dtype: torch.dtype) -> Node:

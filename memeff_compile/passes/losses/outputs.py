@@ -32,6 +32,7 @@ from .head import POINTWISE, SAME_OPS, Chain, Head, HeadReader, Step, fold, repl
 
 NAME = NOTED
 _SCALES = aten.mul.Tensor, aten.mul.Scalar
+_MANY = 8192  # features of a layer from which its results may be logits
 
 STALE_SENTENCE = (
     "out.logits is computed when first read; reading it after the weights changed raises "
@@ -65,8 +66,10 @@ class Returned:
     outputs: list[LogitsOutput]
 
 
-def returned_logits(info: GraphInfo) -> list[Returned]:
-    """Return the heads of a training graph whose logits are among its outputs."""
+def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
+    """Return the heads of a training graph whose logits are among its outputs, or the layers of as
+    many features as a head which are too narrow to be one by their shape.
+    """
     if not info.needs_grad or info.parent is not None:
         return []
     reader = HeadReader(info, tracing=False)
@@ -76,7 +79,12 @@ def returned_logits(info: GraphInfo) -> list[Returned]:
         value = info.tensor(node)
         if isinstance(chain, Decline) or value is None or not value.requires_grad:
             continue
-        if reader.is_wide(chain.head):
+        if narrow:
+            is_sought = value.shape[-1:] and compat.size_hint(value.shape[-1]) >= _MANY
+            is_sought = is_sought and not reader.is_wide(chain.head)
+        else:
+            is_sought = reader.is_wide(chain.head)
+        if is_sought:
             found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain))
     return [Returned(head, outputs) for head, outputs in found.items()]
 
@@ -97,7 +105,7 @@ def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
     """Return why logits that are only returned cannot be deferred, or None."""
     hint = "compute the loss inside the compiled function (pass labels=)"
     alone = _not_deferrable(match.head, _why_no_loss(info, match), hint)
-    return alone or check(info, match.outputs)
+    return alone or check(info, match.outputs, hint)
 
 
 def _why_no_loss(info: GraphInfo, match: Returned) -> str:
@@ -133,7 +141,7 @@ def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
     if any(compat.known_size(size) is None for size in (hidden.shape[-1], *weight.shape)):
         return "the hidden or vocabulary size is dynamic"
     for chain in chains:
-        folded = fold(chain.steps)
+        folded = fold(chain)
         if isinstance(folded, Decline):
             return folded.sentence
     columns, rows = weight.t() if head.transposed else weight, hidden.select(-1, 0)
@@ -148,8 +156,10 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
     return Decline("logits_not_deferrable", f"{said}: {reason}", hint, node) if reason else None
 
 
-def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
-    """Return why these outputs cannot be deferred (or dropped), or None."""
+def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
+    """Return why these outputs cannot be deferred (or dropped), or None; ``way_out`` is what to do
+    about it where there is no loss beside them.
+    """
     if not outputs:
         return None
     node = outputs[0].node
@@ -173,7 +183,7 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
         )
     reason = _why_not_deferrable(info, outputs)
     hint = "set options={'memeff.logits': 'none'} if nobody reads out.logits, or return only the "
-    return _not_deferrable(node, reason, f"{hint}loss from the compiled function")
+    return _not_deferrable(node, reason, way_out or f"{hint}loss from the compiled function")
 
 
 def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str:
@@ -188,11 +198,17 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
             return "they are returned in parts, one on each rank"
         if compat.is_dtensor(info.value(head.node)) and not info.needs_grad:
             return "a read on one rank would wait for the others, and nothing trains here"
+        if output.chain.factors:
+            return "they are scaled by a tensor"
         vectors = [s.value for s in output.chain.steps if s.kind == "bias"]
+        last_cut = max((i for i, s in enumerate(output.chain.steps) if s.classes), default=0)
+        if any(s.kind == "bias" for s in output.chain.steps[:last_cut]):
+            return "some of their classes are left out after a vector was added"
         vectors += [each for down, up, _ in adapters for each in (down, up)]
         for weight in filter(None, (head.weight, head.bias, *vectors)):
             if weight.op != "placeholder":
-                return f"{weight.name} is computed inside the graph"
+                named = "the head's weight" if weight is head.weight else weight.name
+                return f"{named} is computed inside the graph (by `{node_name(weight)}`)"
             if compat.fsdp_frees_after_forward(compat.example_input(weight)):
                 return "FSDP frees the gathered head weight after the forward pass"
         if output.chain.moved:
@@ -328,7 +344,8 @@ def rewrite(
         first, output = places[0]
         steps = [_behind(o, laid.base) for _, o in places]
         # A lone output that has all of its memory, in order, needs no view.
-        if len(places) == 1 and laid.is_plain and all(s.kind != "rows" for s in steps[0]):
+        is_whole = all(s.kind != "rows" and s.classes is None for s in steps[0])
+        if len(places) == 1 and laid.is_plain and is_whole:
             laid, views = replace(laid, base=output), []
         else:
             turned = () if laid.is_plain else (("permute.default", (laid.back,)),)
@@ -370,8 +387,9 @@ def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[An
         if step.kind == "detach":
             calls.append(("detach.default", ()))
         # A cast to the same dtype is the tensor itself; `logits[:]` is another tensor.
-        for call in step.reading or read(step.node) or ():
-            if call.op is aten.alias.default or (step.reading and call.op not in SAME_OPS):
+        moves = step.whole or step.reading
+        for call in moves or read(step.node) or ():
+            if call.op is aten.alias.default or (moves and call.op not in SAME_OPS):
                 args = tuple(given(arg) for arg in list(call.args.values())[1:])
                 calls.append((str(call.op).removeprefix("aten."), args))
     return tuple(calls)
@@ -398,8 +416,14 @@ def _planned(
         vectors += [positions[down], positions[up]]
         steps.append(("adapter", adapter))
         dtype = adapter.total
-    for step in (s for s in output.chain.steps if s.kind in POINTWISE):
+    width = compat.size_hint(info.value(head.weight).shape[1 if head.transposed else 0])
+    for step in output.chain.steps:
         value = info.value(step.node)
+        if step.classes is not None:
+            steps.append(("classes", (*step.classes, width)))
+            width = step.classes[1] - step.classes[0]
+        if step.kind not in POINTWISE:
+            continue
         if step.kind == "bias":  # a wider vector widens the logits
             vectors.append(positions[step.value])
             steps.append(("bias", None if value.dtype == dtype else value.dtype))

@@ -2,6 +2,7 @@
 
     logits -> log_softmax | x - logsumexp(x) | log(softmax) -> {view, slice, cast, detach}*
     logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
+    logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
 
 Row moves behind a softmax give what the same moves before it give, so they join the chain.
 """
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from ... import compat
 from ..graph.base import Decline
-from ..graph.canonical import Call, aten, call_of, read_one
+from ..graph.canonical import Call, aten, back_over, call_of, named, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, HeadReader
 
@@ -31,6 +33,16 @@ class Soft:
     """Probabilities or their logarithms: the logits, moved alike, and the nodes on the way."""
 
     chain: Chain
+    through: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Total:
+    """A log-sum-exp over the classes, less ``shift``: the maximum that was taken off the logits."""
+
+    chain: Chain
+    shift: Node | None
+    keepdim: bool
     through: tuple[Node, ...]
 
 
@@ -84,11 +96,85 @@ class SoftmaxReader:
             return _with(self.probs(call.args["self"]), node)
         is_difference = call.op is aten.sub.Tensor and call.args["alpha"] == 1
         other: Any = call.args["other"] if is_difference else None
-        total = call_of(other, aten.logsumexp.default)
-        if total is None or not total.args["keepdim"]:
+        plain = call_of(other, aten.logsumexp.default)
+        if plain is not None and plain.args["keepdim"] and plain.args["self"] is call.args["self"]:
+            return self._over(call.args["self"], plain.args["dim"], (other, node))
+        total = self.total(other)
+        if total is None or not total.keepdim:
             return None
-        is_own = total.args["self"] is call.args["self"]
-        return self._over(call.args["self"], total.args["dim"], (other, node)) if is_own else None
+        logits, shift, way = self._shifted(call.args["self"])
+        if logits is not total.chain.node or shift is not total.shift:
+            return None
+        return Soft(total.chain, (*total.through, *way, other, node))
+
+    def total(self, node: Any) -> Total | None:
+        """Read a log-sum-exp over the classes, written with its maximum taken off or without."""
+        call = call_of(node, aten.log.default, aten.add.Tensor, aten.logsumexp.default)
+        if call is None:
+            return None
+        if call.op is aten.add.Tensor:
+            pairs = (call.args["self"], call.args["other"]), (call.args["other"], call.args["self"])
+            for inner, other in pairs:
+                if call.args["alpha"] != 1 or call_of(inner, aten.add.Tensor) is not None:
+                    continue
+                found, (peak, way) = self.total(inner), self._peak(other)
+                if found is not None and found.shift is not None and found.shift is peak:
+                    return replace(found, shift=None, through=(*found.through, inner, *way))
+            return None
+        source, way = call.args["self"], ()
+        if call.op is aten.log.default:
+            added = call_of(source, aten.sum.dim_IntList)
+            powers = None if added is None else call_of(added.args["self"], aten.exp.default)
+            if added is None or powers is None or not self._keeps_precision(added):
+                return None
+            dims, keepdim = added.args["dim"], added.args["keepdim"]
+            way, source = (added.args["self"], source), powers.args["self"]
+        else:
+            given, keepdim = call.args["dim"], call.args["keepdim"]
+            dims = given if isinstance(given, (list, tuple)) else [given]
+        logits, shift, before = self._shifted(source)
+        chain, value = self.reader.chain(logits), self.info.tensor(logits)
+        if isinstance(chain, Decline) or value is None or value.dim() == 0 or not dims:
+            return None
+        if len(dims) != 1 or dims[0] % value.dim() != class_position(chain, value.dim()):
+            return None
+        return Total(chain, shift, keepdim, (*before, *way))
+
+    def _shifted(self, node: Any) -> tuple[Any, Node | None, tuple[Node, ...]]:
+        """Return the logits of which ``node`` is the rest after their maximum was taken off, the
+        maximum, and the nodes in between; or the node itself.
+        """
+        call = call_of(node, aten.sub.Tensor)
+        if call is None or call.args["alpha"] != 1:
+            return node, None, ()
+        logits = call.args["self"]
+        peak, way = self._peak(call.args["other"])
+        before, after = self.info.tensor(logits), self.info.tensor(node)
+        if peak is None or before is None or after is None:
+            return node, None, ()
+        source = back_over(_of_maximum(peak), (aten.detach.default,))
+        if source is not logits or not same_shape(before.shape, after.shape):
+            return node, None, ()
+        return logits, peak, (*way, node)
+
+    def _peak(self, node: Any) -> tuple[Node | None, tuple[Node, ...]]:
+        """Return the maximum over the last dimension that ``node`` holds, and the nodes on the way.
+
+        What is taken off all logits of a row is added again, so its value does not matter.
+        """
+        way: list[Node] = []
+        while (call := call_of(node, *_PEAK_MOVES)) is not None:
+            way.append(node)
+            node = call.args["self"]
+        source = _of_maximum(node)
+        value = self.info.tensor(source)
+        if source is None or value is None:
+            return None, ()
+        pair = node.args[0] if node.target is operator.getitem else None
+        others = [pair] if isinstance(pair, Node) else []
+        detached: list[Node] = []
+        back_over(source, (aten.detach.default,), detached)
+        return node, (*way, node, *others, *detached)
 
     def _start_of_probs(self, node: Node) -> Soft | Decline | None:
         call = call_of(node, aten.softmax.int, aten.exp.default)
@@ -130,6 +216,31 @@ class SoftmaxReader:
             return None
         is_whole = call.args["max"] is None and call.args["min"] == torch.finfo(value.dtype).min
         return call.args["self"] if is_whole else None
+
+
+_PEAK_MOVES = named("detach.default squeeze.dim unsqueeze.default alias.default")
+
+
+def _of_maximum(node: Any) -> Any:
+    """Return the tensor over whose last dimension ``node`` is the maximum, else None."""
+    call, is_values = call_of(node, aten.amax.default), True
+    if call is None and isinstance(node, Node) and node.target is operator.getitem:
+        pair, index = node.args
+        call, is_values = call_of(pair, aten.max.dim), index == 0
+    if call is None or not is_values:
+        return None
+    dims = call.args["dim"] if isinstance(call.args["dim"], (list, tuple)) else [call.args["dim"]]
+    value: Any = compat.example_value(call.args["self"])
+    return call.args["self"] if list(dims) in ([-1], [value.dim() - 1]) else None
+
+
+def is_shift(node: Node) -> bool:
+    """Return whether a node serves only to take a maximum off the logits: its gradient cancels."""
+    if call_of(node, aten.detach.default) is not None and node.users:
+        users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
+        if all(user is not None for user in users):
+            return True
+    return _of_maximum(back_over(node, _PEAK_MOVES)) is not None
 
 
 def _with(soft: Soft | Decline | None, node: Node) -> Soft | None:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ... import compat
 from ...compat import OpOverload
 from ...logits.recipe import Modifiers
 from ..graph.base import Decline
-from ..graph.canonical import aten, call_of, read_one
+from ..graph.canonical import Call, aten, back_over, call_of, named, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, Head, HeadReader, fold
 from .outputs import LogitsOutput, is_deferrable, returned_logits
@@ -30,7 +31,8 @@ class Tail:
     kind is, with a target, ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
     log-probabilities) or ``logit`` (gather on the logits themselves); without one, ``lse``
     (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p) or
-    ``mean_logit`` (the sum of p times the logits).
+    ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
+    classes).
     """
 
     node: Node
@@ -46,6 +48,9 @@ class Tail:
     keepdim: bool = False  # a statistic without a target keeps the class dimension, of size 1
     factors: tuple[Node, ...] = ()  # what an entropy multiplies
     wraps: bool = False  # targets count modulo the classes, as in take_along_dim
+    negated: bool = False  # the node is minus the value of its kind
+    is_mean: bool = False  # a sum over the classes is divided by their number
+    aside: tuple[Node, ...] = ()  # nodes of a one-hot form of the targets, which nothing else reads
 
     @property
     def operands(self) -> tuple[Node, ...]:
@@ -60,11 +65,12 @@ class Tail:
         return "argmax" if self.kind == "top" else node_name(self.node)
 
 
-STATISTICS = ("lse", "top", "entropy", "neg_entropy", "mean_logit")
 ENTROPIES = ("entropy", "neg_entropy", "mean_logit")
+SUMS = ("log_prob_sum", "logit_sum")
+STATISTICS = ("lse", "top", *ENTROPIES, *SUMS)
 METRICS = ("top", *ENTROPIES)
-# What makes a site worth a rewrite; an argmax alone does not.
-LOSSES = ("loss", "log_prob", "entropy", "neg_entropy")
+# The kinds that make a site worth a rewrite; an argmax alone does not.
+LOSSES = ("loss", "log_prob", "entropy", "neg_entropy", "log_prob_sum")
 
 
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
@@ -85,7 +91,7 @@ class Site:
 
 _TAIL_NAMES = frozenset(
     "cross_entropy cross_entropy_loss nll_loss nll_loss_nd gather take_along_dim logsumexp "
-    "linear_cross_entropy argmax getitem sum".split()
+    "linear_cross_entropy argmax getitem __getitem__ index sum mean log add sub kl_div".split()
 )
 
 
@@ -95,25 +101,33 @@ class TailReader:
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
         self.softmax = SoftmaxReader(info, reader)
+        # Sums and means stand everywhere in a model: where they read no head, nothing is traced.
+        self.untraced = HeadReader(info, tracing=False)
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
         """Yield what ``node`` reads from logits, or why it cannot be served."""
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
             return
-        if name == "getitem":
+        if name in ("getitem", "__getitem__", "index"):
             yield from self._chosen(node)
+            yield from self._indexed(node)
+        elif name == "kl_div":
+            yield from self._divergence(node)
         elif (call := read_one(node)) is not None:
             read = _READERS.get(call.op)
             yield from () if read is None else read(self, node, call.args)
         elif "cross_entropy" in name or "nll_loss" in name:
             said = f"`{name}` is called with arguments this pass does not read"
-            yield Decline("unreadable_loss", said, node=node)
+            hint = "call cross_entropy or nll_loss of torch.nn.functional, with plain numbers"
+            yield Decline("unreadable_loss", said, hint, node)
 
     def _lse(self, node: Node, a: Any) -> Iterable[Tail]:
         dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
         value = self.info.tensor(a["self"])
-        if value is None or len(dims) != 1 or dims[0] % value.dim() != value.dim() - 1:
+        if value is None or value.dim() == 0 or len(dims) != 1:
+            return
+        if dims[0] % value.dim() != value.dim() - 1:
             return
         chain = self.reader.chain(a["self"])
         if isinstance(chain, Chain) and not chain.moved:
@@ -171,7 +185,7 @@ class TailReader:
         )
 
     def _gather(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
-        source = a["self"]
+        source, sign, signs = _unsigned(a["self"])
         index, opened = _plain_index(self.info, a.get("index", a.get("indices")))
         value, index_value = self.info.tensor(source), self.info.tensor(index)
         if value is None or index_value is None or a["dim"] is None or value.dim() == 0:
@@ -203,8 +217,48 @@ class TailReader:
             )
         if has_same_rows:
             kind, through = ("logit", ()) if soft is None else ("log_prob", soft.through)
-            wraps, through = "indices" in a, (*through, *opened)
-            yield Tail(node, kind, chain, target=index, through=through, wraps=wraps)
+            wraps, through = "indices" in a, (*through, *opened, *signs)
+            how = {"target": index, "through": through, "wraps": wraps, "negated": sign < 0}
+            yield Tail(node, kind, chain, **how)
+
+    def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
+        """Read ``x[arange(rows), targets]``: of each row, the entry of its target."""
+        call = call_of(node, aten.index.Tensor)
+        value = None if call is None else self.info.tensor(call.args["self"])
+        if call is None or value is None or value.dim() < 2:
+            return
+        indices = call.args["indices"]
+        if len(indices) != value.dim() or not all(isinstance(each, Node) for each in indices):
+            return
+        *places, index = indices
+        rows, target = value.shape[:-1], self.info.tensor(index)
+        if target is None or target.dtype not in (torch.int64, torch.int32):
+            return
+        if not same_shape(target.shape, rows):
+            return
+        if not all(_counts_up(self.info, each, dim, rows) for dim, each in enumerate(places)):
+            return
+        source, sign, signs = _unsigned(call.args["self"])
+        soft = self.softmax.log_probs(source)
+        if isinstance(soft, Decline):
+            yield replace(soft, node=node)
+            return
+        chain = self.reader.chain(source) if soft is None else soft.chain
+        if isinstance(chain, Decline):
+            return
+        kind, through = ("logit", ()) if soft is None else ("log_prob", soft.through)
+        # An index may be negative, and then counts from the end.
+        how = {"target": index, "wraps": True, "negated": sign < 0}
+        yield Tail(node, kind, chain, through=(*through, *signs), **how)
+
+    def _divergence(self, node: Node) -> Iterable[Decline]:
+        """Name a divergence of a head's log-probabilities from others, which no op serves."""
+        given = node.args[0] if node.args else node.kwargs.get("input")
+        soft = self.softmax.log_probs(given)
+        if isinstance(soft, Soft):
+            said = "`kl_div` compares the probabilities of all classes with others"
+            hint = "a loss on class indices, from logits that nothing else reads, is fused"
+            yield Decline("divergence", said, hint, node)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
         """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if nobody uses the values."""
@@ -231,17 +285,84 @@ class TailReader:
             before = soft.through if isinstance(soft, Soft) else ()
             yield Tail(node, "top", chain, through=(*before, *through), keepdim=a["keepdim"])
 
-    def _entropy(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read a sum over the classes of p log p, p times the logits, or entr(p)."""
-        value, dims = self.info.tensor(a["self"]), a["dim"]
-        if value is None or value.dim() == 0 or dims is None or len(dims) != 1:
-            return
-        if a["dtype"] is not None and a["dtype"].itemsize < value.dtype.itemsize:
+    def _sum(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
+        """Read a sum over the classes: an entropy, or of log-probabilities, weighted or not."""
+        if not self._is_over_a_dimension(a):
             return
         term, sign, between = _unsigned(a["self"])
         call = call_of(term, aten.special_entr.default, aten.mul.Tensor)
         if call is None:
+            yield from self._class_sum(node, a, False)
             return
+        entropies = list(self._entropy(node, a, term, sign, between, call))
+        yield from entropies
+        if not entropies and call.op is aten.mul.Tensor:
+            yield from self._by_targets(node, a, term, sign, between, call)
+
+    def _mean(self, node: Node, a: Any) -> Iterable[Tail]:
+        """Read a mean over the classes of log-probabilities or logits."""
+        if self._is_over_a_dimension(a):
+            yield from self._class_sum(node, a, True)
+
+    def _is_over_a_dimension(self, a: Any) -> bool:
+        value, dims = self.info.tensor(a["self"]), a["dim"]
+        if value is None or value.dim() == 0 or dims is None or len(dims) != 1:
+            return False
+        return a["dtype"] is None or a["dtype"].itemsize >= value.dtype.itemsize
+
+    def _class_sum(self, node: Node, a: Any, is_mean: bool) -> Iterable[Tail]:
+        source, sign, signs = _unsigned(a["self"])
+        value = self.info.value(source)
+        soft = self.softmax.log_probs(source)
+        chain = self.untraced.chain(source) if soft is None else getattr(soft, "chain", None)
+        if not isinstance(chain, Chain):
+            return
+        if a["dim"][0] % value.dim() != class_position(chain, value.dim()):
+            return
+        kind, through = ("logit_sum", ()) if soft is None else ("log_prob_sum", soft.through)
+        how = {"keepdim": a["keepdim"], "negated": sign < 0, "is_mean": is_mean}
+        yield Tail(node, kind, chain, through=(*through, *signs), **how)
+
+    def _by_targets(
+        self, node: Node, a: Any, term: Node, sign: int, between: tuple[Node, ...], call: Call
+    ) -> Iterable[Tail | Decline]:
+        """Read a sum over the classes of log-probabilities times targets: one-hot, or any."""
+        left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
+        for (logs, minus, nodes), (targets, also, more) in ((left, right), (right, left)):
+            soft = self.softmax.log_probs(logs)
+            value, given = self.info.tensor(logs), self.info.tensor(targets)
+            if not isinstance(soft, Soft) or value is None or given is None:
+                continue
+            last = value.dim() - 1
+            if soft.chain.moved or a["dim"][0] % value.dim() != last:
+                return
+            if not same_shape(given.shape, value.shape):
+                return
+            index, aside = _one_hot(self.info, targets)
+            if index is None:
+                said = "the targets are weights of all classes, not class indices"
+                hint = "pass integer class indices to use the fused loss"
+                yield Decline("prob_targets", said, hint, node)
+                return
+            through = (*soft.through, *nodes, term, *between)
+            how = {"keepdim": a["keepdim"], "negated": sign * minus * also < 0}
+            aside = (*more, *aside)
+            yield Tail(
+                node, "log_prob", soft.chain, target=index, through=through, aside=aside, **how
+            )
+            return
+
+    def _by_hand(self, node: Node, a: Any) -> Iterable[Tail]:
+        """Read a log-sum-exp that is written out, with or without its maximum taken off."""
+        total = self.softmax.total(node)
+        if total is not None and total.shift is None and not total.chain.moved:
+            yield Tail(node, "lse", total.chain, through=total.through, keepdim=total.keepdim)
+
+    def _entropy(
+        self, node: Node, a: Any, term: Node, sign: int, between: tuple[Node, ...], call: Call
+    ) -> Iterable[Tail]:
+        """Read a sum over the classes of p log p, p times the logits, or entr(p)."""
+        value, dims = self.info.value(a["self"]), a["dim"]
         if call.op is aten.mul.Tensor:
             left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
             factors: tuple[Node, ...] = (left[0], right[0])
@@ -288,8 +409,45 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
     aten.take_along_dim.default: TailReader._gather,
     aten.logsumexp.default: TailReader._lse,
     aten.argmax.default: TailReader._top,
-    aten.sum.dim_IntList: TailReader._entropy,
+    aten.sum.dim_IntList: TailReader._sum,
+    aten.mean.dim: TailReader._mean,
+    aten.log.default: TailReader._by_hand,
+    aten.add.Tensor: TailReader._by_hand,
 }
+
+
+def _counts_up(info: GraphInfo, index: Node, dim: int, rows: Sequence[Any]) -> bool:
+    """Return whether ``index``, broadcast to ``rows``, is each row's own position along ``dim``."""
+    value = info.tensor(index)
+    wanted = [1] * len(rows)
+    wanted[dim] = rows[dim]
+    if value is None or not same_shape((*[1] * (len(rows) - value.dim()), *value.shape), wanted):
+        return False
+    while (call := call_of(index, *_INDEX_MOVES)) is not None:
+        if call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32):
+            return False
+        index = call.args["self"]
+    names = aten.arange.default, aten.arange.start, aten.arange.start_step
+    made = call_of(index, *names)
+    if made is None or made.args.get("dtype") not in (None, torch.int64, torch.int32):
+        return False
+    return (made.args.get("start", 0), made.args.get("step", 1)) == (0, 1)
+
+
+_INDEX_MOVES = named(
+    "unsqueeze.default view.default reshape.default to.dtype alias.default expand.default"
+)
+
+
+def _one_hot(info: GraphInfo, node: Node) -> tuple[Node | None, tuple[Node, ...]]:
+    """Return the class indices of which ``node`` is the one-hot form, and the nodes in between."""
+    way: list[Node] = []
+    node = back_over(node, (aten.to.dtype,), way)
+    if node_name(node) != "one_hot" or not node.args:
+        return None, ()
+    index: Any = node.args[0]
+    value = info.tensor(index)
+    return (index if value is not None else None), (*way, node)
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
@@ -312,8 +470,8 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
     """Take minus signs off ``node``: what is below, their product, and the nodes they were."""
     sign, taken = 1, list[Node]()
-    while (call := call_of(node, aten.neg.default, aten.mul.Tensor)) is not None:
-        if call.op is aten.mul.Tensor and call.args["other"] not in (-1, -1.0):
+    while (call := call_of(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar)) is not None:
+        if call.op is not aten.neg.default and call.args["other"] not in (-1, -1.0):
             break
         taken.append(node)
         sign, node = -sign, call.args["self"]
@@ -322,7 +480,7 @@ def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
 
 def _same_logits(a: Chain, b: Chain) -> bool:
     """Return whether two chains are the same numbers in the same places, gradients aside."""
-    left, right = fold(a.steps), fold(b.steps)
+    left, right = fold(a), fold(b)
     return (
         a.head.node is b.head.node
         and a.moved == b.moved

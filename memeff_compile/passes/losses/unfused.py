@@ -1,0 +1,181 @@
+"""Finds heads of a training graph whose loss nobody fused, so that none passes in silence.
+
+A head is told from a wide layer inside a model by what becomes of its product. The product of a
+layer goes on into another one. That of a head ends in a number per row or less, as a loss does, or
+leaves the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from torch.fx import Node
+
+from ... import compat
+from ..graph.base import Decline
+from ..graph.canonical import is_several
+from ..graph.graph_info import GraphInfo, node_name
+from . import outputs
+from .head import Chain, Head, HeadReader
+
+LARGE_VOCABULARY = 8192  # classes from which a loss that is not fused is worth a word
+_MAX_NODES = 256
+_FEWER = 16  # what has less than this part of a product's numbers has lost its classes
+
+_HINT = (
+    "compute the loss by F.cross_entropy, or by log_softmax and gather of one class per row, from "
+    "logits that nothing else reads"
+)
+_NAMES = (
+    "linear matmul mm bmm addmm baddbmm mv einsum scaled_dot_product_attention bilinear tensordot "
+    "embedding embedding_bag flex_attention imatmul rmatmul multi_head_attention_forward "
+    "conv1d conv2d conv3d"
+)
+_PRODUCTS = frozenset(_NAMES.split())
+
+
+def unfused_heads(
+    info: GraphInfo, reader: HeadReader, judged: Collection[Node]
+) -> Iterable[Decline]:
+    """Yield a Decline for each head of at least 8,192 classes that trains and that no other answer
+    is about: ``judged`` holds the heads that were matched and the nodes that were declined.
+    """
+    if not info.needs_grad:
+        return
+    for node in info.gm.graph.nodes:
+        if node.op not in ("call_function", "call_method") or not info.regions[node].grad:
+            continue
+        if (said := _own_function(info, node)) is not None:
+            yield said
+        elif (head := _large_head(info, reader, node)) is not None and node not in judged:
+            ends = _ends(info, node, judged)
+            if ends is not None and (answer := _answer(info, reader, head, ends)) is not None:
+                yield answer
+    yield from _cut_inside_a_loss(info)
+
+
+def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
+    """Return the product that a node is, if it has as many classes and a gradient."""
+    value = info.tensor(node)
+    if node_name(node) not in _PRODUCTS or value is None or not value.requires_grad:
+        return None
+    if value.dim() < 1 or compat.size_hint(value.shape[-1]) < LARGE_VOCABULARY:
+        return None
+    return reader.product(node)
+
+
+def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
+    """Return the nodes in which the classes of a product end, or None where it goes on into another
+    product, where another answer is about it, or where the way is too long to tell.
+    """
+    classes, elements = info.value(product).shape[-1], _elements(info, product)
+    queue, seen, ends = [product], {product}, list[Node]()
+    while queue:
+        for user in queue.pop().users:
+            if user in judged or node_name(user) in _PRODUCTS or len(seen) > _MAX_NODES:
+                return None
+            if user in seen:
+                continue
+            seen.add(user)
+            value = info.tensor(user)
+            sizes = () if value is None else value.shape
+            is_wide = any(compat.statically_true(s == classes) for s in sizes)
+            # Halves of the classes, as of a gate and what it multiplies, go on, too.
+            if is_wide or is_several(user) or _elements(info, user) * _FEWER >= elements:
+                queue.append(user)
+            else:
+                ends.append(user)
+    return ends
+
+
+def _elements(info: GraphInfo, node: Node) -> int:
+    value = info.tensor(node)
+    return 0 if value is None else math.prod(map(compat.size_hint, value.shape))
+
+
+def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -> Decline | None:
+    """Say in which loss the classes end, or that they leave the graph."""
+    classes = compat.size_hint(info.value(head.node).shape[-1])
+    for node in ends:
+        value = info.tensor(node)
+        if value is not None and value.requires_grad:
+            said = f"the logits over {classes} classes end in `{node_name(node)}`, and no loss "
+            said += "that this pass reads is made of them"
+            return Decline("loss_not_read", said, _HINT, node)
+    is_returned = info.output in ends and info.parent is None
+    if not is_returned or compat.feeds_resumed_code(info.gm):
+        return None
+    for node in info.output.all_input_nodes:
+        chain = reader.chain(node)
+        if isinstance(chain, Chain) or chain.node is None or not reader.is_wide(head):
+            continue
+        if chain.code != "no_linear_head" and head.node in _before(chain.node):
+            said = f"this graph returns logits over {classes} classes and no loss, and they "
+            said += f"cannot be deferred: {chain.sentence}"
+            return replace(chain, code="logits_not_deferrable", sentence=said)
+    return None
+
+
+def _before(node: Node) -> set[Node]:
+    """Return the nodes that a step may read logits from, a few calls back."""
+    found, queue = {node}, [node]
+    while queue and len(found) < _MAX_NODES:
+        fresh = [n for n in queue.pop().all_input_nodes if n not in found]
+        found.update(fresh)
+        queue += fresh
+    return found
+
+
+def _own_function(info: GraphInfo, node: Node) -> Decline | None:
+    """Name an autograd function of the user's that takes hidden states and a head by itself."""
+    if node_name(node) != "autograd_function_apply":
+        return None
+    values = [value for value in map(info.tensor, node.all_input_nodes) if value is not None]
+    trained = [value for value in values if value.is_floating_point() and value.dim() >= 2]
+    for weight in trained:
+        rows, features = compat.size_hint(weight.shape[0]), weight.shape[-1]
+        if weight.dim() != 2 or rows < LARGE_VOCABULARY:
+            continue
+        others = [v for v in trained if v is not weight]
+        if any(compat.statically_true(v.shape[-1] == features) for v in others):
+            said = f"an autograd function takes hidden states and a weight of {rows} classes, and "
+            said += "computes their loss by itself, as losses by chunks do"
+            hint = "compute the loss by the head and F.cross_entropy, which needs no chunks here"
+            return Decline("own_loss_function", said, hint, node)
+    return None
+
+
+def _cut_inside_a_loss(info: GraphInfo) -> Iterable[Decline]:
+    """Name a loss inside which Dynamo cut the function, so that its head is in no graph."""
+    name = compat.cut_inside(info.gm)
+    if info.parent is None and "cross_entropy" in name and not _has_loss(info):
+        said = f"Dynamo cuts the function inside of `{name}`, which then runs outside of any graph"
+        hint = "call F.linear_cross_entropy without options=, or F.cross_entropy of the logits"
+        yield Decline("graph_break_in_loss", said, hint, info.output)
+
+
+def _has_loss(info: GraphInfo) -> bool:
+    return any("cross_entropy" in node_name(node) for node in info.gm.graph.nodes)
+
+
+def narrow_heads(info: GraphInfo) -> Iterable[Decline]:
+    """Yield a Decline for logits that are returned by a head which is too narrow to be told from a
+    layer inside a model.
+    """
+    if info.options.switched_off(outputs.NAME) or compat.feeds_resumed_code(info.gm):
+        return
+    for match in outputs.returned_logits(info, narrow=True):
+        head = match.outputs[0].chain.head
+        weight = info.value(head.weight)
+        classes = compat.size_hint(weight.shape[1 if head.transposed else 0])
+        said = (
+            f"this graph returns the results of a linear layer of {classes} features and no loss; "
+        )
+        said += (
+            "these are at most four times the features of its input, as in layers inside a model, "
+        )
+        said += "so the layer is not taken for a head"
+        hint = "if these are logits, compute the loss inside the compiled function (pass labels=)"
+        yield Decline("head_narrow", said, hint, head.node, action="note")

@@ -1,0 +1,220 @@
+"""Losses that are written out by hand: each fuses as the call that it spells, or says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.passes.test_near_misses import head_inputs, logits_of
+from tests.support.captured_graphs import compare_with_eager
+from tests.support.surfaces import V
+
+Loss = Callable[[Tensor, Tensor], Any]
+"""A loss of logits, (rows, V) or (batch, length, V), and class indices."""
+
+
+def rows(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[0], device=logits.device)
+
+
+def flat(loss: Loss) -> Loss:
+    return lambda z, y: loss(z.flatten(0, 1), y.flatten())
+
+
+def log_softmax_by_index(z: Tensor, y: Tensor) -> Tensor:
+    return -F.log_softmax(z, -1)[rows(z), y].mean()
+
+
+def log_softmax_by_index_of_a_minus(z: Tensor, y: Tensor) -> Tensor:
+    return (-F.log_softmax(z, -1))[rows(z), y].mean()
+
+
+def log_softmax_by_two_positions(z: Tensor, y: Tensor) -> Tensor:
+    first = torch.arange(z.shape[0])[:, None]
+    second = torch.arange(z.shape[1])[None]
+    return -F.log_softmax(z, -1)[first, second, y].mean()
+
+
+def log_softmax_by_two_positions_that_broadcast(z: Tensor, y: Tensor) -> Tensor:
+    first = torch.arange(z.shape[0]).unsqueeze(1)
+    return -F.log_softmax(z, -1)[first, torch.arange(z.shape[1]), y].mean()
+
+
+def logsumexp_less_the_indexed(z: Tensor, y: Tensor) -> Tensor:
+    return (z.logsumexp(-1) - z[rows(z), y]).mean()
+
+
+def indexed_less_the_logsumexp(z: Tensor, y: Tensor) -> Tensor:
+    return -(z[rows(z), y] - torch.logsumexp(z, dim=1)).sum()
+
+
+def logsumexp_less_the_gathered(z: Tensor, y: Tensor) -> Tensor:
+    return (torch.logsumexp(z, -1, keepdim=True) - z.gather(-1, y[..., None])).mean()
+
+
+def logsumexp_less_what_is_taken(z: Tensor, y: Tensor) -> Tensor:
+    return (torch.logsumexp(z, -1) - torch.take_along_dim(z, y[..., None], -1).squeeze(-1)).mean()
+
+
+def minus_log_softmax_gathered(z: Tensor, y: Tensor) -> Tensor:
+    return (-F.log_softmax(z, -1)).gather(-1, y[..., None]).mean()
+
+
+def minus_gathered_log_softmax(z: Tensor, y: Tensor) -> Tensor:
+    return -F.log_softmax(z, -1).gather(-1, y[..., None]).mean()
+
+
+def times_minus_one(z: Tensor, y: Tensor) -> Tensor:
+    return (F.log_softmax(z, -1) * -1).gather(-1, y[..., None]).mean()
+
+
+def one_hot_sum(z: Tensor, y: Tensor) -> Tensor:
+    return -(F.one_hot(y, V) * F.log_softmax(z, -1)).sum(-1).mean()
+
+
+def one_hot_sum_in_floats(z: Tensor, y: Tensor) -> Tensor:
+    return -(F.log_softmax(z, -1) * F.one_hot(y, num_classes=V).to(z.dtype)).sum(-1).mean()
+
+
+def one_hot_sum_that_keeps_the_dimension(z: Tensor, y: Tensor) -> Tensor:
+    return (-F.one_hot(y, V).double() * z.log_softmax(-1)).sum(dim=-1, keepdim=True).mean()
+
+
+def logsumexp_by_hand(z: Tensor, y: Tensor) -> Tensor:
+    return (z.exp().sum(-1).log() - z[rows(z), y]).mean()
+
+
+def with_the_maximum_taken_off(z: Tensor, y: Tensor) -> Tensor:
+    peak = z.max(-1, keepdim=True).values
+    lse = (z - peak).exp().sum(-1).log() + peak.squeeze(-1)
+    return (lse - z[rows(z), y]).mean()
+
+
+def with_the_detached_maximum_taken_off(z: Tensor, y: Tensor) -> Tensor:
+    peak = z.amax(-1, keepdim=True).detach()
+    lse = torch.log(torch.exp(z - peak).sum(-1, keepdim=True)) + peak
+    return (lse - z.gather(-1, y[..., None])).mean()
+
+
+def with_the_maximum_of_the_detached_taken_off(z: Tensor, y: Tensor) -> Tensor:
+    peak, _ = torch.max(z.detach(), dim=-1, keepdim=True)
+    lse = peak + (z - peak).exp().sum(-1, keepdim=True).log()
+    return -(z - lse).gather(-1, y[..., None]).mean()
+
+
+def log_softmax_of_the_rest(z: Tensor, y: Tensor) -> Tensor:
+    x = z - z.max(-1, keepdim=True)[0]
+    logs = x - x.exp().sum(-1, keepdim=True).log()
+    return -logs.gather(-1, y[..., None]).mean()
+
+
+def logits_less_their_logsumexp(z: Tensor, y: Tensor) -> Tensor:
+    return -(z - z.logsumexp(-1, keepdim=True))[rows(z), y].mean()
+
+
+def smoothed_by_the_mean(z: Tensor, y: Tensor) -> Tensor:
+    logs = F.log_softmax(z, -1)
+    nll = -logs.gather(dim=-1, index=y.unsqueeze(1)).squeeze(1)
+    return (0.9 * nll + 0.1 * -logs.mean(dim=-1)).mean()
+
+
+def smoothed_by_the_sum(z: Tensor, y: Tensor) -> Tensor:
+    logs = F.log_softmax(z, -1)
+    nll, smooth = -logs.gather(-1, y[..., None]), -logs.sum(-1, keepdim=True)
+    share = 0.1 / (z.shape[-1] - 1)
+    padded = y[..., None].eq(1)
+    nll, smooth = nll.masked_fill(padded, 0.0), smooth.masked_fill(padded, 0.0)
+    return (0.9 - share) * nll.sum() + share * smooth.sum()
+
+
+def smoothed_with_writes(z: Tensor, y: Tensor) -> Tensor:
+    logs = -F.log_softmax(z, dim=-1)
+    labels = y.unsqueeze(-1)
+    padded = labels.eq(1)
+    nll = logs.gather(dim=-1, index=torch.clamp(labels, min=0))
+    smooth = logs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    nll.masked_fill_(padded, 0.0)
+    smooth.masked_fill_(padded, 0.0)
+    active = padded.numel() - padded.long().sum()
+    return 0.9 * nll.sum() / active + 0.1 * smooth.sum() / (active * logs.shape[-1])
+
+
+def smoothed_by_the_mean_of_logits(z: Tensor, y: Tensor) -> Tensor:
+    lse = z.logsumexp(-1)
+    return (lse - 0.9 * z[rows(z), y] - 0.1 * z.mean(-1)).mean()
+
+
+def confident_and_scaled(z: Tensor, y: Tensor) -> Tensor:
+    logs = (z / 2).log_softmax(-1)
+    return -(logs[rows(z), y] + 0.2 * logs.mean(-1)).sum()
+
+
+FUSED: dict[str, Loss] = {
+    loss.__name__: loss
+    for loss in (
+        *(log_softmax_by_two_positions, log_softmax_by_two_positions_that_broadcast),
+        *(logsumexp_less_the_gathered, logsumexp_less_what_is_taken),
+        *(minus_log_softmax_gathered, minus_gathered_log_softmax, times_minus_one),
+        *(one_hot_sum, one_hot_sum_in_floats, one_hot_sum_that_keeps_the_dimension),
+        *(with_the_detached_maximum_taken_off, with_the_maximum_of_the_detached_taken_off),
+        *(log_softmax_of_the_rest, smoothed_by_the_sum, smoothed_with_writes),
+    )
+} | {
+    loss.__name__: flat(loss)
+    for loss in (
+        *(log_softmax_by_index, log_softmax_by_index_of_a_minus, logits_less_their_logsumexp),
+        *(logsumexp_less_the_indexed, indexed_less_the_logsumexp, logsumexp_by_hand),
+        *(with_the_maximum_taken_off, smoothed_by_the_mean, smoothed_by_the_mean_of_logits),
+        confident_and_scaled,
+    )
+}
+
+
+def with_head(loss: Loss) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    return lambda h, w, y: loss(logits_of(h, w), y)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_loss_by_hand_fuses(name: str) -> None:
+    h, w, _, y = head_inputs(ignored=False)
+    outcome = compare_with_eager(with_head(FUSED[name]), h, w, y)
+    assert (outcome.fired, outcome.codes) == (1, [])
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_it_fuses_with_dynamic_sizes(name: str) -> None:
+    h, w, _, y = head_inputs(ignored=False)
+    head = nn.Linear(w.shape[1], V, bias=False, dtype=w.dtype)
+    outcome = compare_with_eager(lambda h, y: FUSED[name](head(h), y), h, y, dynamic=True)
+    assert (outcome.fired, outcome.codes) == (1, [])
+
+
+@pytest.mark.parametrize("name", ["log_softmax_by_index", "smoothed_by_the_mean", "one_hot_sum"])
+def test_no_logits_are_left_in_the_graph(name: str) -> None:
+    seen: list[torch.Size] = []
+
+    def look(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        values = (node.meta.get("example_value") for node in gm.graph.nodes)
+        seen.extend(v.shape for v in values if isinstance(v, Tensor))
+        return gm.forward
+
+    from memeff_compile.backend import memeff
+    from memeff_compile import compat
+
+    h, w, _, y = head_inputs(ignored=False)
+    torch._dynamo.reset()
+    original = compat.compile_with_aot_eager
+    try:
+        compat.compile_with_aot_eager = look  # type: ignore[assignment]
+        compiled = torch.compile(
+            with_head(FUSED[name]), backend=memeff, options={"memeff.inner": "aot_eager"}
+        )
+        compiled(h, w, y)
+    finally:
+        compat.compile_with_aot_eager = original
+    assert not [shape for shape in seen if V in shape[-1:]]
