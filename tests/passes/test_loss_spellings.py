@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.passes.test_near_misses import head_inputs, logits_of
 from tests.support.captured_graphs import compare_with_eager
@@ -154,6 +155,100 @@ def confident_and_scaled(z: Tensor, y: Tensor) -> Tensor:
     return -(logs[rows(z), y] + 0.2 * logs.mean(-1)).sum()
 
 
+def minus_log_softmax_viewed_and_gathered(z: Tensor, y: Tensor) -> Tensor:
+    return (-F.log_softmax(z, -1)).view(-1, V).gather(-1, y.reshape(-1, 1)).mean()
+
+
+def one_hot_sum_of_everything(z: Tensor, y: Tensor) -> Tensor:
+    return -(F.one_hot(y, V) * F.log_softmax(z, -1)).sum()
+
+
+def one_hot_smoothed(z: Tensor, y: Tensor) -> Tensor:
+    target = F.one_hot(y, V).to(z.dtype) * (1 - 0.1) + 0.1 / V
+    return -(target * z.log_softmax(-1)).sum(-1).mean()
+
+
+def one_hot_by_scatter(z: Tensor, y: Tensor) -> Tensor:
+    logs = z.log_softmax(-1)
+    target = torch.zeros_like(logs).scatter(-1, y.unsqueeze(-1), 1.0)
+    return torch.sum(-target * logs, -1).mean()
+
+
+def one_hot_by_writes(z: Tensor, y: Tensor) -> Tensor:
+    logs = z.log_softmax(dim=-1)
+    with torch.no_grad():
+        target = torch.zeros_like(logs)
+        target.fill_(0.1 / (V - 1))
+        target.scatter_(-1, y.unsqueeze(-1), 0.9)
+    return torch.mean(torch.sum(-target * logs, dim=-1))
+
+
+def one_hot_by_writes_in_a_row(z: Tensor, y: Tensor) -> Tensor:
+    target = torch.full(z.shape, 0.01, dtype=z.dtype).scatter_(-1, y.unsqueeze(-1), value=0.9)
+    return -(target * z.log_softmax(dim=-1)).sum()
+
+
+def one_hot_probabilities(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, F.one_hot(y, V).to(z.dtype))
+
+
+def one_hot_probabilities_smoothed_twice(z: Tensor, y: Tensor) -> Tensor:
+    target = 0.8 * F.one_hot(y, V).to(z.dtype) + 0.2 / V
+    return F.cross_entropy(z, target, label_smoothing=0.3, reduction="sum")
+
+
+def shifted_logsumexp_less_the_shifted_entry(z: Tensor, y: Tensor) -> Tensor:
+    x = z - z.max(-1, keepdim=True)[0].detach()
+    return (x.exp().sum(-1).log() - x.gather(-1, y[..., None]).squeeze(-1)).mean()
+
+
+def shifted_entry_less_the_shifted_logsumexp(z: Tensor, y: Tensor) -> Tensor:
+    x = z - z.amax(-1, keepdim=True)
+    return -(x[rows(z), y] - torch.log(torch.exp(x).sum(-1))).mean()
+
+
+def shifted_entry_that_keeps_the_dimension(z: Tensor, y: Tensor) -> Tensor:
+    x = z - z.amax(-1, keepdim=True)
+    return (x.logsumexp(-1, keepdim=True) - x.gather(-1, y[..., None])).mean()
+
+
+def log_softmax_of_the_shifted(z: Tensor, y: Tensor) -> Tensor:
+    return -(z - z.amax(-1, keepdim=True)).log_softmax(-1).gather(-1, y[..., None]).mean()
+
+
+def log_of_probabilities_by_hand(z: Tensor, y: Tensor) -> Tensor:
+    powers = (z - z.amax(-1, keepdim=True)).exp()
+    return -(powers / powers.sum(-1, keepdim=True)).log().gather(-1, y[..., None]).mean()
+
+
+def shift_squeezed_later(z: Tensor, y: Tensor) -> Tensor:
+    peak = z.amax(-1, keepdim=True)
+    lse = (z - peak).exp().sum(-1, keepdim=True).log().squeeze(-1) + peak.squeeze(-1)
+    return (lse - z.gather(-1, y[..., None]).squeeze(-1)).mean()
+
+
+def smoothed_by_the_mean_of_everything(z: Tensor, y: Tensor) -> Tensor:
+    logs = z.log_softmax(-1)
+    return -0.9 * logs.gather(-1, y[..., None]).mean() - 0.1 * logs.mean()
+
+
+def smoothed_by_the_sum_of_everything(z: Tensor, y: Tensor) -> Tensor:
+    logs = -z.log_softmax(-1)
+    return 0.9 * logs.gather(-1, y[..., None]).sum() + 0.1 / V * logs.sum()
+
+
+def index_from_the_end(z: Tensor, y: Tensor) -> Tensor:
+    return -z.log_softmax(-1)[rows(z), y - V].mean()
+
+
+def smoother_of_transformers(z: Tensor, y: Tensor) -> Tensor:
+    return LabelSmoother(epsilon=0.1, ignore_index=3)({"logits": z}, y)
+
+
+def shifting_smoother_of_transformers(z: Tensor, y: Tensor) -> Tensor:
+    return LabelSmoother(ignore_index=3)({"logits": z}, y, shift_labels=True)
+
+
 FUSED: dict[str, Loss] = {
     loss.__name__: loss
     for loss in (
@@ -163,6 +258,11 @@ FUSED: dict[str, Loss] = {
         *(one_hot_sum, one_hot_sum_in_floats, one_hot_sum_that_keeps_the_dimension),
         *(with_the_detached_maximum_taken_off, with_the_maximum_of_the_detached_taken_off),
         *(log_softmax_of_the_rest, smoothed_by_the_sum, smoothed_with_writes),
+        *(minus_log_softmax_viewed_and_gathered, one_hot_sum_of_everything, one_hot_smoothed),
+        *(one_hot_by_scatter, one_hot_by_writes, one_hot_by_writes_in_a_row),
+        *(shifted_logsumexp_less_the_shifted_entry, shifted_entry_that_keeps_the_dimension),
+        *(log_softmax_of_the_shifted, log_of_probabilities_by_hand, shift_squeezed_later),
+        *(smoothed_by_the_mean_of_everything, smoothed_by_the_sum_of_everything),
     )
 } | {
     loss.__name__: flat(loss)
@@ -170,9 +270,16 @@ FUSED: dict[str, Loss] = {
         *(log_softmax_by_index, log_softmax_by_index_of_a_minus, logits_less_their_logsumexp),
         *(logsumexp_less_the_indexed, indexed_less_the_logsumexp, logsumexp_by_hand),
         *(with_the_maximum_taken_off, smoothed_by_the_mean, smoothed_by_the_mean_of_logits),
-        confident_and_scaled,
+        *(confident_and_scaled, one_hot_probabilities, one_hot_probabilities_smoothed_twice),
+        *(shifted_entry_less_the_shifted_logsumexp, index_from_the_end),
     )
 }
+
+
+NOT_WIDER: dict[str, Loss] = {
+    loss.__name__: loss for loss in (smoother_of_transformers, shifting_smoother_of_transformers)
+}
+"""Losses that sum in fp32, so they are compared in fp32."""
 
 
 def with_head(loss: Loss) -> Callable[[Tensor, Tensor, Tensor], Any]:
@@ -183,6 +290,16 @@ def with_head(loss: Loss) -> Callable[[Tensor, Tensor, Tensor], Any]:
 def test_a_loss_by_hand_fuses(name: str) -> None:
     h, w, _, y = head_inputs(ignored=False)
     outcome = compare_with_eager(with_head(FUSED[name]), h, w, y)
+    assert (outcome.fired, outcome.codes) == (1, [])
+
+
+@pytest.mark.parametrize("name", [*NOT_WIDER, "one_hot_by_writes", "smoothed_by_the_sum"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_it_fuses_in_fp32(name: str, inner: str) -> None:
+    h, w, _, y = head_inputs(ignored=False)
+    single = [each.detach().float().requires_grad_() for each in (h, w)]
+    how = {"rtol": 2e-5, "atol": 2e-5, "inner": inner}
+    outcome = compare_with_eager(with_head((FUSED | NOT_WIDER)[name]), *single, y, **how)
     assert (outcome.fired, outcome.codes) == (1, [])
 
 
@@ -203,8 +320,8 @@ def test_no_logits_are_left_in_the_graph(name: str) -> None:
         seen.extend(v.shape for v in values if isinstance(v, Tensor))
         return gm.forward
 
-    from memeff_compile.backend import memeff
     from memeff_compile import compat
+    from memeff_compile.backend import memeff
 
     h, w, _, y = head_inputs(ignored=False)
     torch._dynamo.reset()

@@ -164,6 +164,7 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
     last = info.output if site.outputs else max(results, key=info.positions.__getitem__)
     head = site.head
     chains = [*(tail.chain for tail in site.tails), *(output.chain for output in site.outputs)]
+    chains += [size.chain for size in site.sizes]
     operands = [head.hidden, head.weight, head.bias, *site.covered]
     operands += [each for part in head.parts for each in (part.low, part.up)]
     operands += [n for tail in site.tails for n in tail.operands]
