@@ -266,11 +266,15 @@ class FuseLinearCrossEntropy(GraphPass):
 def _reused(node: Node, user: Node, loss: Tail, what: str) -> Decline:
     if node in written_by(user):
         return mutated(user, loss.node)
+    hint = "compute that from the loss, or outside the compiled function"
+    if what == "log-probabilities" and user.op != "output":
+        hint = "compute it from the entries that the loss takes, as in log_probs.gather(-1, "
+        hint += "y).exp(), or outside the compiled function from logits that it returns"
     return Decline(
         f"logits_reused({node_name(user)})",
         f"the {what} are also used by `{node_name(user)}`"
         + (" as an output" if user.op == "output" else ""),
-        "compute that from the loss, or outside the compiled function",
+        hint,
         loss.node,
     )
 

@@ -335,3 +335,109 @@ def test_no_logits_are_left_in_the_graph(name: str) -> None:
     finally:
         compat.compile_with_aot_eager = original
     assert not [shape for shape in seen if V in shape[-1:]]
+
+
+# --- sizes of logits, and rows that a mask chooses ------------------------------------------------
+
+
+def kept_rows(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z[y != 3], y[y != 3])
+
+
+def log_probs_of_kept_rows(z: Tensor, y: Tensor) -> Tensor:
+    mask = y != 3
+    return -z.log_softmax(-1)[mask].gather(-1, y[mask].unsqueeze(-1)).mean()
+
+
+def kept_rows_counted(z: Tensor, y: Tensor) -> Tensor:
+    logits = z[y != 3]
+    return F.cross_entropy(logits, y[y != 3], reduction="sum") / logits.shape[0]
+
+
+@pytest.mark.parametrize("loss", [kept_rows, log_probs_of_kept_rows, kept_rows_counted])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_rows_that_a_mask_chooses_are_chosen_of_hidden_states(loss: Loss, inner: str) -> None:
+    h, w, _, y = head_inputs(ignored=False)
+    y[0, :4] = 3
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        outcome = compare_with_eager(with_head(loss), h, w, y, inner=inner)
+    assert (outcome.fired, outcome.codes) == (1, [])
+
+
+# --- tensors without dimensions -------------------------------------------------------------------
+
+NARROW: dict[str, Callable[[Tensor], Any]] = {
+    "logsumexp": lambda z: z.logsumexp(-1),
+    "log_softmax": lambda z: z.log_softmax(-1),
+    "softmax": lambda z: z.softmax(-1),
+    "sum": lambda z: z.log_softmax(-1).sum(-1),
+    "mean": lambda z: z.log_softmax(-1).mean(-1),
+    "sum of everything": lambda z: z.log_softmax(-1).sum(),
+    "product": lambda z: (z.softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "argmax": lambda z: (z.argmax(-1), z.max(-1)[1], z.max(-1)[0]),
+    "amax": lambda z: (z - z.amax(-1)).exp().sum(-1).log() + z.amax(-1),
+    "difference": lambda z: z - z.logsumexp(-1, keepdim=True),
+    "gather": lambda z: z.log_softmax(-1).gather(-1, torch.zeros_like(z, dtype=torch.int64)),
+    "take": lambda z: z.reshape(-1).take_along_dim(torch.zeros(1, dtype=torch.int64), -1),
+    "new axis": lambda z: z[None].logsumexp(-1),
+    "moved": lambda z: z.transpose(-1, -1).logsumexp(-1),
+    "divergence": lambda z: F.kl_div(z.log_softmax(-1), z.softmax(-1), reduction="sum"),
+    "entropy": lambda z: torch.special.entr(z.softmax(-1)).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("rank", ["no dimension", "a vector", "a product"])
+def test_tensors_of_few_dimensions_are_read_without_an_error(name: str, rank: str) -> None:
+    h, w, _, _ = head_inputs(ignored=False)
+
+    def function(h: Tensor, w: Tensor) -> Any:
+        z = F.linear(h[0, 0], w)
+        return NARROW[name]({"no dimension": z.sum(), "a vector": z, "a product": z @ z}[rank])
+
+    compare_with_eager(function, h, w)
+
+
+# --- reasons ----------------------------------------------------------------------------------------
+
+
+def distilled(z: Tensor, y: Tensor) -> Tensor:
+    teacher = torch.linspace(0, 1, V, dtype=z.dtype).expand(z.shape).softmax(-1)
+    return F.kl_div(z.log_softmax(-1), teacher, reduction="batchmean")
+
+
+def mixed_labels(z: Tensor, y: Tensor) -> Tensor:
+    target = 0.3 * F.one_hot(y, V) + 0.7 * F.one_hot(y.flip(0), V)
+    return F.cross_entropy(z, target.to(z.dtype))
+
+
+def mixed_losses(z: Tensor, y: Tensor) -> Tensor:
+    return 0.3 * F.cross_entropy(z, y) + 0.7 * F.cross_entropy(z, y.flip(0))
+
+
+def focal_of_all_classes(z: Tensor, y: Tensor) -> Tensor:
+    logs = z.log_softmax(-1)
+    return -((1 - logs.exp().gather(-1, y[:, None])) ** 2 * logs.gather(-1, y[:, None])).mean()
+
+
+def focal(z: Tensor, y: Tensor) -> Tensor:
+    logs = z.log_softmax(-1).gather(-1, y[:, None])
+    return -((1 - logs.exp()) ** 2 * logs).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "codes", "way_out"),
+    [
+        (distilled, ["divergence"], None),
+        (mixed_labels, ["prob_targets"], mixed_losses),
+        (focal_of_all_classes, ["logits_reused(exp)"], focal),
+    ],
+)
+def test_what_does_not_fuse_says_why_and_its_way_out_does(
+    loss: Loss, codes: list[str], way_out: Loss | None
+) -> None:
+    h, w, _, y = head_inputs(ignored=False)
+    outcome = compare_with_eager(with_head(flat(loss)), h, w, y)
+    assert (outcome.fired, outcome.codes) == (0, codes)
+    if way_out is not None:
+        assert compare_with_eager(with_head(flat(way_out)), h, w, y).fired == 1

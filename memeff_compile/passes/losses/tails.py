@@ -108,7 +108,7 @@ class Picked:
 
 @dataclass(frozen=True)
 class SizeRead:
-    """A node that reads the shape of logits, or of log-probabilities, and of none of their values."""
+    """A node that reads the shape of logits or log-probabilities, and none of their values."""
 
     node: Node
     source: Node

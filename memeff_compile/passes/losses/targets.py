@@ -129,16 +129,18 @@ _WHOLE = named("mul.Tensor mul.Scalar add.Tensor add.Scalar sub.Tensor sub.Scala
 
 def _constant(node: Any) -> float | None:
     """Return the number that every entry of a new tensor is."""
-    call = read_one(node) if isinstance(node, Node) else None
-    if call is None:
+    name = node_name(node) if isinstance(node, Node) else ""
+    if name in _FILLED:
+        return _FILLED[name]
+    if name not in ("full", "full_like", "new_full"):
         return None
-    name = call.op.name().partition("::")[2].partition(".")[0]
-    if name in ("zeros", "zeros_like", "new_zeros"):
-        return 0.0
-    if name in ("ones", "ones_like", "new_ones"):
-        return 1.0
-    number = call.args.get("fill_value") if name in ("full", "full_like", "new_full") else None
+    place = 2 if name == "new_full" else 1
+    number = node.args[place] if len(node.args) > place else node.kwargs.get("fill_value")
     return float(number) if isinstance(number, (int, float)) else None
+
+
+_FILLED = dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0.0)
+_FILLED |= dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0)
 
 
 def _scattered(
