@@ -311,6 +311,34 @@ def test_it_fuses_with_dynamic_sizes(name: str) -> None:
     assert (outcome.fired, outcome.codes) == (1, [])
 
 
+def gradients(function: Callable[..., Any], *inputs: Tensor) -> Tensor:
+    leaves = [i.detach().requires_grad_(i.is_floating_point()) for i in inputs]
+    function(*leaves).backward()
+    return torch.cat([i.grad.double().flatten() for i in leaves if i.grad is not None])
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+@pytest.mark.parametrize(
+    "name",
+    ["log_softmax_by_index", "with_the_maximum_taken_off", "smoothed_by_the_mean", *NOT_WIDER],
+)
+def test_sixteen_bits_lose_no_more_than_in_eager(name: str, autocast: bool) -> None:
+    h, w, _, y = head_inputs(4, 32, ignored=False)
+    loss = with_head((FUSED | NOT_WIDER)[name])
+
+    def function(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return loss(h, w, y)
+
+    dtype = torch.float32 if autocast else torch.bfloat16
+    given = [each.detach().to(dtype) for each in (h, w)]
+    truth = gradients(loss, *(each.double() for each in given), y)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="memeff", options={"memeff.inner": "aot_eager"})
+    ours, eager = (gradients(f, *given, y) for f in (compiled, function))
+    assert (ours - truth).norm() <= 1.1 * (eager - truth).norm()
+
+
 @pytest.mark.parametrize("name", ["log_softmax_by_index", "smoothed_by_the_mean", "one_hot_sum"])
 def test_no_logits_are_left_in_the_graph(name: str) -> None:
     seen: list[torch.Size] = []
