@@ -112,7 +112,7 @@ class FuseLinearCrossEntropy(GraphPass):
             for user in node.users:
                 if user in served or user in seen or user in site.aside:
                     continue
-                if reads_a_size(user):
+                if reads_a_size(user) and not compat.is_dtensor(info.value(head_node)):
                     shaped = chain or tail_reader.chain_of_log_probs(node)
                     if isinstance(shaped, Chain) and not shaped.moved:
                         site.sizes.append(SizeRead(user, node, shaped))
