@@ -458,11 +458,8 @@ class TailReader:
         if not reduction and a["dim"][0] % rank != position:
             return
         factor = float(soft.sign)
-        if is_mean:
-            classes = compat.known_size(self.info.value(source).shape[position])
-            if not classes:
-                return
-            factor /= classes
+        if is_mean:  # a number of classes that varies is a reason of its own, found later
+            factor /= compat.known_size(self.info.value(source).shape[position]) or 1
         how = {"keepdim": a["keepdim"], "factor": factor, "reduction": reduction}
         yield Tail(node, kind, soft.chain, through=soft.through, **how)
 
