@@ -159,6 +159,15 @@ def minus_log_softmax_viewed_and_gathered(z: Tensor, y: Tensor) -> Tensor:
     return (-F.log_softmax(z, -1)).view(-1, V).gather(-1, y.reshape(-1, 1)).mean()
 
 
+def logsumexp_less_a_one_hot_sum(z: Tensor, y: Tensor) -> Tensor:
+    return (z.logsumexp(-1) - (z * F.one_hot(y, V)).sum(-1)).mean()
+
+
+def logsumexp_less_a_smoothed_one_hot_sum(z: Tensor, y: Tensor) -> Tensor:
+    target = F.one_hot(y, V).to(z.dtype) * 0.9 + 0.1 / V
+    return (z.logsumexp(-1, keepdim=True) - (target * z).sum(-1, keepdim=True)).mean()
+
+
 def one_hot_sum_of_everything(z: Tensor, y: Tensor) -> Tensor:
     return -(F.one_hot(y, V) * F.log_softmax(z, -1)).sum()
 
@@ -259,6 +268,7 @@ FUSED: dict[str, Loss] = {
         *(with_the_detached_maximum_taken_off, with_the_maximum_of_the_detached_taken_off),
         *(log_softmax_of_the_rest, smoothed_by_the_sum, smoothed_with_writes),
         *(minus_log_softmax_viewed_and_gathered, one_hot_sum_of_everything, one_hot_smoothed),
+        *(logsumexp_less_a_one_hot_sum, logsumexp_less_a_smoothed_one_hot_sum),
         *(one_hot_by_scatter, one_hot_by_writes, one_hot_by_writes_in_a_row),
         *(shifted_logsumexp_less_the_shifted_entry, shifted_entry_that_keeps_the_dimension),
         *(log_softmax_of_the_shifted, log_of_probabilities_by_hand, shift_squeezed_later),

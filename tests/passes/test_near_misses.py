@@ -681,6 +681,10 @@ def positions_swapped(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return -logits_of(h, w).log_softmax(-1)[columns, rows, targets].mean()
 
 
+def last_rows_by_number(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return -logits_of(h, w).log_softmax(-1)[torch.arange(2), -1, y[:, -1].clamp(min=0)].mean()
+
+
 def entries_of_probabilities(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return -log_probs_of(h, w).exp()[torch.arange(16), kept(y)].mean()
 
@@ -840,6 +844,7 @@ BY_HAND: dict[str, Case] = {
         *(Case(f, 0, "rows_differ") for f in (rows_written_to, rows_of_an_input)),
         *(Case(f, 0, "rows_differ") for f in (every_row_with_every_target, positions_swapped)),
         *(Case(f, 0, "rows_differ") for f in (one_target_for_all_rows, targets_and_rows_swapped)),
+        Case(last_rows_by_number, 0, "rows_differ"),
         Case(entries_of_probabilities),
         *(Case(f, 0, "prob_targets") for f in (one_hot_changed, one_hot_changed_later)),
         Case(targets_changed_after_their_one_hot_form, 0, "prob_targets"),

@@ -16,7 +16,7 @@ from ... import compat
 from ...compat import OpOverload
 from ...logits.recipe import Modifiers
 from ..graph.base import Decline
-from ..graph.canonical import Call, aten, back_over, call_of, read_one
+from ..graph.canonical import Call, aten, back_over, call_of, read, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, Head, HeadReader, fold
 from .outputs import LogitsOutput, is_deferrable, returned_logits
@@ -287,11 +287,16 @@ class TailReader:
         return Picked(source, index, opened, wraps="indices" in a)
 
     def _picked_by_index(self, node: Node) -> Picked | Decline | None:
-        call = call_of(node, aten.index.Tensor)
-        value = None if call is None else self.info.tensor(call.args["self"])
-        if call is None or value is None or value.dim() < 2:
+        reading = read(node) or ()
+        if not reading or reading[-1].op is not aten.index.Tensor:
             return None
-        source, indices = call.args["self"], call.args["indices"]
+        source, indices = reading[0].args["self"], reading[-1].args["indices"]
+        value = self.info.tensor(source)
+        if value is None or value.dim() < 2:
+            return None
+        if len(reading) > 1:  # a row by its number, and others by index
+            is_read = indices[-1] is not None and value.dim() == len(indices) + 1
+            return self._rows_differ(node, source) if is_read else None
         if len(indices) != value.dim() or not all(isinstance(each, Node) for each in indices):
             return None
         *places, index = indices
@@ -303,6 +308,10 @@ class TailReader:
         )
         if is_each and same_shape(target.shape, rows):
             return Picked(source, index, from_end=True)
+        return self._rows_differ(node, source)
+
+    def _rows_differ(self, node: Node, source: Node) -> Decline | None:
+        """Return why single entries of log-probabilities by index stay as they are."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
@@ -504,6 +513,42 @@ class TailReader:
                 factor=sign * hot.peak,
                 spread=sign * hot.base,
                 reduction=reduction,
+                aside=hot.nodes,
+            )
+            return
+        yield from self._one_hot_logits(node, a, reduction, term, sign, between, call)
+
+    def _one_hot_logits(
+        self,
+        node: Node,
+        a: Any,
+        reduction: int,
+        term: Node,
+        sign: int,
+        between: tuple[Node, ...],
+        call: Call,
+    ) -> Iterable[Tail]:
+        """Read a sum over the classes of logits times one-hot targets."""
+        left, right = call.args["self"], call.args["other"]
+        for logits, targets in ((left, right), (right, left)):
+            value, given = self.info.tensor(logits), self.info.tensor(targets)
+            if value is None or given is None or not same_shape(given.shape, value.shape):
+                continue
+            if reduction or a["dim"][0] % value.dim() != value.dim() - 1:
+                continue
+            hot = read_one_hot(self.info, targets, term)
+            chain = None if hot is None else self.reader.chain(logits)
+            if hot is None or not isinstance(chain, Chain) or chain.moved:
+                continue
+            yield Tail(
+                node,
+                "logit",
+                chain,
+                target=hot.index,
+                through=(term, *between),
+                keepdim=a["keepdim"],
+                factor=sign * hot.peak,
+                spread=sign * hot.base,
                 aside=hot.nodes,
             )
             return

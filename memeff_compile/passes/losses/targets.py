@@ -97,6 +97,9 @@ def _one_hot(info: GraphInfo, node: Node, reader: Node) -> OneHot | None:
         base = _constant(a["self"])
         return None if base is None else _scattered(info, node, a, base, (a["self"], node))
     inner = a.get("self")
+    if call.op is aten.alias.default and isinstance(inner, Node):
+        found = _one_hot(info, inner, node)
+        return found and replace(found, nodes=(*found.nodes, node))
     found = _one_hot(info, inner, node) if isinstance(inner, Node) else None
     if found is None:
         return None
