@@ -482,9 +482,9 @@ class GroupEmitter:
             factor = -factor  # the op returns minus the log-probability
         else:
             found = e.call(aten.sub.Tensor, self._rows(_LSE), found)
-        found = self._times(found, factor)
+        found = self._by_number(found, factor)
         if tail.spread:
-            spread = self._times(self._class_sum(tail.kind), tail.spread)
+            spread = self._by_number(self._class_sum(tail.kind), tail.spread)
             found = e.call(aten.add.Tensor, found, spread)
         if tail.reduction:
             return e.call(aten.mean.default if tail.reduction == 1 else aten.sum.default, found)
@@ -495,7 +495,8 @@ class GroupEmitter:
             found = e.call(keep, found, -1)
         return found
 
-    def _times(self, node: Node, factor: float) -> Node:
+    def _by_number(self, node: Node, factor: float) -> Node:
+        """Multiply by a number, which costs nothing where it is 1."""
         if factor in (1.0, -1.0):
             return node if factor == 1.0 else self.editor.call(aten.neg.default, node)
         return self.editor.call(aten.mul.Scalar, node, factor)
@@ -504,7 +505,7 @@ class GroupEmitter:
         """Return the number of each row that ``tail`` is, from the op's."""
         kind = tail.kind
         if kind in SUMS:
-            return self._times(self._class_sum(kind), tail.factor)
+            return self._by_number(self._class_sum(kind), tail.factor)
         if kind in ("lse", "top"):
             return self._rows(_LSE if kind == "lse" else _TOP)
         entropy = self._rows(_ENTROPY)
