@@ -339,6 +339,8 @@ class Modifiers:
     scale: float = 1.0
     softcap: float = 0.0  # 0 for none
     biases: tuple[tuple[Any, float], ...] = ()  # a vector and what to divide it by
+    factors: tuple[Any, ...] = ()  # tensors that multiply or divide the product and its bias
+    classes: tuple[int, int] | None = None  # those that are left: the first, and after the last
 
 
 @dataclass(frozen=True)
@@ -367,6 +369,9 @@ def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
             if capped:
                 return Unfoldable("bias_after_softcap", "a bias is added after the softcap", place)
             biases.append((value, scale))
+        elif name == "factor" and capped:
+            said = "the logits are scaled by a tensor after the softcap"
+            return Unfoldable("scale_not_constant", said, place)
     if scale == 0 or not all(map(math.isfinite, (scale, softcap))):
         said = f"the scales of the logits multiply to {scale}"
         return Unfoldable("scale_not_constant", said, len(steps) - 1)

@@ -74,6 +74,7 @@ class Head:
     compute_dtype: torch.dtype
     parts: tuple[LowRank, ...] = ()
     summed: tuple[Node, ...] = ()  # the nodes of the products that ``node`` adds, in order
+    casts: tuple[Node, ...] = ()  # of the weight and the bias, which the op's call casts itself
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -89,14 +90,35 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A tensor that logits are multiplied by or divided by: one number, or one per row."""
+
+    node: Node
+    is_divisor: bool
+    # what the row moves before it do, where it has a number per row
+    rows: tuple[tuple[Any, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A vector over the vocabulary that is added to the logits, and what happens to it later."""
+
+    node: Node
+    classes: tuple[int, int] | None = None  # those of its classes that are left in the end
+    factors: tuple[Factor, ...] = ()  # what the logits are scaled by after it was added
+
+
+@dataclass(frozen=True)
 class Step:
     """One node between the head and a consumer.
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
-    (no change), ``move`` (class dimension from last to 1), ``detach``, or a pointwise step: ``to``,
-    ``mul``, ``div``, ``tanh``, ``bias``, with its value. A value that the graph computes from a
-    number of the user's (``dynamic=True`` makes symbols of them) is held constant through
-    ``symbol``.
+    (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (leaves some of
+    them out), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
+    its value. A value that the graph computes from a number of the user's (``dynamic=True`` makes
+    symbols of them) is held constant through ``symbol``. ``classes`` are the first class that is
+    left and the one after the last, also of a step that moves rows as well; ``whole`` is all that
+    such a node does.
     """
 
     node: Node
@@ -104,6 +126,8 @@ class Step:
     value: Any = None
     reading: Reading = ()
     symbol: Node | None = None
+    classes: tuple[int, int] | None = None
+    whole: Reading = ()
 
     @property
     def effect(self) -> tuple[Any, ...]:
@@ -139,6 +163,16 @@ class Chain:
         return effects[: len(other.row_key)] == other.row_key
 
     @property
+    def classes(self) -> tuple[int, int] | None:
+        """The first of the head's classes that is left and the one after the last; None for all."""
+        return _left(self.steps)
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """The tensors that scale the logits."""
+        return tuple(s.value for s in self.steps if s.kind == "factor")
+
+    @property
     def moved(self) -> bool:
         """Whether the class dimension stands at 1 instead of last."""
         return any(s.kind == "move" for s in self.steps)
@@ -153,9 +187,18 @@ class Chain:
         """The tensors that the steps read beside the logits: row indices and vectors."""
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
         flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
-        vectors = (s.value for s in self.steps if s.kind == "bias")
+        vectors = [s.value for s in self.steps if s.kind == "bias"]
+        vectors += [factor.node for factor in self.factors]
         carried = {self.head.node, *(s.node for s in self.steps)}
         return tuple(n for n in (*flat, *vectors) if isinstance(n, Node) and n not in carried)
+
+
+def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
+    """Return the classes that are left after some steps, counted from before them."""
+    first = None
+    for start, stop in (step.classes for step in steps if step.classes is not None):
+        first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
+    return first
 
 
 def _frozen(value: Any) -> Any:
@@ -166,7 +209,7 @@ def _frozen(value: Any) -> Any:
     return value if plain else id(value)
 
 
-POINTWISE = ("to", "mul", "div", "tanh", "bias")
+POINTWISE = ("to", "mul", "div", "tanh", "bias", "factor")
 
 _MAX_STEPS = 24
 _MAX_PARTS = 8  # low-rank products beside a head's
@@ -201,7 +244,7 @@ class HeadReader:
     def is_wide(self, head: Head) -> bool:
         """Return whether a linear layer is a head by its shape, and no wide one inside a model."""
         weight, hidden = self.info.tensor(head.weight), self.info.tensor(head.hidden)
-        if weight is None or hidden is None or head.weight.op != "placeholder":
+        if weight is None or hidden is None:
             return False
         vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
         width = _HEAD_WIDTH * compat.size_hint(hidden.shape[-1])
@@ -224,7 +267,8 @@ class HeadReader:
             step = self._step(link, chain.head, moved)
             if isinstance(step, Decline):
                 return step
-            if kinds is not None and step.kind not in kinds:
+            is_cut = step.classes is not None
+            if kinds is not None and (step.kind not in kinds or is_cut):
                 return Decline("unknown_step", f"{_describe(link)} is not a row move", node=link)
             moved = moved or step.kind == "move"
             steps.append(step)
@@ -354,7 +398,31 @@ class HeadReader:
             return None
         if weight_value.dim() != 2 or result.dim() < 1:
             return None
-        return Head(node, hidden, weight, transposed, bias, result.dtype)
+        casts: list[Node] = []
+        weight, transposed = self._source(weight, transposed, result.dtype, casts)
+        if bias is not None:
+            bias, _ = self._source(bias, False, result.dtype, casts)
+        return Head(node, hidden, weight, transposed, bias, result.dtype, casts=tuple(casts))
+
+    def _source(
+        self, node: Node, transposed: bool, dtype: torch.dtype, casts: list[Node]
+    ) -> tuple[Node, bool]:
+        """Follow a weight or a bias over casts that change nothing, or that the product's own cast
+        to its dtype makes again, and over transposes between these.
+        """
+        while (call := call_of(node, aten.to.dtype)) is not None:
+            before, after = self.info.tensor(call.args["self"]), self.info.value(node)
+            if before is None or before.requires_grad != after.requires_grad:
+                break
+            if before.dtype != after.dtype and (
+                after.dtype != dtype or self.info.may_be_written(call.args["self"])
+            ):
+                break
+            casts.append(node)
+            node = call.args["self"]
+            if transposed:
+                node, transposed = self._untranspose(node)
+        return node, transposed
 
     def _reading(self, node: Node) -> Reading | None:
         return read(node) or (trace(node) if self.tracing else None)
@@ -370,13 +438,28 @@ class HeadReader:
             return None
         operand = reading[0].args["self"]
         other = reading[0].args.get("other")
-        if isinstance(other, Node) and reading[0].op is aten.add.Tensor:
+        if isinstance(other, Node) and reading[0].op in (aten.add.Tensor, aten.mul.Tensor):
             operand_value, other_value = self.info.tensor(operand), self.info.tensor(other)
+            if reading[0].op is aten.mul.Tensor and other_value is None:
+                return operand if isinstance(operand, Node) else None
             if operand_value is None or other_value is None:
                 return None
             if operand_value.dim() < other_value.dim() or _is_vector(operand_value):
                 operand = other
+            elif reading[0].op is aten.mul.Tensor and self._carries_logits(other, operand_value):
+                operand = other
         return operand if isinstance(operand, Node) else None
+
+    def _carries_logits(self, node: Node, other: torch.Tensor) -> bool:
+        """Return whether the second operand of a product is the logits: it is wider than the first,
+        or as wide and comes from a head where the first does not.
+        """
+        value = self.info.value(node)
+        if value.dim() < other.dim() or _is_vector(value):
+            return False
+        if compat.statically_true(other.shape[-1] == 1):
+            return not compat.statically_true(value.shape[-1] == 1)
+        return isinstance(self.chain(node), Chain)
 
     def _step(self, node: Node, head: Head, moved: bool) -> Step | Decline:
         if shards.moved(node) is not None:
@@ -390,7 +473,19 @@ class HeadReader:
         kinds = set()
         before = self.info.tensor(self._chain_operand(node))
         rank = 0 if before is None else before.dim()
+        width = before.shape[-1] if before is not None and rank else None
+        classes, moves = None, list[Call]()
         for call in reading:
+            cut = None if moved or "move" in kinds else _class_cut(node, call, rank, width)
+            if isinstance(cut, Decline):
+                return cut
+            if cut is not None:
+                if cut != (0, width):
+                    first = 0 if classes is None else classes[0]
+                    classes, width = (first + cut[0], first + cut[1]), cut[1] - cut[0]
+                kinds.add("same")
+                continue
+            moves.append(call)
             kind = "same" if moved and call.op in SAME_OPS else _row_kind(call, rank)
             if kind is None or (moved and kind != "same"):
                 return Decline(
@@ -403,25 +498,21 @@ class HeadReader:
             kinds.add(kind)
             rank += {aten.unsqueeze.default: 1, aten.select.int: -1}.get(call.op, 0)
         is_last = not moved and "move" not in kinds  # the class dimension, behind this node too
-        if is_last and not self._has_classes(self.info.tensor(node), head):
+        if is_last and not _is_as_wide(self.info.tensor(node), width):
             what = f"{_describe(node)} changes the vocabulary dimension of the logits"
             return Decline("class_dim_changed", what, node=node)
+        whole = reading if len(moves) < len(reading) else ()
         if kinds == {"same"}:
-            return Step(node, "same")
+            return Step(node, "same" if classes is None else "classes", classes=classes, whole=whole)
         if "move" in kinds:
-            if kinds - {"move", "same"}:
-                return Decline("unknown_step", f"{_describe(node)} mixes moves", node=node)
+            if kinds - {"move", "same"} or classes is not None:
+                hint = "move the classes in a call of its own, after the rows"
+                return Decline("unknown_step", f"{_describe(node)} mixes moves", hint, node)
             return Step(node, "move")
         if "detach" in kinds:
             return Step(node, "detach")
-        return Step(node, "rows" if "rows" in kinds else "reshape", reading=reading)
-
-    def _has_classes(self, value: torch.Tensor | None, head: Head) -> bool:
-        """Return whether the last dimension is as long as the vocabulary, for certain."""
-        logits = self.info.tensor(head.node)
-        if value is None or logits is None or value.dim() < 1:
-            return False
-        return compat.statically_true(value.shape[-1] == logits.shape[-1])
+        kind = "rows" if "rows" in kinds else "reshape"
+        return Step(node, kind, reading=tuple(moves), classes=classes, whole=whole)
 
     def _pointwise(self, node: Node, call: Call, head: Head, moved: bool) -> Step | Decline | None:
         op, args = call.op, call.args
@@ -439,29 +530,81 @@ class HeadReader:
         if op in _SCALES:
             kind = "mul" if op in (aten.mul.Tensor, aten.mul.Scalar) else "div"
             given = args["other"]
+            tensor = args["self"] if given is self._chain_operand(node) else given
+            if self.info.tensor(tensor) is not None:
+                return self._factor(node, tensor, kind == "div", head, moved)
             factor = compat.known_number(given)
             if factor is None:
                 return Decline(
                     "scale_not_constant",
-                    f"{_describe(node)} scales the logits by a tensor or a varying number",
-                    "scale the hidden states instead: (hidden * t) @ W.T equals t * (hidden @ W.T)",
+                    f"{_describe(node)} scales the logits by a number that varies from call to call",
+                    "give it a fixed number, or keep the number in a tensor without dimensions",
                     node,
                 )
             if not math.isfinite(factor) or factor == 0:
                 what = f"{_describe(node)} scales by {factor}"
-                return Decline("scale_not_constant", what, node=node)
+                hint = "scale by a number that is finite and not zero"
+                return Decline("scale_not_constant", what, hint, node)
             symbol = given if isinstance(given, Node) else None
             return Step(node, kind, float(factor), symbol=symbol)
         if op is aten.add.Tensor:
             is_second = args["other"] is self._chain_operand(node)
             vector = args["self" if is_second else "other"]
             value = self.info.tensor(vector)
-            is_vector = value is not None and _is_vector(value) and self._has_classes(value, head)
+            logits = self.info.tensor(self._chain_operand(node))
+            width = None if logits is None or logits.dim() < 1 else logits.shape[-1]
+            is_vector = value is not None and _is_vector(value) and _is_as_wide(value, width)
             if moved or args["alpha"] != 1 or not is_vector:
                 what = f"{_describe(node)} adds to the logits something other than a vector over "
-                return Decline("logits_combined", f"{what}the vocabulary", node=node)
+                hint = "add it to the hidden states, or as a vector over the vocabulary"
+                return Decline("logits_combined", f"{what}the vocabulary", hint, node)
             return Step(node, "bias", self._vector_source(vector))
         return None
+
+    def _factor(
+        self, node: Node, factor: Node, is_divisor: bool, head: Head, moved: bool
+    ) -> Step | Decline:
+        """Read a tensor that scales logits: a number for all rows, or one for each."""
+        value, scaled = self.info.value(factor), self.info.value(node)
+        logits, verb = self.info.tensor(self._chain_operand(node)), _describe(node)
+        if logits is None or not value.is_floating_point():
+            said, hint = f"{verb} scales the logits by a tensor of {value.dtype}", "cast it to float32"
+            return Decline("scale_not_constant", said, hint, node)
+        if scaled.dtype == torch.float64 != head.compute_dtype:
+            said = f"{verb} makes float64 of the logits"
+            return Decline("dtype_unsupported", said, "cast the scale to float32", node)
+        if value.dim() > logits.dim() or not same_shape(scaled.shape, logits.shape):
+            said = f"{verb} gives the logits more rows than the head has made"
+            hint = "expand the hidden states before the head"
+            return Decline("scale_not_constant", said, hint, node)
+        if self._depends_on(factor, head.node):
+            said = f"{verb} scales the logits by a tensor that is computed from them"
+            hint = "normalise the hidden states instead of the logits, or detach nothing and leave it"
+            return Decline("scale_not_constant", said, hint, node)
+        if all(compat.statically_true(size == 1) for size in value.shape):
+            return Step(node, "factor", Factor(factor, is_divisor))
+        if _is_vector(value):
+            said = f"{verb} scales each class of the logits by a number of its own"
+            hint = "scale the rows of the weight: F.linear(hidden, scale[:, None] * weight)"
+            return Decline("scale_not_constant", said, hint, node)
+        if moved or not compat.statically_true(value.shape[-1] == 1):
+            said = f"{verb} scales the logits by a tensor with numbers for single classes of a row"
+            hint = "scale by a number for each row, as (rows, 1), or weight the per-token losses"
+            return Decline("scale_not_constant", said, hint, node)
+        return Step(node, "factor", Factor(factor, is_divisor, rows=()))
+
+    def _depends_on(self, node: Node, source: Node) -> bool:
+        """Return whether a tensor is computed from another."""
+        first, seen, queue = self.info.positions[source], {node}, [node]
+        while queue:
+            current = queue.pop()
+            if current is source:
+                return True
+            later = (n for n in current.all_input_nodes if self.info.positions[n] >= first)
+            fresh = [n for n in later if n not in seen]
+            seen.update(fresh)
+            queue += fresh
+        return False
 
     def _vector_source(self, node: Node) -> Node:
         """Follow a vector through views and moves that change nothing to where it comes from."""
@@ -473,6 +616,9 @@ class HeadReader:
         return node
 
     def _no_head(self, node: Node) -> Decline:
+        if node.op == "placeholder" and _is_held_by_module(node):
+            said = f"the logits come from `{node_name(node)}`, which a module holds, and from no head"
+            return Decline("no_linear_head", said, _NO_HEAD_HINT, node)
         if node.op == "placeholder":
             return Decline(
                 "graph_break_between",
@@ -503,15 +649,92 @@ class HeadReader:
                 node,
             )
         what = f"the logits come from {_describe(node)}, which is not a linear head"
-        return Decline("no_linear_head", what, node=node)
+        return Decline("no_linear_head", what, _NO_HEAD_HINT, node)
 
 
-def fold(steps: Sequence[Step]) -> Modifiers | Decline:
-    """Fold pointwise steps, in order, into scale, softcap and bias."""
-    found = fold_steps([(step.kind, step.value) for step in steps])
+_NO_HEAD_HINT = (
+    "make the logits by one linear layer, followed by casts, scales, one softcap and added vectors"
+)
+_UNFOLDED_HINTS = {
+    "softcap_twice": "cap the logits once",
+    "bias_after_softcap": "add the vector before the softcap",
+    "scale_not_constant": "scale the logits before the softcap and before a vector is added",
+}
+
+
+def fold(chain: Chain) -> Modifiers | Decline:
+    """Fold the pointwise steps of a chain, in order, into scale, softcap, bias, the tensors that
+    scale the logits, and the classes that are left.
+    """
+    pairs: list[tuple[str, Any]] = []
+    factors: list[Factor] = []
+    for place, step in enumerate(chain.steps):
+        value, later = step.value, chain.steps[place + 1 :]
+        if step.kind == "bias":
+            scales = tuple(s.value for s in later if s.kind == "factor")
+            value = Vector(step.value, _left(later), scales)
+        if step.kind == "factor":
+            rows = [s.effect for s in chain.steps[:place] if s.kind in ("rows", "reshape")]
+            value = replace(value, rows=None if value.rows is None else tuple(rows))
+            factors.append(value)
+        pairs.append((step.kind, value))
+    found = fold_steps(pairs)
     if isinstance(found, Unfoldable):
-        return Decline(found.code, found.sentence, node=steps[found.place].node)
-    return found
+        step, hint = chain.steps[found.place], _UNFOLDED_HINTS.get(found.code, "")
+        return Decline(found.code, found.sentence, hint, step.node)
+    vectors = [*found.biases, *([] if chain.head.bias is None else [(Vector(chain.node), 1)])]
+    uneven = next((s for s in chain.steps if s.kind == "factor" and s.value.rows is not None), None)
+    if uneven is not None and any(chain.head.bias is not None or v.factors for v, _ in vectors):
+        said = f"{_describe(uneven.node)} scales every row by a number of its own, with a bias in it"
+        hint = "scale the hidden states and add the bias after that, or scale all rows by one number"
+        return Decline("scale_not_constant", said, hint, uneven.node)
+    return replace(found, factors=tuple(factors), classes=chain.classes)
+
+
+def _is_held_by_module(node: Node) -> bool:
+    """Return whether an input of the graph is a parameter or a buffer of a module."""
+    name = compat.source_name(node)
+    return any(part in name for part in ("._parameters[", "._buffers[", "_modules["))
+
+
+def _class_cut(
+    node: Node, call: Call, rank: int, width: Any
+) -> tuple[int, int] | Decline | None:
+    """Return which classes a slice of the last dimension leaves, or None for another call."""
+    if call.op not in (aten.slice.Tensor, aten.narrow.default):
+        return None
+    a, size = call.args, None if width is None else compat.known_size(width)
+    if a["dim"] % rank != rank - 1:
+        return None
+    names = ("start", "end", "step") if call.op is aten.slice.Tensor else ("start", "length")
+    given = [None if a[name] is None else _known_integer(a[name]) for name in names]
+    is_known = all((g is None) == (a[name] is None) for g, name in zip(given, names, strict=True))
+    if size is None or not is_known:
+        said = f"{_describe(node)} cuts the classes at a place that varies from call to call"
+        return Decline("unknown_step", said, "cut them at a fixed number", node)
+    start, end, step = (*given, 1) if call.op is aten.narrow.default else given
+    start = 0 if start is None else max(start + size, 0) if start < 0 else min(start, size)
+    if call.op is aten.narrow.default:
+        end = start + (end or 0)
+    end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
+    if step not in (None, 1):
+        said = f"{_describe(node)} takes every {step}th class"
+        hint = f"take these rows of the weight: F.linear(hidden, weight[{start}:{end}:{step}])"
+        return Decline("unknown_step", said, hint, node)
+    return start, max(start, end)
+
+
+def _known_integer(value: Any) -> int | None:
+    """Return a number, or that which a node stands for in every call; else None."""
+    number = compat.example_value(value) if isinstance(value, Node) else value
+    return compat.known_size(number) if isinstance(number, (int, torch.SymInt)) else None
+
+
+def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
+    """Return whether the last dimension has a size, for certain."""
+    if value is None or width is None or value.dim() < 1:
+        return False
+    return compat.statically_true(value.shape[-1] == width)
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
