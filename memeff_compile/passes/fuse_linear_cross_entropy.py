@@ -42,24 +42,24 @@ from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
 from .losses import outputs, shards
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
-from .losses.emit import emit_group, gathered, groups_of, is_total, pieces_met
+from .losses.emit import emit_group, emit_size, gathered, groups_of, is_total, pieces_met
 from .losses.head import Chain, HeadReader
 from .losses.tails import (
     ENTROPIES,
     LOSSES,
     METRICS,
-    SUMS,
     Site,
+    SizeRead,
     Tail,
     TailReader,
     has_sum,
     loss_outside,
+    reads_a_size,
+    reads_sum,
     without_parts,
 )
 from .losses.unfused import unfused_heads
 
-WIDE = (*ENTROPIES, *SUMS)
-"""Tails that give every class a gradient."""
 NO_LOSS = (*METRICS, "logit_sum")
 """Tails that a model without a loss may have, too."""
 
@@ -84,7 +84,7 @@ class FuseLinearCrossEntropy(GraphPass):
         for head_node in info.visit(by_head):
             tails = by_head[head_node]
             if any(t.kind in LOSSES or (t.kind == "logit" and has_sum(t, tails)) for t in tails):
-                site = self._site(info, reader, head_node, without_parts(tails))
+                site = self._site(info, reader, tail_reader, head_node, without_parts(tails))
                 judged.update([head_node, *tails[0].chain.head.nodes])
                 yield site
         if not losses:
@@ -94,7 +94,12 @@ class FuseLinearCrossEntropy(GraphPass):
         yield from unfused_heads(info, reader, judged)
 
     def _site(
-        self, info: GraphInfo, reader: HeadReader, head_node: Node, tails: list[Tail]
+        self,
+        info: GraphInfo,
+        reader: HeadReader,
+        tail_reader: TailReader,
+        head_node: Node,
+        tails: list[Tail],
     ) -> Site | Decline:
         site = Site(tails[0].chain.head, tails)
         for node in site.head.summed:
@@ -102,6 +107,7 @@ class FuseLinearCrossEntropy(GraphPass):
                 if user not in site.head.nodes:
                     return _reused(node, user, tails[0], "logits")
             site.covered.append(node)
+        site.aside.extend(node for t in tails for node in t.aside)
         served = {t.node for t in tails}
         throughs = {node for t in tails for node in t.through}
         queue, seen = [head_node], {head_node}
@@ -111,8 +117,14 @@ class FuseLinearCrossEntropy(GraphPass):
             site.covered.append(node)
             chain = reader.chain(node) if node not in throughs else None
             for user in node.users:
-                if user in served or user in seen:
+                if user in served or user in seen or user in site.aside:
                     continue
+                if reads_a_size(user) and not compat.is_dtensor(info.value(head_node)):
+                    shaped = chain or tail_reader.chain_of_log_probs(node)
+                    if isinstance(shaped, Chain) and not shaped.moved:
+                        site.sizes.append(SizeRead(user, node, shaped))
+                        site.covered.append(user)
+                        continue
                 if user is output and isinstance(chain, Chain):
                     site.outputs.append(outputs.LogitsOutput(node, chain))
                     continue
@@ -129,7 +141,6 @@ class FuseLinearCrossEntropy(GraphPass):
                 what = "log-probabilities" if node in throughs else "logits"
                 return _reused(node, user, tails[0], what)
         site.covered.extend(served)
-        site.covered.extend(node for t in tails for node in t.aside)
         return site
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -214,6 +225,8 @@ class FuseLinearCrossEntropy(GraphPass):
         symbols += [each for part in match.head.parts for each in part.symbols]
         for symbol in (*symbols, *(s for t in match.tails for s in t.symbols)):
             compat.hold_constant(symbol)
+        for size in match.sizes:
+            emit_size(info, editor, size)
         groups = groups_of(info, match.tails)
         is_all_totals = all(is_total(info, group) for group in groups)
         for group in groups:
@@ -250,7 +263,7 @@ class FuseLinearCrossEntropy(GraphPass):
         return Done(match.tails[0].node, sentence, notes, deferred)
 
     def dead(self, match: Site) -> Sequence[Node]:
-        return [*match.covered, *match.head.casts]
+        return [*match.covered, *match.aside, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
         """Return whether the rewrite gathers from ranks, all of which have to make it."""
@@ -263,6 +276,9 @@ def _reused(node: Node, user: Node, loss: Tail, what: str) -> Decline:
     hint = "return the logits and compute that outside the compiled function"
     if user.op == "output":
         hint = f"return the logits, and compute the {what} of them outside the compiled function"
+    elif what == "log-probabilities":
+        hint = "compute it from the entries that the loss takes, as in log_probs.gather(-1, "
+        hint += "y).exp(), or outside the compiled function from logits that it returns"
     return Decline(
         f"logits_reused({node_name(user)})",
         f"the {what} are also used by `{node_name(user)}`"
@@ -302,7 +318,7 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16
     is_served = is_served and op_folder.leaves_out(mode, *size)
     # Where all classes have a gradient nothing is left out.
-    exact = [any(t.label_smoothing > 0 or t.kind in WIDE for t in each) for each in groups]
+    exact = [any(reads_sum(t) or t.kind in ENTROPIES for t in each) for each in groups]
     filtered = exact.count(False) if is_served else 0
     if not filtered:
         return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"

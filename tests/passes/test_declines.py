@@ -80,9 +80,9 @@ def log_probs_reused(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return F.nll_loss(log_probs, y.view(-1)), log_probs
 
 
-def log_probs_averaged(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+def log_probs_squared(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     log_probs = F.linear(h, w).view(-1, V).log_softmax(-1)
-    return F.nll_loss(log_probs, y.view(-1)) - 0.1 * log_probs.mean()
+    return F.nll_loss(log_probs, y.view(-1)) - 0.1 * log_probs.square().mean()
 
 
 def logits_gathered(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
@@ -244,9 +244,10 @@ REFUSALS = [
         line="nll_loss",
     ),
     Refusal(
-        "logits_reused(mean)",
-        log_probs_averaged,
-        "log-probabilities are also used by `mean`",
+        "logits_reused(square)",
+        log_probs_squared,
+        "log-probabilities are also used by `square`",
+        "log_probs.gather(-1, y).exp()",
         line="nll_loss",
     ),
     Refusal(

@@ -362,6 +362,82 @@ graph(
     )
 
 
+def by_hand(toy: Toy, hidden: Tensor, labels: Tensor) -> Tensor:
+    logs, y = toy.lm_head(hidden).view(-1, V).log_softmax(-1), labels.view(-1)
+    return -(0.9 * logs[torch.arange(16), y] + 0.1 * logs.mean(-1)).mean()
+
+
+def one_hot_by_writes(toy: Toy, hidden: Tensor, labels: Tensor) -> Tensor:
+    logs = toy.lm_head(hidden).log_softmax(-1)
+    target = torch.zeros_like(logs).fill_(0.1 / (V - 1))
+    target.scatter_(-1, labels.unsqueeze(-1), 0.9)
+    return -(target * logs).sum(-1).mean()
+
+
+def test_graph_of_a_loss_written_by_hand() -> None:
+    run(by_hand)
+    expecttest.assert_expected_inline(
+        after(),
+        """\
+graph(
+    lm_head.weight: param f32[64, 16],
+    hidden: input f32[2, 8, 16],
+    labels: input i64[2, 8],
+):
+    %0: i64[16] = aten.view(labels, [-1])
+    %1: i64[16] = aten.arange(16)
+    %2: i64[2, 8] = aten.reshape(%0, [2, 8])
+    %3: i64[2, 8] = aten.add(%2, 64)
+    %4: b8[2, 8] = aten.lt(%2, 0)
+    %5: i64[2, 8] = aten.where(%4, %3, %2)
+    %6: (f32[2, 8], f32[2, 8], f32[2, 8], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %5, None, ignore_index=None, scale=1.0, softcap=0.0, with_lse=True, with_logit_sum=True, gradient_filter='exact', workspace=0)
+    %7: f32[2, 8] = getitem(%6, 2)
+    %8: f32[2, 8] = getitem(%6, 0)
+    %9: f32[2, 8] = getitem(%6, 1)
+    %10: f32[2, 8] = aten.neg(%8)
+    %11: f32[16] = aten.reshape(%10, [16])
+    %12: f32[16] = aten.mul(%11, 0.9)
+    %13: f32[2, 8] = aten.mul(%9, 64.0)
+    %14: f32[2, 8] = aten.sub(%7, %13)
+    %15: f32[2, 8] = aten.mul(%14, 0.015625)
+    %16: f32[16] = aten.reshape(%15, [16])
+    %17: f32[16] = aten.mul(%16, 0.1)
+    %18: f32[16] = aten.add(%12, %17)
+    %19: f32[] = aten.mean(%18)
+    %20: f32[] = aten.neg(%19)
+    return (%20)""",
+    )
+
+
+def test_graph_of_one_hot_targets() -> None:
+    run(one_hot_by_writes)
+    expecttest.assert_expected_inline(
+        after(),
+        """\
+graph(
+    lm_head.weight: param f32[64, 16],
+    hidden: input f32[2, 8, 16],
+    labels: input i64[2, 8],
+):
+    %0: i64[2, 8, 1] = aten.unsqueeze(labels, -1)
+    %1: i64[2, 8] = aten.reshape(%0, [2, 8])
+    %2: (f32[2, 8], f32[2, 8], f32[2, 8], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=None, scale=1.0, softcap=0.0, with_lse=True, with_logit_sum=True, gradient_filter='exact', workspace=0)
+    %3: f32[2, 8] = getitem(%2, 2)
+    %4: f32[2, 8] = getitem(%2, 0)
+    %5: f32[2, 8] = getitem(%2, 1)
+    %6: f32[2, 8] = aten.mul(%4, -0.8984126984126984)
+    %7: f32[2, 8] = aten.mul(%5, 64.0)
+    %8: f32[2, 8] = aten.sub(%3, %7)
+    %9: f32[2, 8] = aten.mul(%8, 0.0015873015873015873)
+    %10: f32[2, 8] = aten.add(%6, %9)
+    %11: f32[2, 8, 1] = aten.reshape(%10, [2, 8, 1])
+    %12: f32[2, 8] = aten.squeeze(%11, -1)
+    %13: f32[] = aten.mean(%12)
+    %14: f32[] = aten.neg(%13)
+    return (%14)""",
+    )
+
+
 def test_declined_graph_is_the_one_that_came() -> None:
     run(with_a_confidence)
     (graph,) = memeff_compile.graphs()

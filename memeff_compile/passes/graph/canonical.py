@@ -539,7 +539,7 @@ _BY_NAME = (
     "linear embedding cat stack scaled_dot_product_attention take_along_dim chunk split unbind "
     "split_with_sizes tensor_split ravel pad clamp roll square rsqrt sqrt argmax cos sin where "
     "triu tril ne eq lt le gt ge baddbmm max topk special_entr arange full new_full ones_like "
-    "zeros_like full_like "
+    "zeros_like full_like scatter "
     "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
     "bitwise_not cumsum diff rsub broadcast_to abs amax amin round round_ clamp_ clamp_min "
     "clamp_min_ reciprocal"

@@ -179,6 +179,7 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
         if writer is not None:
             return mutated(writer, site.tails[0].node)
     chains = [*(tail.chain for tail in site.tails), *(output.chain for output in site.outputs)]
+    chains += [size.chain for size in site.sizes]
     operands = [head.hidden, head.weight, head.bias, *site.covered]
     operands += [each for part in head.parts for each in (part.low, part.up)]
     operands += [n for chain in chains for n in chain.operands]

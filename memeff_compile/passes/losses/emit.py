@@ -27,7 +27,7 @@ from ..graph.graph_info import GraphInfo, Region, same_shape, written_by
 from . import shards
 from .head import Factor, Step, fold, replay_rows
 from .softmax import class_position
-from .tails import ENTROPIES, STATISTICS, SUMS, Tail, is_silent
+from .tails import ENTROPIES, STATISTICS, SUMS, SizeRead, Tail, is_silent, reads_sum
 
 # The op's results, a number per row each; the third is a weighted sum of logits.
 _NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
@@ -87,7 +87,8 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     first = group[0]
     if fold(first.chain) != fold(tail.chain):
         return False
-    if tail.kind in SUMS and (first.ignore_index is not None or first.class_weight is not None):
+    is_own_sum = reads_sum(tail) and tail.kind != "loss"
+    if is_own_sum and (first.ignore_index is not None or first.class_weight is not None):
         return False  # the op's sums leave out ignored rows, and may be weighted by class
     if tail.kind in STATISTICS:  # of all rows, of which the tail's own are then taken
         return tail.chain.is_of(first.chain)
@@ -96,6 +97,7 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
         and first.chain.row_key == tail.chain.row_key
         and _target_source(info, first.target) is _target_source(info, tail.target)
         and (first.ignore_index, first.wraps) == (tail.ignore_index, tail.wraps)
+        and first.from_end == tail.from_end
         and first.class_weight is tail.class_weight
     )
 
@@ -197,6 +199,19 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
     return again
 
 
+def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
+    """Let what reads the shape of logits read that of hidden states, one feature spread over V."""
+    head, e = read.chain.head, editor
+    depth = compat.known_size(info.value(head.hidden).shape[-1])
+    classes = compat.known_size(info.value(read.source).shape[-1])
+    with e.at(read.node):
+        rows = replay_rows(e, head.hidden, read.chain.row_steps, depth)
+        column = e.call(aten.slice.Tensor, rows, -1, 0, 1)
+        spread = [*([-1] * (info.value(rows).dim() - 1)), classes]
+        stand_in = e.call(aten.expand.default, column, spread)
+        e.replace(read.node, e.copy(read.node, {read.source: stand_in}))
+
+
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
     """Return whether one number is all that a call's losses give: its gradients can then be made in
     the forward. Not in an activation checkpoint, whose forward runs twice.
@@ -229,7 +244,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 def gathered(group: Sequence[Tail]) -> list[str]:
     """Name what a call gathers of each row where ranks have parts of the classes."""
-    extra = {"sum": any(t.label_smoothing > 0 or t.kind in SUMS for t in group)}
+    extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
     return ["lse", "nll", *(name for name, wanted in extra.items() if wanted)]
@@ -286,7 +301,8 @@ class GroupEmitter:
         bias = self._bias()
         self.target = self._target_rows()
         smoothing = any(t.label_smoothing > 0 for t in self.group)
-        with_sum = smoothing or self._has(*SUMS)
+        with_sum = any(map(reads_sum, self.group))
+        of_logs = any(t.spread or t.kind == "log_prob_sum" for t in self.group)
         column_weight = self.with_target.class_weight if smoothing and self.with_target else None
         options = self.info.options
         operands = [self.hidden, weight, bias, self.target]
@@ -296,7 +312,7 @@ class GroupEmitter:
             return
         # What a call without metrics leaves at its defaults is not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
-        with_lse = self._has("lse", "logit", "mean_logit", "log_prob_sum")
+        with_lse = of_logs or self._has("lse", "logit", "mean_logit")
         self.op = self._call(
             *operands,
             column_weight and self._columns(column_weight),
@@ -478,9 +494,12 @@ class GroupEmitter:
             return e.call(aten.zeros_like.default, rows(), dtype=torch.int64)
         shape = self.info.value(self.hidden).shape[:-1]
         target = self._as_wide(self.with_target.target, shape, rows)
-        if not self.with_target.wraps:
-            return target
-        return e.call(aten.remainder.Scalar, target, self._vocabulary())
+        if self.with_target.wraps:
+            return e.call(aten.remainder.Scalar, target, self._vocabulary())
+        if self.with_target.from_end:
+            last = e.call(aten.add.Scalar, target, self._vocabulary())
+            return e.call(aten.where.self, e.call(aten.lt.Scalar, target, 0), last, target)
+        return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
         """Give ``node`` a shape: that of what ``like`` makes where sizes are not known."""
@@ -502,15 +521,7 @@ class GroupEmitter:
         elif tail.kind in STATISTICS:
             found = self._like_statistic(tail, self._statistic(tail))
         else:
-            is_minus = tail.kind == "log_prob"  # the op returns minus the log-probability
-            found = self._rows(_NLL)
-            if not is_minus:
-                found = e.call(aten.sub.Tensor, self._rows(_LSE), found)
-            if is_minus != tail.negated:
-                found = e.call(aten.neg.default, found)
-            found = self._shaped(found, tail.target or self.target)
-            if tail.keepdim:
-                found = e.call(aten.unsqueeze.default, found, -1)
+            found = self._entry(tail)
         before = self.info.value(tail.node)
         found = e.cast(found, before.dtype)
         if any(self.info.may_write(write, (tail.node,)) for write in self.info.writes):
@@ -518,11 +529,37 @@ class GroupEmitter:
         is_spread = compat.is_dtensor(before)
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
+    def _entry(self, tail: Tail) -> Node:
+        """Return what a gather, an index or a one-hot sum gave: of each row, its target's entry."""
+        e, found, factor = self.editor, self._rows(_NLL), tail.factor
+        if tail.kind == "log_prob":
+            factor = -factor  # the op returns minus the log-probability
+        else:
+            found = e.call(aten.sub.Tensor, self._rows(_LSE), found)
+        found = self._by_number(found, factor)
+        if tail.spread:
+            spread = self._by_number(self._class_sum(tail.kind), tail.spread)
+            found = e.call(aten.add.Tensor, found, spread)
+        if tail.reduction:
+            return e.call(aten.mean.default if tail.reduction == 1 else aten.sum.default, found)
+        found = self._shaped(found, tail.target or self.target)
+        surplus = self.info.value(found).dim() - self.info.value(tail.node).dim()
+        if surplus:
+            keep = aten.unsqueeze.default if surplus < 0 else aten.squeeze.dim
+            found = e.call(keep, found, -1)
+        return found
+
+    def _by_number(self, node: Node, factor: float) -> Node:
+        """Multiply by a number, which costs nothing where it is 1."""
+        if factor in (1.0, -1.0):
+            return node if factor == 1.0 else self.editor.call(aten.neg.default, node)
+        return self.editor.call(aten.mul.Scalar, node, factor)
+
     def _statistic(self, tail: Tail) -> Node:
         """Return the number of each row that ``tail`` is, from the op's."""
         kind = tail.kind
         if kind in SUMS:
-            return self._class_sum(tail)
+            return self._by_number(self._class_sum(kind), tail.factor)
         if kind in ("lse", "top"):
             return self._rows(_LSE if kind == "lse" else _TOP)
         entropy = self._rows(_ENTROPY)
@@ -532,25 +569,26 @@ class GroupEmitter:
             return self.editor.call(aten.sub.Tensor, self._rows(_LSE), entropy)
         return entropy
 
-    def _class_sum(self, tail: Tail) -> Node:
-        """Return the sum or mean over the classes of a row's logits or log-probabilities."""
-        e, rows, share = self.editor, self._rows(_LOGIT_SUM), float(self._vocabulary())
-        if tail.kind == "log_prob_sum":
-            rows = e.call(aten.sub.Tensor, rows, e.call(aten.mul.Scalar, self._rows(_LSE), share))
-        if tail.is_mean:
-            rows = e.call(aten.div.Scalar, rows, share)
-        return e.call(aten.neg.default, rows) if tail.negated else rows
+    def _class_sum(self, kind: str) -> Node:
+        """Return the sum over the classes of each row's logits or log-probabilities."""
+        e, rows = self.editor, self._rows(_LOGIT_SUM)
+        if kind not in ("log_prob", "log_prob_sum"):
+            return rows
+        spread = e.call(aten.mul.Scalar, self._rows(_LSE), float(self._vocabulary()))
+        return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
         """Take the tail's own rows out of the op's, in the shape the tail has."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)
-        if is_known and all(step.kind == "reshape" for step in rest):
+        if is_known and not tail.reduction and all(step.kind == "reshape" for step in rest):
             return self._shaped(rows, tail.node)
         if rest:
             column = e.call(aten.unsqueeze.default, rows, -1)
             rows = e.call(aten.select.int, replay_rows(e, column, rest, 1), -1, 0)
+        if tail.reduction:
+            return e.call(aten.mean.default if tail.reduction == 1 else aten.sum.default, rows)
         if tail.keepdim:
             rows = e.call(aten.unsqueeze.default, rows, class_position(tail.chain, wanted.dim()))
         return rows

@@ -34,14 +34,40 @@ class Soft:
 
     chain: Chain
     through: tuple[Node, ...]
+    sign: int = 1  # -1 for minus log-probabilities, where these are asked for
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The maximum of each row's logits, as it is taken off them or added again.
+
+    Its value does not matter where it is added again. Its gradient cancels where it has one both
+    times.
+    """
+
+    logits: Node
+    node: Node  # the maximum as it was computed
+    trains: bool
+    dim: int  # of the logits, over which it was taken
+    through: tuple[Node, ...]
+
+    def is_over(self, dim: Any) -> bool:
+        """Return whether a softmax over ``dim`` is over the dimension of the maximum."""
+        rank = compat.example_value(self.logits).dim()
+        dims = dim if isinstance(dim, (list, tuple)) else [dim]
+        return len(dims) == 1 and dims[0] % rank == self.dim
+
+    def is_that_of(self, other: Peak | None) -> bool:
+        """Return whether adding one undoes taking off the other, in the gradient too."""
+        return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
 
 @dataclass(frozen=True)
 class Total:
-    """A log-sum-exp over the classes, less ``shift``: the maximum that was taken off the logits."""
+    """A log-sum-exp over the classes, less the maximum that was taken off the logits, if any."""
 
     chain: Chain
-    shift: Node | None
+    peak: Peak | None
     keepdim: bool
     through: tuple[Node, ...]
 
@@ -56,35 +82,47 @@ class SoftmaxReader:
         """Read log-probabilities over the classes: None if none, a Decline of what no head made."""
         return self._read(node, self._start_of_log_probs)
 
+    def signed_log_probs(self, node: Any) -> Soft | Decline | None:
+        """Read log-probabilities, or minus these, with the sign taken before or after row moves."""
+        return self._read(node, self._start_of_log_probs, signed=True)
+
     def probs(self, node: Any) -> Soft | None:
         """Read probabilities over the class dimension; None when ``node`` is none."""
         soft = self._read(node, self._start_of_probs)
         return soft if isinstance(soft, Soft) else None
 
     def _read(
-        self, node: Any, start: Callable[[Node], Soft | Decline | None]
+        self,
+        node: Any,
+        start: Callable[[Node], Soft | Decline | None],
+        *,
+        signed: bool = False,
     ) -> Soft | Decline | None:
         """Walk up over what only moves rows to the node in which ``start`` reads a softmax."""
-        links: list[Node] = []
+        links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
             found = start(node)
             if found is not None:
-                return self._moved(found, links) if isinstance(found, Soft) else found
+                return self._moved(found, links, signs) if isinstance(found, Soft) else found
             onward = self._same_values(node) or self.reader.row_operand(node)
+            if onward is None and signed and (onward := negated(node)) is not None:
+                signs.append(node)
             if onward is None:
                 return None
             links.append(node)
             node = onward
         return None
 
-    def _moved(self, soft: Soft, links: Sequence[Node]) -> Soft | None:
-        moves = [link for link in reversed(links) if self._same_values(link) is None]
+    def _moved(self, soft: Soft, links: Sequence[Node], signs: Sequence[Node]) -> Soft | None:
+        still = [link for link in links if link in signs or self._same_values(link) is not None]
+        moves = [link for link in reversed(links) if link not in still]
         chain = self.reader.extend(soft.chain, moves, _TRANSPARENT)
         if isinstance(chain, Decline):
             return None
         joined = [link.args[0] for link in links if broadcast_operand(link) is not None]
         opened = [node for node in joined if isinstance(node, Node)]
-        return Soft(chain, (*soft.through, *reversed(links), *opened))
+        sign = -soft.sign if len(signs) % 2 else soft.sign
+        return Soft(chain, (*soft.through, *reversed(links), *opened), sign)
 
     def _start_of_log_probs(self, node: Node) -> Soft | Decline | None:
         call = read_one(node)
@@ -102,26 +140,29 @@ class SoftmaxReader:
         total = self.total(other)
         if total is None or not total.keepdim:
             return None
-        logits, shift, way = self._shifted(call.args["self"])
-        if logits is not total.chain.node or shift is not total.shift:
+        peak = self.peak_taken_off(call.args["self"])
+        logits = call.args["self"] if peak is None else peak.logits
+        is_alike = total.peak is peak is None or (peak is not None and peak.is_that_of(total.peak))
+        if logits is not total.chain.node or not is_alike:
             return None
+        way = () if peak is None else (*peak.through, call.args["self"])
         return Soft(total.chain, (*total.through, *way, other, node))
 
     def total(self, node: Any) -> Total | None:
         """Read a log-sum-exp over the classes, written with its maximum taken off or without."""
-        call = call_of(node, aten.log.default, aten.add.Tensor, aten.logsumexp.default)
+        call = call_of(node, *_TOTALS)
         if call is None:
             return None
+        if call.op is aten.squeeze.dim:
+            inner, value = self.total(call.args["self"]), self.info.tensor(call.args["self"])
+            if inner is None or value is None or not inner.keepdim:
+                return None
+            if call.args["dim"] % value.dim() != class_position(inner.chain, value.dim()):
+                return None
+            return replace(inner, keepdim=False, through=(*inner.through, call.args["self"]))
         if call.op is aten.add.Tensor:
-            pairs = (call.args["self"], call.args["other"]), (call.args["other"], call.args["self"])
-            for inner, other in pairs:
-                if call.args["alpha"] != 1 or call_of(inner, aten.add.Tensor) is not None:
-                    continue
-                found, (peak, way) = self.total(inner), self._peak(other)
-                if found is not None and found.shift is not None and found.shift is peak:
-                    return replace(found, shift=None, through=(*found.through, inner, *way))
-            return None
-        source, way = call.args["self"], ()
+            return self._peak_added(call)
+        source, way = call.args["self"], tuple[Node, ...]()
         if call.op is aten.log.default:
             added = call_of(source, aten.sum.dim_IntList)
             powers = None if added is None else call_of(added.args["self"], aten.exp.default)
@@ -132,60 +173,88 @@ class SoftmaxReader:
         else:
             given, keepdim = call.args["dim"], call.args["keepdim"]
             dims = given if isinstance(given, (list, tuple)) else [given]
-        logits, shift, before = self._shifted(source)
+        peak = self.peak_taken_off(source)
+        logits = source if peak is None else peak.logits
         chain, value = self.reader.chain(logits), self.info.tensor(logits)
         if isinstance(chain, Decline) or value is None or value.dim() == 0 or not dims:
             return None
-        if len(dims) != 1 or dims[0] % value.dim() != class_position(chain, value.dim()):
+        position = class_position(chain, value.dim())
+        if len(dims) != 1 or dims[0] % value.dim() != position:
             return None
-        return Total(chain, shift, keepdim, (*before, *way))
+        if peak is not None and peak.dim != position:
+            return None
+        before = () if peak is None else (*peak.through, source)
+        return Total(chain, peak, keepdim, (*before, *way))
 
-    def _shifted(self, node: Any) -> tuple[Any, Node | None, tuple[Node, ...]]:
-        """Return the logits of which ``node`` is the rest after their maximum was taken off, the
-        maximum, and the nodes in between; or the node itself.
-        """
+    def _peak_added(self, call: Call) -> Total | None:
+        """Read a log-sum-exp to which the maximum is added that had been taken off."""
+        pairs = (call.args["self"], call.args["other"]), (call.args["other"], call.args["self"])
+        for inner, other in pairs if call.args["alpha"] == 1 else ():
+            left, right = self.info.tensor(inner), self.info.tensor(other)
+            if call_of(inner, aten.add.Tensor) is not None or left is None or right is None:
+                continue
+            peak = self._peak(other) if same_shape(left.shape, right.shape) else None
+            found = None if peak is None else self.total(inner)
+            if found is not None and peak is not None and peak.is_that_of(found.peak):
+                way = (*found.through, inner, *peak.through)
+                return replace(found, peak=None, through=way)
+        return None
+
+    def peak_taken_off(self, node: Any) -> Peak | None:
+        """Return the maximum that was taken off logits, the rest of which is ``node``."""
         call = call_of(node, aten.sub.Tensor)
         if call is None or call.args["alpha"] != 1:
-            return node, None, ()
-        logits = call.args["self"]
-        peak, way = self._peak(call.args["other"])
-        before, after = self.info.tensor(logits), self.info.tensor(node)
-        if peak is None or before is None or after is None:
-            return node, None, ()
-        source = back_over(_of_maximum(peak), (aten.detach.default,))
-        if source is not logits or not same_shape(before.shape, after.shape):
-            return node, None, ()
-        return logits, peak, (*way, node)
+            return None
+        logits, peak = call.args["self"], self._peak(call.args["other"])
+        value, taken = self.info.tensor(logits), self.info.tensor(call.args["other"])
+        if peak is None or value is None or taken is None or peak.logits is not logits:
+            return None
+        wanted = [1 if dim == peak.dim else size for dim, size in enumerate(value.shape)]
+        return peak if same_shape(taken.shape, wanted) else None
 
-    def _peak(self, node: Any) -> tuple[Node | None, tuple[Node, ...]]:
-        """Return the maximum over the last dimension that ``node`` holds, and the nodes on the way.
-
-        What is taken off all logits of a row is added again, so its value does not matter.
-        """
-        way: list[Node] = []
+    def _peak(self, node: Any) -> Peak | None:
+        """Read a maximum over one dimension of logits, and the nodes on the way to it."""
+        value, way = self.info.tensor(node), list[Node]()
         while (call := call_of(node, *_PEAK_MOVES)) is not None:
             way.append(node)
             node = call.args["self"]
-        source = _of_maximum(node)
-        value = self.info.tensor(source)
+        source, dim = _of_maximum(node)
         if source is None or value is None:
-            return None, ()
+            return None
         pair = node.args[0] if node.target is operator.getitem else None
-        others = [pair] if isinstance(pair, Node) else []
+        others = [pair, *(u for u in pair.users if not u.users)] if isinstance(pair, Node) else []
         detached: list[Node] = []
-        back_over(source, (aten.detach.default,), detached)
-        return node, (*way, node, *others, *detached)
+        logits = back_over(source, (aten.detach.default,), detached)
+        through = (*way, node, *others, *detached)
+        return Peak(logits, node, value.requires_grad, dim, through)
 
     def _start_of_probs(self, node: Node) -> Soft | Decline | None:
-        call = call_of(node, aten.softmax.int, aten.exp.default)
+        call = call_of(node, aten.softmax.int, aten.exp.default, aten.div.Tensor)
         if call is not None and call.op is aten.exp.default:
             return _with(self.log_probs(call.args["self"]), node)
+        if call is not None and call.op is aten.div.Tensor:
+            return self._share(node, call)
         if call is None or not self._keeps_precision(call):
             return None
         return self._over(call.args["self"], call.args["dim"], (node,))
 
+    def _share(self, node: Node, call: Call) -> Soft | None:
+        """Read ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, their maximum taken off."""
+        powers, added = call.args["self"], call_of(call.args["other"], aten.sum.dim_IntList)
+        raised = call_of(powers, aten.exp.default)
+        if added is None or raised is None or added.args["self"] is not powers:
+            return None
+        if not added.args["keepdim"] or not self._keeps_precision(added):
+            return None
+        way = (powers, call.args["other"], node)
+        found = self._over(raised.args["self"], added.args["dim"], way)
+        return found if isinstance(found, Soft) else None
+
     def _over(self, logits: Node, dim: Any, through: tuple[Node, ...]) -> Soft | Decline | None:
         """Read a softmax of ``logits``, which may be log-probabilities themselves."""
+        peak = self.peak_taken_off(logits)
+        if peak is not None and peak.is_over(dim):
+            logits, through = peak.logits, (*peak.through, logits, *through)
         chain = self.reader.chain(logits)
         if isinstance(chain, Decline):
             inner = self.log_probs(logits)
@@ -219,19 +288,30 @@ class SoftmaxReader:
 
 
 _PEAK_MOVES = named("detach.default squeeze.dim unsqueeze.default alias.default")
+_TOTALS = named("log.default add.Tensor logsumexp.default squeeze.dim")
 
 
-def _of_maximum(node: Any) -> Any:
-    """Return the tensor over whose last dimension ``node`` is the maximum, else None."""
-    call, is_values = call_of(node, aten.amax.default), True
+def negated(node: Node) -> Node | None:
+    """Return the tensor of which ``node`` is minus the value."""
+    call = call_of(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar)
+    if call is None or (call.op is not aten.neg.default and call.args["other"] not in (-1, -1.0)):
+        return None
+    source: Node = call.args["self"]
+    return source
+
+
+def _of_maximum(node: Any) -> tuple[Any, int]:
+    """Return the tensor of which ``node`` is the maximum over one dimension, and which; or None."""
+    call = call_of(node, aten.amax.default)
+    is_values = True
     if call is None and isinstance(node, Node) and node.target is operator.getitem:
         pair, index = node.args
-        call, is_values = call_of(pair, aten.max.dim), index == 0
+        call, is_values = call_of(pair, aten.max.dim), bool(index == 0)
     if call is None or not is_values:
-        return None
+        return None, 0
     dims = call.args["dim"] if isinstance(call.args["dim"], (list, tuple)) else [call.args["dim"]]
-    value: Any = compat.example_value(call.args["self"])
-    return call.args["self"] if list(dims) in ([-1], [value.dim() - 1]) else None
+    rank = compat.example_value(call.args["self"]).dim()
+    return (call.args["self"], dims[0] % rank) if len(dims) == 1 and rank else (None, 0)
 
 
 def is_shift(node: Node) -> bool:
@@ -240,7 +320,7 @@ def is_shift(node: Node) -> bool:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
         if all(user is not None for user in users):
             return True
-    return _of_maximum(back_over(node, _PEAK_MOVES)) is not None
+    return _of_maximum(back_over(node, _PEAK_MOVES))[0] is not None
 
 
 def _with(soft: Soft | Decline | None, node: Node) -> Soft | None:

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from ... import compat
 from ...compat import OpOverload
 from ...logits.recipe import Modifiers
 from ..graph.base import Decline
-from ..graph.canonical import Call, aten, back_over, call_of, named, read_one
+from ..graph.canonical import Call, aten, back_over, call_of, read, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, Head, HeadReader, fold
 from .outputs import LogitsOutput, is_deferrable, returned_logits
-from .softmax import Soft, SoftmaxReader, broadcast_operand, class_position
+from .softmax import Soft, SoftmaxReader, broadcast_operand, class_position, negated
+from .targets import INDICES, OneHot, counts_up, read_one_hot
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tail:
     log-probabilities) or ``logit`` (gather on the logits themselves); without one, ``lse``
     (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p) or
     ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
-    classes).
+    classes). ``reduction`` is 0 for a number per row, 1 for their mean and 2 for their sum.
     """
 
     node: Node
@@ -48,8 +48,9 @@ class Tail:
     keepdim: bool = False  # a statistic without a target keeps the class dimension, of size 1
     factors: tuple[Node, ...] = ()  # what an entropy multiplies
     wraps: bool = False  # targets count modulo the classes, as in take_along_dim
-    negated: bool = False  # the node is minus the value of its kind
-    is_mean: bool = False  # a sum over the classes is divided by their number
+    from_end: bool = False  # negative targets count from the last class, as in an index
+    factor: float = 1.0  # by which the value of the kind is multiplied
+    spread: float = 0.0  # by which the sum over all classes is multiplied and added to it
     aside: tuple[Node, ...] = ()  # nodes of a one-hot form of the targets, which nothing else reads
 
     @property
@@ -65,6 +66,11 @@ class Tail:
         return "argmax" if self.kind == "top" else node_name(self.node)
 
 
+PROB_HINT = (
+    "pass integer class indices: cross_entropy has label_smoothing, and a mixture of two "
+    "labellings is a * cross_entropy(z, y1) + b * cross_entropy(z, y2)"
+)
+
 ENTROPIES = ("entropy", "neg_entropy", "mean_logit")
 SUMS = ("log_prob_sum", "logit_sum")
 STATISTICS = ("lse", "top", *ENTROPIES, *SUMS)
@@ -73,10 +79,45 @@ METRICS = ("top", *ENTROPIES)
 LOSSES = ("loss", "log_prob", "entropy", "neg_entropy", "log_prob_sum")
 
 
+def reads_sum(tail: Tail) -> bool:
+    """Return whether a tail needs the sum of each row's logits: every class then has a gradient."""
+    return tail.label_smoothing > 0 or tail.spread != 0 or tail.kind in SUMS
+
+
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
     """Return whether no gradient flows back through ``tail``: detached, under no_grad, an index."""
     value = info.tensor(tail.node)
     return value is None or not value.requires_grad
+
+
+@dataclass(frozen=True)
+class Picked:
+    """One class of each row of ``source``, by its index."""
+
+    source: Node
+    index: Node
+    opened: tuple[Node, ...] = ()  # nodes that read the source for its shape
+    wraps: bool = False
+    from_end: bool = False
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What a tail has of it."""
+        return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
+
+
+@dataclass(frozen=True)
+class SizeRead:
+    """A node that reads the shape of logits or log-probabilities, and none of their values."""
+
+    node: Node
+    source: Node
+    chain: Chain
+
+
+def reads_a_size(node: Node) -> bool:
+    """Return whether a node reads the shape of its operand alone."""
+    return node_name(node) in ("size", "sym_size")
 
 
 @dataclass
@@ -87,6 +128,8 @@ class Site:
     tails: list[Tail]
     outputs: list[LogitsOutput] = field(default_factory=list)
     covered: list[Node] = field(default_factory=list)
+    sizes: list[SizeRead] = field(default_factory=list)
+    aside: list[Node] = field(default_factory=list)  # what makes one-hot forms of targets
 
 
 _TAIL_NAMES = frozenset(
@@ -122,6 +165,11 @@ class TailReader:
             hint = "call cross_entropy or nll_loss of torch.nn.functional, with plain numbers"
             yield Decline("unreadable_loss", said, hint, node)
 
+    def chain_of_log_probs(self, node: Node) -> Chain | None:
+        """Return the chain of logits that are as log-probabilities, or minus these, in ``node``."""
+        soft = self.softmax.signed_log_probs(node)
+        return soft.chain if isinstance(soft, Soft) else None
+
     def _lse(self, node: Node, a: Any) -> Iterable[Tail]:
         dims = a["dim"] if isinstance(a["dim"], (list, tuple)) else [a["dim"]]
         value = self.info.tensor(a["self"])
@@ -156,10 +204,11 @@ class TailReader:
         through: tuple[Node, ...] = (),
     ) -> Iterable[Tail | Decline]:
         target = self.info.tensor(a["target"])
-        if target is None or target.dtype.is_floating_point:
+        is_one_class = target is not None and not target.dtype.is_floating_point
+        hot = None if is_one_class else self._one_hot_classes(node, chain, a)
+        if not is_one_class and hot is None:
             said = "the targets are class probabilities, not class indices"
-            hint = "pass integer class indices to use the fused loss"
-            yield Decline("prob_targets", said, hint, node)
+            yield Decline("prob_targets", said, PROB_HINT, node)
             return
         if isinstance(chain, Decline):
             yield replace(chain, node=node)
@@ -171,6 +220,22 @@ class TailReader:
             hint = "give it a fixed number"
             yield Decline("setting_not_constant", f"{said}call to call", hint, node)
             return
+        symbols = tuple(s for s in settings if isinstance(s, Node))
+        if hot is not None:  # of each row the mean divides by one, whatever its targets sum to
+            classes = compat.known_size(self.info.value(a["self"]).shape[-1]) or 1
+            yield Tail(
+                node,
+                "log_prob",
+                chain,
+                target=hot.index,
+                reduction=int(reduction),
+                through=through,
+                symbols=symbols,
+                factor=-hot.peak * (1 - smoothing),
+                spread=-(hot.base * (1 - smoothing) + smoothing / classes),
+                aside=hot.nodes,
+            )
+            return
         yield Tail(
             node,
             "loss",
@@ -181,32 +246,100 @@ class TailReader:
             ignore_index=int(ignore_index),
             label_smoothing=float(smoothing),
             through=through,
-            symbols=tuple(s for s in settings if isinstance(s, Node)),
+            symbols=symbols,
         )
 
+    def _one_hot_classes(self, node: Node, chain: Chain | Decline, a: Any) -> OneHot | None:
+        """Read class probabilities that are the one-hot form of class indices, smoothed or not."""
+        value, target = self.info.tensor(a["self"]), self.info.tensor(a["target"])
+        if value is None or target is None or a["weight"] is not None or value.dim() != 2:
+            return None
+        if isinstance(chain, Decline) or compat.known_size(value.shape[-1]) is None:
+            return None
+        is_alike = same_shape(value.shape, target.shape)
+        return read_one_hot(self.info, a["target"], node) if is_alike else None
+
     def _gather(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
-        source, sign, signs = _unsigned(a["self"])
+        picked = self._gathered(node, a)
+        if picked is not None:
+            yield from self._entry(node, picked)
+
+    def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
+        """Read ``x[arange(rows), targets]``: of each row, the entry of its target."""
+        picked = self._picked_by_index(node)
+        if isinstance(picked, Decline):
+            yield picked
+        elif picked is not None:
+            yield from self._entry(node, picked)
+
+    def _gathered(self, node: Node, a: Any) -> Picked | None:
+        """Read ``gather`` and ``take_along_dim`` of one class per row."""
+        source = a["self"]
         index, opened = _plain_index(self.info, a.get("index", a.get("indices")))
         value, index_value = self.info.tensor(source), self.info.tensor(index)
         if value is None or index_value is None or a["dim"] is None or value.dim() == 0:
-            return
+            return None
         if a["dim"] % value.dim() != value.dim() - 1 or index_value.dim() != value.dim():
-            return
+            return None
         if "indices" in a and compat.known_size(value.shape[-1]) is None:
-            return
+            return None
         if a.get("sparse_grad") or not compat.statically_true(index_value.shape[-1] == 1):
-            return
-        soft = self.softmax.log_probs(source)
+            return None
+        return Picked(source, index, opened, wraps="indices" in a)
+
+    def _picked_by_index(self, node: Node) -> Picked | Decline | None:
+        reading = read(node) or ()
+        if not reading or reading[-1].op is not aten.index.Tensor:
+            return None
+        source, indices = reading[0].args["self"], reading[-1].args["indices"]
+        value = self.info.tensor(source)
+        if value is None or value.dim() < 2:
+            return None
+        if len(reading) > 1:  # a row by its number, and others by index
+            is_read = indices[-1] is not None and value.dim() == len(indices) + 1
+            return self._rows_differ(node, source) if is_read else None
+        if len(indices) != value.dim() or not all(isinstance(each, Node) for each in indices):
+            return None
+        *places, index = indices
+        rows, target = value.shape[:-1], self.info.tensor(index)
+        if target is None or target.dtype not in INDICES:
+            return None
+        is_each = all(
+            counts_up(self.info, each, dim, rows, node) for dim, each in enumerate(places)
+        )
+        if is_each and same_shape(target.shape, rows):
+            return Picked(source, index, from_end=True)
+        return self._rows_differ(node, source)
+
+    def _rows_differ(self, node: Node, source: Node) -> Decline | None:
+        """Return why single entries of log-probabilities by index stay as they are."""
+        if not isinstance(self.softmax.signed_log_probs(source), Soft):
+            return None
+        said = "the index takes entries of rows that are not known to be all rows in order"
+        hint = "index the rows with torch.arange of their number and nothing else, made in the "
+        hint += "compiled function; or use gather(-1, targets.unsqueeze(-1)), and slice hidden "
+        return Decline("rows_differ", said, f"{hint}states to the rows that count", node)
+
+    def _entry(self, node: Node, picked: Picked) -> Iterable[Tail | Decline]:
+        """Read one class per row of logits or of log-probabilities, or of minus these."""
+        source, index = picked.source, picked.index
+        soft = self.softmax.signed_log_probs(source)
         if isinstance(soft, Decline):
             yield replace(soft, node=node)
             return
+        signs: tuple[Node, ...] = ()
+        sign = 1 if soft is None else soft.sign
         chain = self.reader.chain(source) if soft is None else soft.chain
+        if isinstance(chain, Decline) and (below := negated(source)) is not None:
+            sign, signs, chain = -1, (source,), self.reader.chain(below)
         if isinstance(chain, Decline):
             if node_name(source) == "log_softmax":
                 said = f"`{node_name(node)}` reads a log_softmax over another dimension than the "
                 yield Decline("unknown_step", f"{said}classes", node=node)
             return
-        has_same_rows = same_shape(index_value.shape[:-1], value.shape[:-1])
+        value, index_value = self.info.value(source), self.info.value(index)
+        shape = index_value.shape if picked.from_end else index_value.shape[:-1]
+        has_same_rows = same_shape(shape, value.shape[:-1])
         if not has_same_rows and soft is not None:
             yield Decline(
                 "rows_differ",
@@ -217,39 +350,41 @@ class TailReader:
             )
         if has_same_rows:
             kind, through = ("logit", ()) if soft is None else ("log_prob", soft.through)
-            wraps, through = "indices" in a, (*through, *opened, *signs)
-            how = {"target": index, "through": through, "wraps": wraps, "negated": sign < 0}
-            yield Tail(node, kind, chain, **how)
+            through = (*through, *picked.opened, *signs)
+            yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
-    def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
-        """Read ``x[arange(rows), targets]``: of each row, the entry of its target."""
-        call = call_of(node, aten.index.Tensor)
-        value = None if call is None else self.info.tensor(call.args["self"])
-        if call is None or value is None or value.dim() < 2:
+    def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
+        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x are logits of which
+        the maximum was taken off.
+        """
+        for left, right, sign in ((a["self"], a["other"], -1.0), (a["other"], a["self"], 1.0)):
+            total = self.softmax.total(left) if a["alpha"] == 1 else None
+            if total is None or total.peak is None or total.chain.moved:
+                continue
+            way: list[Node] = []
+            entry = back_over(right, (aten.squeeze.dim,), way)
+            call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
+            picked = self._picked_by_index(entry) if call is None else None
+            picked = picked if call is None else self._gathered(entry, call.args)
+            peak = None
+            if isinstance(picked, Picked):
+                peak = self.softmax.peak_taken_off(picked.source)
+            shapes = [self.info.value(each).shape for each in (left, right, node)]
+            is_alike = all(same_shape(shape, shapes[-1]) for shape in shapes)
+            if peak is None or not is_alike or not isinstance(picked, Picked):
+                continue
+            if peak.logits is not total.chain.node or not peak.is_that_of(total.peak):
+                continue
+            rows = self.info.value(peak.logits).shape[:-1]
+            index = self.info.value(picked.index).shape
+            if not same_shape(index if picked.from_end else index[:-1], rows):
+                continue
+            if not any(same_shape(shapes[-1], wanted) for wanted in (rows, (*rows, 1))):
+                continue
+            through = (*total.through, left, *peak.through, picked.source, *picked.opened)
+            through = (*through, entry, *way)
+            yield Tail(node, "log_prob", total.chain, through=through, factor=sign, **picked.how)
             return
-        indices = call.args["indices"]
-        if len(indices) != value.dim() or not all(isinstance(each, Node) for each in indices):
-            return
-        *places, index = indices
-        rows, target = value.shape[:-1], self.info.tensor(index)
-        if target is None or target.dtype not in (torch.int64, torch.int32):
-            return
-        if not same_shape(target.shape, rows):
-            return
-        if not all(_counts_up(self.info, each, dim, rows) for dim, each in enumerate(places)):
-            return
-        source, sign, signs = _unsigned(call.args["self"])
-        soft = self.softmax.log_probs(source)
-        if isinstance(soft, Decline):
-            yield replace(soft, node=node)
-            return
-        chain = self.reader.chain(source) if soft is None else soft.chain
-        if isinstance(chain, Decline):
-            return
-        kind, through = ("logit", ()) if soft is None else ("log_prob", soft.through)
-        # An index may be negative, and then counts from the end.
-        how = {"target": index, "wraps": True, "negated": sign < 0}
-        yield Tail(node, kind, chain, through=(*through, *signs), **how)
 
     def _divergence(self, node: Node) -> Iterable[Decline]:
         """Name a divergence of a head's log-probabilities from others, which no op serves."""
@@ -287,75 +422,142 @@ class TailReader:
 
     def _sum(self, node: Node, a: Any) -> Iterable[Tail | Decline]:
         """Read a sum over the classes: an entropy, or of log-probabilities, weighted or not."""
-        if not self._is_over_a_dimension(a):
+        a, reduction = {"dim": None, "keepdim": False, **a}, 2 if a.get("dim") is None else 0
+        if not self._is_over_a_dimension(a, reduction):
             return
         term, sign, between = _unsigned(a["self"])
         call = call_of(term, aten.special_entr.default, aten.mul.Tensor)
         if call is None:
-            yield from self._class_sum(node, a, False)
+            yield from self._class_sum(node, a, reduction)
             return
-        entropies = list(self._entropy(node, a, term, sign, between, call))
+        entropies = list(self._entropy(node, a, term, sign, between, call)) if a["dim"] else []
         yield from entropies
         if not entropies and call.op is aten.mul.Tensor:
-            yield from self._by_targets(node, a, term, sign, between, call)
+            yield from self._by_targets(node, a, reduction, term, sign, between, call)
 
     def _mean(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read a mean over the classes of log-probabilities or logits."""
-        if self._is_over_a_dimension(a):
-            yield from self._class_sum(node, a, True)
+        """Read a mean over the classes of log-probabilities or logits, or over rows and classes."""
+        a, reduction = {"dim": None, "keepdim": False, **a}, 1 if a.get("dim") is None else 0
+        if self._is_over_a_dimension(a, reduction):
+            yield from self._class_sum(node, a, reduction, is_mean=True)
 
-    def _is_over_a_dimension(self, a: Any) -> bool:
+    def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
+        """Return whether one dimension is summed, or all, in the dtype of the numbers or wider."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
-        if value is None or value.dim() == 0 or dims is None or len(dims) != 1:
+        if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False
-        return a["dtype"] is None or a["dtype"].itemsize >= value.dtype.itemsize
+        dtype = a["dtype"] or value.dtype
+        return bool(dtype.is_floating_point and dtype.itemsize >= value.dtype.itemsize)
 
-    def _class_sum(self, node: Node, a: Any, is_mean: bool) -> Iterable[Tail]:
-        source, sign, signs = _unsigned(a["self"])
-        value = self.info.value(source)
-        soft = self.softmax.log_probs(source)
-        chain = self.untraced.chain(source) if soft is None else getattr(soft, "chain", None)
-        if not isinstance(chain, Chain):
+    def _class_sum(
+        self, node: Node, a: Any, reduction: int, is_mean: bool = False
+    ) -> Iterable[Tail]:
+        source = a["self"]
+        soft = self.softmax.signed_log_probs(source)
+        if isinstance(soft, Decline) or (soft is None and reduction):
+            return  # a sum of all logits, or of all numbers of anything else, is no loss
+        kind = "log_prob_sum"
+        if soft is None:
+            source, sign, signs = _unsigned(source)
+            chain = self.untraced.chain(source)
+            if isinstance(chain, Decline):
+                return
+            kind, soft = "logit_sum", Soft(chain, signs, sign)
+        rank = self.info.value(source).dim()
+        position = class_position(soft.chain, rank)
+        if not reduction and a["dim"][0] % rank != position:
             return
-        if a["dim"][0] % value.dim() != class_position(chain, value.dim()):
-            return
-        kind, through = ("logit_sum", ()) if soft is None else ("log_prob_sum", soft.through)
-        how = {"keepdim": a["keepdim"], "negated": sign < 0, "is_mean": is_mean}
-        yield Tail(node, kind, chain, through=(*through, *signs), **how)
+        factor = float(soft.sign)
+        if is_mean:  # a number of classes that varies is a reason of its own, found later
+            factor /= compat.known_size(self.info.value(source).shape[position]) or 1
+        how = {"keepdim": a["keepdim"], "factor": factor, "reduction": reduction}
+        yield Tail(node, kind, soft.chain, through=soft.through, **how)
 
     def _by_targets(
-        self, node: Node, a: Any, term: Node, sign: int, between: tuple[Node, ...], call: Call
+        self,
+        node: Node,
+        a: Any,
+        reduction: int,
+        term: Node,
+        sign: int,
+        between: tuple[Node, ...],
+        call: Call,
     ) -> Iterable[Tail | Decline]:
         """Read a sum over the classes of log-probabilities times targets: one-hot, or any."""
-        left, right = _unsigned(call.args["self"]), _unsigned(call.args["other"])
-        for (logs, minus, nodes), (targets, also, more) in ((left, right), (right, left)):
-            soft = self.softmax.log_probs(logs)
+        left, right = call.args["self"], call.args["other"]
+        for logs, targets in ((left, right), (right, left)):
+            soft = self.softmax.signed_log_probs(logs)
             value, given = self.info.tensor(logs), self.info.tensor(targets)
             if not isinstance(soft, Soft) or value is None or given is None:
                 continue
             last = value.dim() - 1
-            if soft.chain.moved or a["dim"][0] % value.dim() != last:
+            if not reduction and a["dim"][0] % value.dim() != last:
                 return
-            if not same_shape(given.shape, value.shape):
+            # What is no entropy and weighs by probabilities of a head compares two of them.
+            if self.softmax.probs(_unsigned(targets)[0]) is not None:
                 return
-            index, aside = _one_hot(self.info, targets)
-            if index is None:
-                said = "the targets are weights of all classes, not class indices"
-                hint = "pass integer class indices to use the fused loss"
-                yield Decline("prob_targets", said, hint, node)
+            hot = None
+            if not soft.chain.moved and same_shape(given.shape, value.shape):
+                hot = read_one_hot(self.info, targets, term)
+            if hot is None:
+                said = "the log-probabilities are weighted by a number of every class, which is as "
+                yield Decline("prob_targets", f"{said}large as the logits", PROB_HINT, node)
                 return
-            through = (*soft.through, *nodes, term, *between)
-            how = {"keepdim": a["keepdim"], "negated": sign * minus * also < 0}
-            aside = (*more, *aside)
+            sign *= soft.sign
             yield Tail(
-                node, "log_prob", soft.chain, target=index, through=through, aside=aside, **how
+                node,
+                "log_prob",
+                soft.chain,
+                target=hot.index,
+                through=(*soft.through, term, *between),
+                keepdim=a["keepdim"],
+                factor=sign * hot.peak,
+                spread=sign * hot.base,
+                reduction=reduction,
+                aside=hot.nodes,
+            )
+            return
+        yield from self._one_hot_logits(node, a, reduction, term, sign, between, call)
+
+    def _one_hot_logits(
+        self,
+        node: Node,
+        a: Any,
+        reduction: int,
+        term: Node,
+        sign: int,
+        between: tuple[Node, ...],
+        call: Call,
+    ) -> Iterable[Tail]:
+        """Read a sum over the classes of logits times one-hot targets."""
+        left, right = call.args["self"], call.args["other"]
+        for logits, targets in ((left, right), (right, left)):
+            value, given = self.info.tensor(logits), self.info.tensor(targets)
+            if value is None or given is None or not same_shape(given.shape, value.shape):
+                continue
+            if reduction or a["dim"][0] % value.dim() != value.dim() - 1:
+                continue
+            hot = read_one_hot(self.info, targets, term)
+            chain = None if hot is None else self.reader.chain(logits)
+            if hot is None or not isinstance(chain, Chain) or chain.moved:
+                continue
+            yield Tail(
+                node,
+                "logit",
+                chain,
+                target=hot.index,
+                through=(term, *between),
+                keepdim=a["keepdim"],
+                factor=sign * hot.peak,
+                spread=sign * hot.base,
+                aside=hot.nodes,
             )
             return
 
     def _by_hand(self, node: Node, a: Any) -> Iterable[Tail]:
         """Read a log-sum-exp that is written out, with or without its maximum taken off."""
         total = self.softmax.total(node)
-        if total is not None and total.shift is None and not total.chain.moved:
+        if total is not None and total.peak is None and not total.chain.moved:
             yield Tail(node, "lse", total.chain, through=total.through, keepdim=total.keepdim)
 
     def _entropy(
@@ -410,44 +612,13 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
     aten.logsumexp.default: TailReader._lse,
     aten.argmax.default: TailReader._top,
     aten.sum.dim_IntList: TailReader._sum,
+    aten.sum.default: TailReader._sum,
     aten.mean.dim: TailReader._mean,
+    aten.mean.default: TailReader._mean,
+    aten.sub.Tensor: TailReader._difference,
     aten.log.default: TailReader._by_hand,
     aten.add.Tensor: TailReader._by_hand,
 }
-
-
-def _counts_up(info: GraphInfo, index: Node, dim: int, rows: Sequence[Any]) -> bool:
-    """Return whether ``index``, broadcast to ``rows``, is each row's own position along ``dim``."""
-    value = info.tensor(index)
-    wanted = [1] * len(rows)
-    wanted[dim] = rows[dim]
-    if value is None or not same_shape((*[1] * (len(rows) - value.dim()), *value.shape), wanted):
-        return False
-    while (call := call_of(index, *_INDEX_MOVES)) is not None:
-        if call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32):
-            return False
-        index = call.args["self"]
-    names = aten.arange.default, aten.arange.start, aten.arange.start_step
-    made = call_of(index, *names)
-    if made is None or made.args.get("dtype") not in (None, torch.int64, torch.int32):
-        return False
-    return (made.args.get("start", 0), made.args.get("step", 1)) == (0, 1)
-
-
-_INDEX_MOVES = named(
-    "unsqueeze.default view.default reshape.default to.dtype alias.default expand.default"
-)
-
-
-def _one_hot(info: GraphInfo, node: Node) -> tuple[Node | None, tuple[Node, ...]]:
-    """Return the class indices of which ``node`` is the one-hot form, and the nodes in between."""
-    way: list[Node] = []
-    node = back_over(node, (aten.to.dtype,), way)
-    if node_name(node) != "one_hot" or not node.args:
-        return None, ()
-    index: Any = node.args[0]
-    value = info.tensor(index)
-    return (index if value is not None else None), (*way, node)
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
@@ -470,11 +641,9 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
     """Take minus signs off ``node``: what is below, their product, and the nodes they were."""
     sign, taken = 1, list[Node]()
-    while (call := call_of(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar)) is not None:
-        if call.op is not aten.neg.default and call.args["other"] not in (-1, -1.0):
-            break
+    while (below := negated(node)) is not None:
         taken.append(node)
-        sign, node = -sign, call.args["self"]
+        sign, node = -sign, below
     return node, sign, tuple(taken)
 
 
