@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
+from memeff_compile.errors import TargetRangeError
 from tests.passes.test_near_misses import head_inputs, logits_of
 from tests.support.captured_graphs import compare_with_eager
 from tests.support.surfaces import V
@@ -373,6 +374,19 @@ def test_no_logits_are_left_in_the_graph(name: str) -> None:
     finally:
         compat.compile_with_aot_eager = original
     assert not [shape for shape in seen if V in shape[-1:]]
+
+
+@pytest.mark.parametrize("beyond", [V, -V - 1])
+def test_an_index_beyond_the_classes_raises_as_in_eager(beyond: int) -> None:
+    h, w, _, y = head_inputs(ignored=False)
+    y[0, 1] = beyond
+    loss = with_head(FUSED["log_softmax_by_index"])
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="memeff", options={"memeff.inner": "eager"})
+    with pytest.raises(IndexError):
+        loss(h, w, y)
+    with pytest.raises(TargetRangeError):
+        compiled(h, w, y)
 
 
 # --- sizes of logits, and rows that a mask chooses ------------------------------------------------
