@@ -33,13 +33,17 @@ LOSSES = (
     "-(F.one_hot(y, V) * z.log_softmax(-1)).sum(-1).mean()",
     "m = z.amax(-1, True).detach(); e = (z - m).exp().sum(-1, True).log() + m;"
     " -(z - e).gather(-1, y[:, None]).mean()",
+    "d = z - z.gather(-1, y[:, None]); d = d.masked_fill(F.one_hot(y, V) == 1, -torch.inf);"
+    " F.softplus(d.logsumexp(-1)).mean()",
     "p = z.log_softmax(-1); -(0.9 * p.gather(-1, y[:, None])[:, 0] + 0.1 * p.mean(-1)).mean()",
     "p = z.log_softmax(-1); -0.9 * p.gather(-1, y[:, None]).sum() - 0.1 / V * p.sum(-1).sum()",
+    "-(z.detach().tanh().softmax(-1) * z.log_softmax(-1)).sum(-1).mean()",
     "F.cross_entropy(z, F.one_hot(y, V).to(z.dtype) * 0.9 + 0.1 / V)",
     "y = y.clone(); y[y == 3] = -100; F.cross_entropy(z, y)",
     "n = F.cross_entropy(z, y, reduction='none'); ((1 - (-n).exp()) ** 2 * n).mean()",
     "F.cross_entropy(z, y) + 1e-4 * z.logsumexp(-1).square().mean()",
     "F.cross_entropy(z, y) + 0.1 * (z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()",
+    "sum(F.cross_entropy(a, c, reduction='sum') for a, c in zip(z.chunk(2), y.chunk(2))) / N",
     "F.cross_entropy(z, y), (z.argmax(-1) == y).sum()",
     "F.cross_entropy(z, y), z.detach().softmax(-1).amax(-1)",
     "F.cross_entropy(z, y) + 1e-4 * z.square().mean()",
