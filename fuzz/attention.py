@@ -22,6 +22,9 @@ _CONDITIONS = [
     *("torch.ones(M, N, device=q.device).triu(1) == 0", "~(cols > rows)", "rows >= cols"),
     *("pad[:, None, :M, None] & pad[:, None, None, :N]", "(cols < 0) | (cols == rows)"),
     *("(cols <= rows) & (ids[:, None, :M, None] == ids[:, None, None, :N])", "cols % 2 == 0"),
+    # A row of a stored mask for each position, as gpt-fast, litgpt and torchtune decode.
+    *("table[None, None, at[:1].expand(M)][..., :N]", "table[None, None, at.new_ones(M)][..., :N]"),
+    *("table[rows[:, 0]][None, None][..., :N]", "table[None, None, :M, :N]", "table[:M, :N]"),
 ]
 _MASKS = [
     *("seen_by", "seen_by", "torch.where(seen_by, 0.0, float('-inf')).to(q.dtype)"),
@@ -79,7 +82,7 @@ def setup(random: Random) -> list[str]:
             call = call.replace("attn_mask=mask", "None").replace("mask", "None")
         lines += [f"mask = {random.choice(_MASKS)}", f"o = {call}"]
     else:
-        lines += _spelled(random)
+        lines += random.choice((_spelled, _spelled, _by_products))(random)
     lines[-1] += f"; return o{random.choice(('', '', ' * 2', ', q.sum()'))}"
     inner = random.choice(["eager"] * 30 + ["aot_eager"] * 20 + ["inductor"])
     dynamic = random.choice((None, None, True, False))
@@ -93,7 +96,7 @@ def setup(random: Random) -> list[str]:
         ]
     return [
         f"D, G = torch.{dtype}, {group}",
-        f"def {name}(q, k, v, pad, ids, lens, kc, vc, at):",
+        f"def {name}(q, k, v, pad, ids, lens, kc, vc, at, table):",
         *(f"    {line}" for line in lines),
         *outer,
         f"f = torch.compile(forward, backend=memeff, options={{{options}}},"
@@ -121,6 +124,68 @@ def _spelled(random: Random) -> list[str]:
     return lines
 
 
+_SCORES = [
+    *(
+        "torch.einsum('bhid,bhjd->bhij', q, k) * 0.5",
+        "torch.einsum('b h i d, b h j d -> b h i j', q * 0.5, k)",
+    ),
+    *(
+        "torch.einsum('bhjd,bhid->bhij', k, q) / 2",
+        "torch.einsum('...id,...jd->...ij', q, k).mul(0.5)",
+    ),
+    "torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(*q.shape[:3], N) * 0.5",
+    "torch.bmm(q.flatten(0, 1) * 0.5, k.flatten(0, 1).mT).unflatten(0, q.shape[:2])",
+    "torch.baddbmm(q.new_empty(q.shape[0] * q.shape[1], M, N), q.flatten(0, 1), k.flatten(0, 1).mT,"
+    " beta=0, alpha=0.5).view(*q.shape[:3], N)",
+    "torch.baddbmm((cols * 0.1).to(q.dtype).expand(M, N), q.flatten(0, 1), k.flatten(0, 1).mT,"
+    " alpha=0.5).view(*q.shape[:3], N)",
+    *(
+        "torch.einsum('bhid,bjd->bhij', q, k[:, 0])",
+        "q @ k.mT * -0.5",
+        "q @ k.mT * q.new_tensor(0.5)",
+    ),
+    *(
+        "torch.einsum('bihd,bjhd->bhij', q.transpose(1, 2), k.transpose(1, 2)) * 0.5",
+        "q @ k.mT * q.mean()",
+    ),
+]
+_SEEN = [
+    *(
+        "s.masked_fill_(~seen_by, float('-inf'))",
+        "s.masked_fill_(~seen_by, -1e9)",
+        "s += mask",
+        "s.add_(mask)",
+    ),
+    *(
+        "s = s.masked_fill(~seen_by, -torch.finfo(s.dtype).max)",
+        "s = s + mask",
+        "s[..., 1:] += 0.5",
+    ),
+    *("s = torch.where(seen_by, s, -1e9)", "s = s + mask.expand_as(s)", "s.mul_(0.5)"),
+    "s = s.flatten(0, 1).masked_fill(~seen_by.expand_as(s).flatten(0, 1), -1e9).view_as(s)",
+]
+_RESULTS = [
+    *("torch.einsum('bhij,bhjd->bhid', p, v)", "torch.einsum('bhij,bhjd->bihd', p, v)", "p @ v"),
+    *("torch.bmm(p.flatten(0, 1), v.flatten(0, 1)).view(*p.shape[:3], -1)", "p.matmul(v)"),
+    *("torch.einsum('bhij,bjd->bhid', p, v[:, 0])", "torch.einsum('bhjd,bhij->bhid', v, p)"),
+]
+
+
+def _by_products(random: Random) -> list[str]:
+    """Attention as packages write it that use einsum, bmm or baddbmm, or mask scores in place."""
+    lines = [
+        "mask = torch.where(seen_by, 0.0, -1e9).to(q.dtype)",
+        f"s = {random.choice(_SCORES)}",
+    ]
+    if random.random() < 0.3:
+        lines.append("s = 3 * torch.tanh(s / 3)")
+    lines += [random.choice(_SEEN) for _ in range(random.choice((0, 1, 1, 1, 2)))]
+    lines.append("p = s.softmax(-1)")
+    if random.random() < 0.3:
+        lines.append(random.choice(("p = F.dropout(p, 0.0)", "p = p.type_as(v)", "p.mul_(0.5)")))
+    return [*lines, f"o = {random.choice(_RESULTS)}"]
+
+
 def body(random: Random, sketch: Sketch) -> None:
     """Draw the sizes and tables of one call, and what is asked of it."""
     batch, queries = random.choice((1, 2, 2, 3)), random.choice((1, 4, 4, 6, 7))
@@ -138,8 +203,9 @@ def body(random: Random, sketch: Sketch) -> None:
         f"pad = torch.arange(L)[None] >= torch.randint(3, (B, 1)){nobody}"
         "; ids, lens = torch.arange(L).expand(B, L) // 3, torch.tensor(3)"
         f"; kc, vc = torch.randn(2, B, 2, L, 4, dtype=D); at = torch.arange({keys}) + {first}"
+        "; table = torch.ones(24, 24, dtype=torch.bool).tril()"
     )
-    if not sketch.add("o = f(q, k, v, pad, ids, lens, kc, vc, at)"):
+    if not sketch.add("o = f(q, k, v, pad, ids, lens, kc, vc, at, table)"):
         return
     sketch.add("seen.append(o)")
     if gradients:

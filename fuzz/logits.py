@@ -102,6 +102,16 @@ _LOSSES = [
     "{a}.sum()",
     "({a} * torch.randn({a}.shape, dtype=D)).sum()",
     "F.cross_entropy({a}, {a}.detach().softmax(-1))",
+    # Written explicitly, as other packages do.
+    f"-{{a}}.log_softmax(-1)[torch.arange(len({{a}})), {_LABELS}].mean()",
+    f"({{a}}.logsumexp(-1) - {{a}}[torch.arange(len({{a}})), {_LABELS}]).mean()",
+    f"(-{{a}}.log_softmax(-1)).gather(-1, {_CLASSES}).sum()",
+    f"-(F.one_hot({_LABELS}, {{last}}) * {{a}}.log_softmax(-1)).sum(-1).mean()",
+    f"sum(-p.gather(-1, {_CLASSES}).mean() - 0.1 * p.mean(-1).mean()"
+    " for p in [{a}.log_softmax(-1)])",
+    f"sum(-p.gather(-1, {_CLASSES}).sum() - 0.1 * p.sum(-1).sum()"
+    " for p in [{a}.log_softmax(-1)])",
+    "(({a} - {a}.amax(-1, True).detach()).exp().sum(-1).log() + {a}.amax(-1).detach()).mean()",
 ]
 _ENTROPY = [  # each of the one before
     ["{a}.log_softmax(-1)", "F.log_softmax({a}, -1)", "({a} / {x}).log_softmax(-1)"],
@@ -142,6 +152,11 @@ _INSIDE = [
     *("a = a.masked_fill(a > 1, 0.5)", "a[..., 0] = 1.5", "a = a.reshape(-1, V)", "a = a.mT"),
     *("a = a.unsqueeze(0)", "a = a.clone(); a.mul_(2)", "a = a.log_softmax(-1)"),
 ]
+_HEADS = [
+    *("m[1](h)", "m[1](h)", "F.linear(h, m[1].weight)", "h @ m[1].weight.t()", "m[1](h)"),
+    *("F.linear(h, m[1].weight.to(D))", "F.linear(h, F.normalize(m[1].weight, dim=-1))"),
+    *("m[1](h)[..., :V]", "m[1](h)[..., : V - 3]", "m[1](h) * m[0].weight[0, 0].exp()"),
+]
 _LOSS = "F.cross_entropy(a.reshape(-1, V), y.flatten()[: a.shape[:-1].numel()])"
 _RESULTS = [
     *("a", "a", f"a, {_LOSS}", f"{_LOSS}, a", "a, a[:, -1]", "a, a.detach()", "a, h.sum()"),
@@ -156,7 +171,7 @@ def setup(random: Random) -> list[str]:
     vocabulary = random.choice((36, 36, 41, 67))  # as narrow as heads that are deferred can be
     bias = random.choice(("", ", bias=False"))
     inner = random.choice(("eager", "eager", "aot_eager"))
-    head = random.choice(("m[1](h)", "m[1](h)", "F.linear(h, m[1].weight)", "h @ m[1].weight.t()"))
+    head = random.choice(_HEADS)
     lines = [
         f"torch.manual_seed({random.randrange(100)}); D, V = torch.{dtype}, {vocabulary}",
         f"m = nn.Sequential(nn.Embedding(V, {hidden}), nn.Linear({hidden}, V{bias})).to(D)",

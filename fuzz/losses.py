@@ -23,8 +23,35 @@ _HEADS = [
     "m[1](h) + 0.5 * F.linear(F.linear(h, m[2].weight[:2]), m[0].weight[:, :2])",
     "F.linear(m[2](h)[..., :3], m[0].weight[:, :3]) * 2 + m[1](h)",
     "m[1](h) + (h @ m[2].weight.t()[:, :2]) @ m[1].weight.t()[:2]",
+    # As other packages spell it: weights that the graph computes, scales that are tensors, classes
+    # that are cut.
+    *("F.linear(h, m[1].weight.to(h.dtype))", "h @ torch.transpose(m[1].weight.to(h.dtype), 0, 1)"),
+    *("F.linear(h, F.normalize(m[1].weight, dim=-1))", "m[1](h)[..., :V]", "m[1](h)[..., : V - 3]"),
+    "F.linear(h, m[1].weight * (m[1].weight.detach().abs() > 0.1))",
+    "F.linear(h, m[1].weight * (m[1].bias[:, None] / m[1].weight.norm(dim=-1, keepdim=True)))",
+    *(
+        "m[2].bias[0].exp() * m[1](h)",
+        "m[2].weight[0, 0] * m[1](h)",
+        "m[1](h) / m[2].bias[1].exp()",
+    ),
+    *("m[1](h) * m[1].weight[:, 0]", "m[1](h) * torch.tensor(0.5, dtype=D)", "m[1](h)[..., 2:]"),
+    *("m[1](h) * h[..., :1]", "m[1](h).narrow(-1, 0, V - 1)", "-m[1](h) * -m[2].bias[0]"),
 ]
 _TARGETS = ["y", "y.flatten()", "y[:, 1:]", "y[:, 1:].reshape(-1)", "y.mT", "y[:, -2:].flatten()"]
+_TARGET_WRITES = [
+    *(
+        "{y}[{y} == 2] = 0",
+        "{y}[{y} == 2] = -100",
+        "{y}.clamp_(max=4)",
+        "{y}.masked_fill_({y} > 5, 0)",
+    ),
+    *(
+        "{y}[..., -1] = -100",
+        "{y}[:, 0] = 3",
+        "{y}.remainder_(V - 3)",
+        "{y}.add_(1).clamp_(max=V - 4)",
+    ),
+]
 _TUPLES = [
     *("torch.cat({a}.chunk(2, {d}), {d})", "{a}.split(2, {d})[0]", "{a}.unbind({d})[0]"),
     *("torch.stack({a}.unbind(0))", "{a}.tensor_split(3, {d})[0]", "{a}.sort({d}).values"),
@@ -50,6 +77,48 @@ _LOSSES = [
     ".square().sum()",
     "nn.CrossEntropyLoss(ignore_index=1)({a}.reshape(-1, {last}).float(), {y})",
 ]
+_WRITTEN_OUT = [
+    # The entry of each row's target, by an index of the row's own position, or of another one.
+    "-{a}.flatten(0, -2).log_softmax(-1)[torch.arange({y}.numel()), {y}.flatten()].mean()",
+    "-{a}.log_softmax(-1).flatten(0, -2)[torch.arange({y}.numel()), {y}.reshape(-1)].sum()",
+    "(-{a}.reshape(-1, {last}).log_softmax(-1))[torch.arange({y}.numel()), {y}.flatten()].sum()",
+    "sum((z.logsumexp(-1) - z[torch.arange(len(z)), {y}.flatten()]).mean()"
+    " for z in [{a}.flatten(0, -2)])",
+    "sum((z[torch.arange(len(z)), {y}.flatten()] - z.logsumexp(-1)).square().mean()"
+    " for z in [{a}.flatten(0, -2)])",
+    "-({a} - {a}.logsumexp(-1, True)).reshape(-1, {last})[torch.arange({y}.numel()), {y}.flatten()]"
+    ".mean()",
+    "-{a}.flatten(0, -2).log_softmax(-1)[torch.arange({y}.numel()).flip(0), {y}.flatten()].mean()",
+    # Of any rows.
+    "-{a}.log_softmax(-1)[torch.arange(len({a}))[:, None], torch.arange({a}.shape[1]), {y}].sum()",
+    "(-{a}.log_softmax(-1)).gather(-1, {y}.unsqueeze(-1)).mean()",
+    "({a}.logsumexp(-1, keepdim=True) - {a}.take_along_dim({y}[..., None], -1)).square().mean()",
+    "-(F.one_hot({y}, {last}) * {a}.log_softmax(-1)).sum(-1).mean()",
+    "-(F.one_hot({y}, {last}).to({a}.dtype) * F.log_softmax({a}, -1)).sum()",
+    "({a}.logsumexp(-1) - (F.one_hot({y}, {last}) * {a}).sum(-1)).mean()",
+    "-(F.one_hot({y}, {last}) * {a}.log_softmax(-1)).sum(0).square().mean()",
+    "-({a}.detach().softmax(-1) * {a}.log_softmax(-1)).sum(-1).mean()",
+    "F.cross_entropy({a}.flatten(0, -2), F.one_hot({y}.flatten(), {last}).to({a}.dtype) * 0.9)",
+    "F.cross_entropy({a}, {a}.detach().softmax(-1))",
+    "(({a} - {a}.amax(-1, True).detach()).exp().sum(-1).log() + {a}.amax(-1).detach()"
+    " - {a}.gather(-1, {y}[..., None])[..., 0]).mean()",
+    "(({a} - {a}.max(-1, True).values).exp().sum(-1, True).log() + {a}.max(-1, True)[0]"
+    " - {a}.gather(-1, {y}[..., None])).square().sum()",
+    "({a}.exp().sum(-1).log() - {a}.gather(-1, {y}[..., None]).squeeze(-1)).mean()",
+    "F.softplus(torch.where(torch.arange({last}) == {y}[..., None], -torch.inf,"
+    " {a} - {a}.gather(-1, {y}[..., None])).logsumexp(-1)).mean()",
+    "sum((-0.9 * p.gather(-1, {y}[..., None])[..., 0] - 0.1 * p.mean(-1)).mean()"
+    " for p in [{a}.log_softmax(-1)])",
+    "sum(-0.9 * p.gather(-1, {y}[..., None]).sum() - 0.01 * p.sum(-1, keepdim=True).sum()"
+    " for p in [{a}.log_softmax(-1)])",
+    "sum((-0.9 * p.gather(-1, {y}[..., None]).squeeze(-1) - 0.1 * p.mean(-1))"
+    ".masked_fill({y} == 2, 0).sum() for p in [{a}.log_softmax(-1)])",
+    "({a}.logsumexp(-1) - {a}.gather(-1, {y}[..., None])[..., 0] - 0.1 * {a}.mean(-1)).mean()",
+    "F.nll_loss({a}.softmax(-1).log().flatten(0, -2), {y}.flatten())",
+    "((1 - {a}.log_softmax(-1).gather(-1, {y}[..., None]).exp()) ** 2).mean()",
+    "F.kl_div({a}.log_softmax(-1), {a}.detach().softmax(-1), reduction='batchmean')",
+]
+"""Losses written explicitly, as timm, fairseq, x-transformers and the trainers do."""
 _PARTS = [
     *("m[0].weight.requires_grad_(False)", "m[1].weight.requires_grad_(False)", "m[1].bias = None"),
     *("m[0].weight = m[1].weight", "m[0].weight = m[1].weight", "m.requires_grad_(False)"),
@@ -100,25 +169,53 @@ def _shape(random: Random) -> str:
 def _inside(random: Random, sketch: Sketch) -> list[str]:
     """Draw the lines of a graph until it has a loss; return the names of its losses."""
     losses: list[str] = []
-    kinds = [VIEWS] + [_LOSSES] * 9  # of such graphs most can be fused
+    kinds = [VIEWS] + [_LOSSES] * 6 + [_WRITTEN_OUT] * 3  # of such graphs most can be fused
     if random.random() < 0.5:
-        kinds = [VIEWS] * 3 + [_TUPLES] * 2 + [VALUES, WRITES] + [_LOSSES] * 5
+        kinds = [VIEWS] * 3 + [_TUPLES] * 2 + [VALUES, WRITES] + [_LOSSES] * 4 + [_WRITTEN_OUT] * 2
     sketch.bind(random.choice(_HEADS)) or sketch.bind("m[1](h)")
     for _ in range(60):
         if losses and random.random() < 0.3:
             break
         kind = random.choice(kinds)
-        text = sketch.fill(kind, sketch.pick(lambda t: t.is_floating_point() and t.dim() > 0))
+        a = sketch.pick(lambda t: t.is_floating_point() and t.dim() > 0)
+        text = sketch.fill(kind, a)
         if text is None or any(word in text for word in ("copy.", "torch.func", "checkpoint")):
             continue
-        if kind is _LOSSES:
-            name = sketch.bind(text.replace("{y}", random.choice(_TARGETS)), "l")
+        if kind in (_LOSSES, _WRITTEN_OUT):
+            targets = _targets(random, sketch, a if kind is _WRITTEN_OUT else None)
+            name = sketch.bind(text.replace("{y}", targets), "l")
             losses += [name] if name else []
         elif kind is WRITES:
             sketch.add(text)
         else:
             sketch.bind(text)
     return losses or ["h.sum()"]
+
+
+def _targets(random: Random, sketch: Sketch, of: str | None) -> str:
+    """Draw the targets of a loss: sometimes a copy that is written in place before it.
+
+    Args:
+        random: where choices come from.
+        sketch: the program so far.
+        of: the logits whose rows the targets are, where a loss needs one for each row.
+    """
+    targets = random.choice([each for each in _TARGETS if _fits(sketch, each, of)] or _TARGETS)
+    if random.random() > 0.2:
+        return targets
+    name = sketch.fresh("t")
+    if not sketch.add(f"{name} = {targets}.clone()"):
+        return targets
+    for _ in range(random.choice((1, 1, 2))):
+        sketch.add(random.choice(_TARGET_WRITES).replace("{y}", name))
+    return name
+
+
+def _fits(sketch: Sketch, targets: str, of: str | None) -> bool:
+    if of is None:
+        return True
+    run([f"fits = {targets}.shape == {of}.shape[:-1]"], sketch.names)
+    return bool(sketch.names.pop("fits", False))
 
 
 def body(random: Random, sketch: Sketch) -> None:

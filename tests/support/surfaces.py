@@ -244,6 +244,159 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13 and newer
 
     SURFACES["torch_linear_cross_entropy"] = torch_linear_cross_entropy
 
+# --- as other packages spell it -------------------------------------------------------------------
+
+
+def classes_cut_to_all(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As nanochat does where the vocabulary needs no padding: the slice drops no class."""
+    logits = F.linear(h, w)[..., :V].float()
+    logits = 15 * torch.tanh(logits / 15)
+    return F.cross_entropy(logits.view(-1, V), y.view(-1), ignore_index=-100, reduction="mean")
+
+
+def classes_cut_from_padding(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As nanochat does where the head is padded to a multiple of 64."""
+    logits = F.linear(h, w)[..., : V - 5].float()
+    return F.cross_entropy(logits.view(-1, V - 5), y.clamp(max=V - 6).view(-1))
+
+
+def log_softmax_at_positions(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    log_probs = F.linear(h, w).view(-1, V).log_softmax(-1)
+    return -log_probs[torch.arange(y.numel(), device=y.device), y.clamp(min=0).view(-1)].mean()
+
+
+def negated_log_softmax_gather(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As the label smoother of the Trainer does without smoothing."""
+    losses = -F.log_softmax(F.linear(h, w), dim=-1)
+    picked = losses.gather(dim=-1, index=y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return picked.masked_fill(y.eq(-100), 0.0).sum() / y.ne(-100).sum()
+
+
+def logsumexp_minus_the_logit(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    logits, labels = F.linear(h, w).view(-1, V), y.clamp(min=0).view(-1)
+    return (logits.logsumexp(-1) - logits[torch.arange(len(labels)), labels]).mean()
+
+
+def one_hot_times_log_softmax(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    log_probs = F.log_softmax(F.linear(h, w), dim=-1)
+    return -(F.one_hot(y.clamp(min=0), V).to(log_probs.dtype) * log_probs).sum(-1).mean()
+
+
+def maximum_taken_off_by_hand(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    logits = F.linear(h, w)
+    peak = logits.max(dim=-1, keepdim=True).values.detach()
+    log_sum = (logits - peak).exp().sum(-1, keepdim=True).log() + peak
+    return -(logits - log_sum).gather(-1, y.clamp(min=0).unsqueeze(-1)).mean()
+
+
+def softplus_of_the_other_classes(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As x-transformers does: the log-sum-exp of the other classes' distances to the target."""
+    logits, labels = F.linear(h, w), y.clamp(min=0).unsqueeze(-1)
+    is_target = torch.arange(V, device=y.device) == labels
+    distances = torch.where(is_target, -torch.inf, logits - logits.gather(-1, labels))
+    losses = F.softplus(distances.logsumexp(-1))
+    return torch.where(y != -100, losses, 0.0).sum() / (y != -100).sum()
+
+
+def smoothing_by_the_mean(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As timm does."""
+    log_probs = F.log_softmax(F.linear(h, w).view(-1, V), dim=-1)
+    picked = -log_probs.gather(dim=-1, index=y.clamp(min=0).view(-1, 1)).squeeze(1)
+    return (0.9 * picked - 0.1 * log_probs.mean(dim=-1)).mean()
+
+
+def smoothing_by_the_sum(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As fairseq does."""
+    log_probs = F.linear(h, w).view(-1, V).log_softmax(-1)
+    picked = -log_probs.gather(-1, y.clamp(min=0).view(-1, 1))
+    smooth = -log_probs.sum(dim=-1, keepdim=True)
+    share = 0.1 / (V - 1)
+    return ((0.9 - share) * picked + share * smooth).sum() / 16
+
+
+def weight_of_the_inputs_dtype(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As whisper does: a cast that changes nothing where weight and hidden states agree."""
+    logits = (h @ torch.transpose(w.to(h.dtype), 0, 1)).float()
+    return F.cross_entropy(logits.view(-1, V), y.view(-1))
+
+
+def normalised_weight(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, F.normalize(w, dim=-1)).view(-1, V), y.view(-1))
+
+
+def pruned_weight(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    kept = (torch.arange(w.numel(), device=w.device).view_as(w) % 3 > 0).to(w.dtype)
+    return F.cross_entropy(F.linear(h, w * kept).view(-1, V), y.view(-1))
+
+
+def learned_temperature(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As CLIP's heads do: the logits times the exponential of a parameter."""
+    return F.cross_entropy((F.linear(h, w) * b[0].exp()).view(-1, V), y.view(-1))
+
+
+def learned_temperature_first(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As litgpt's adapters do, with one number."""
+    return F.cross_entropy((b[0] * F.linear(h, w)).view(-1, V), y.view(-1))
+
+
+def targets_written_in_place(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As DPO's log-probabilities are made in torchtune and most trainers."""
+    logits, labels = F.linear(h, w)[:, :-1], y[:, 1:].clone()
+    kept = labels != -100
+    labels[labels == -100] = 0
+    picked = torch.gather(logits.log_softmax(-1), dim=2, index=labels.unsqueeze(2)).squeeze(2)
+    return -(picked * kept).sum(-1).mean()
+
+
+def z_loss_of_the_rows(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """As OLMo does: both losses by rows, the second where there is a target."""
+    logits = F.linear(h, w)[..., :-1, :].reshape(-1, V)
+    labels = y[..., 1:].reshape(-1)
+    losses = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    squares = logits.logsumexp(-1).pow(2) * (labels != -100)
+    return (losses.sum() + 1e-2 * squares.sum()) / (labels != -100).sum()
+
+
+OF_PACKAGES: dict[str, Surface] = {
+    f.__name__: f
+    for f in (
+        classes_cut_to_all,
+        classes_cut_from_padding,
+        log_softmax_at_positions,
+        negated_log_softmax_gather,
+        logsumexp_minus_the_logit,
+        one_hot_times_log_softmax,
+        maximum_taken_off_by_hand,
+        softplus_of_the_other_classes,
+        smoothing_by_the_mean,
+        smoothing_by_the_sum,
+        weight_of_the_inputs_dtype,
+        normalised_weight,
+        pruned_weight,
+        learned_temperature,
+        learned_temperature_first,
+        targets_written_in_place,
+        z_loss_of_the_rows,
+    )
+}
+
+NOT_FUSED = {
+    "classes_cut_to_all": "unknown_step",
+    "classes_cut_from_padding": "unknown_step",
+    "log_softmax_at_positions": "",
+    "negated_log_softmax_gather": "",
+    "logsumexp_minus_the_logit": "",
+    "one_hot_times_log_softmax": "",
+    "maximum_taken_off_by_hand": "",
+    "softplus_of_the_other_classes": "",
+    "smoothing_by_the_mean": "logits_reused(mean)",
+    "smoothing_by_the_sum": "logits_reused(sum)",
+    "learned_temperature": "scale_not_constant",
+    "learned_temperature_first": "graph_break_between",
+    "targets_written_in_place": "mutated",
+}
+"""Those that are not fused, and the code they are declined with: empty where there is no record."""
+
 
 class SurfaceModel(nn.Module):
     """A trunk, a head and one of the surfaces as its loss."""
