@@ -381,19 +381,7 @@ OF_PACKAGES: dict[str, Surface] = {
 }
 
 NOT_FUSED = {
-    "classes_cut_to_all": "unknown_step",
-    "classes_cut_from_padding": "unknown_step",
-    "log_softmax_at_positions": "",
-    "negated_log_softmax_gather": "",
-    "logsumexp_minus_the_logit": "",
-    "one_hot_times_log_softmax": "",
-    "maximum_taken_off_by_hand": "",
     "softplus_of_the_other_classes": "",
-    "smoothing_by_the_mean": "logits_reused(mean)",
-    "smoothing_by_the_sum": "logits_reused(sum)",
-    "learned_temperature": "scale_not_constant",
-    "learned_temperature_first": "graph_break_between",
-    "targets_written_in_place": "mutated",
 }
 """Those that are not fused, and the code they are declined with: empty where there is no record."""
 
