@@ -13,6 +13,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDe
 gl, NVMMASharedLayout = language, language.NVMMASharedLayout
 async_copy, mma_v2 = ampere.async_copy, ampere.mma_v2
 fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
+# Names that differ before Triton 3.9: a tile by its descriptor to shared memory and from it, one
+# by pointers to it, and shared memory seen as of another type, shape and layout.
+if hasattr(tma, "async_load"):
+    load_tile, store_tile = tma.async_load, tma.async_store
+else:
+    load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+if hasattr(async_copy, "async_load"):
+    load_pointers = async_copy.async_load
+else:
+    load_pointers = async_copy.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+seen_as = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 

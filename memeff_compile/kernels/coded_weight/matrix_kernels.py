@@ -17,9 +17,11 @@ from .._triton.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    load_pointers,
+    load_tile,
     mbarrier,
     mma_v2,
-    tma,
+    seen_as,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -273,18 +275,16 @@ def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
     signs, more = slots[1].index(place), slots[2].index(place)
     group = half // 2
     lane = 16 * (half % 2)
-    tma.async_copy_global_to_shared(codes_desc, [row, group * 32 + lane], bar, codes, pred=wanted)
-    tma.async_copy_global_to_shared(signs_desc, [row, group * 64 + lane], bar, signs, pred=wanted)
-    tma.async_copy_global_to_shared(
-        signs_desc, [row, group * 64 + 32 + lane], bar, more, pred=wanted
-    )
+    load_tile(codes_desc, [row, group * 32 + lane], bar, codes, pred=wanted)
+    load_tile(signs_desc, [row, group * 64 + lane], bar, signs, pred=wanted)
+    load_tile(signs_desc, [row, group * 64 + 32 + lane], bar, more, pred=wanted)
 
 
 @gluon.jit
 def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
     """Have a step of columns of x brought to a place in shared memory."""
     bar, slot = bars.index(place), slots.index(place)
-    tma.async_copy_global_to_shared(x_desc, [token, step * 64], bar, slot, pred=wanted)
+    load_tile(x_desc, [token, step * 64], bar, slot, pred=wanted)
 
 
 @gluon.jit
@@ -329,7 +329,7 @@ def _note_patches(
 def _noted(notes, batch, layout: gl.constexpr):
     """Read what is written down of 64 patches."""
     several: gl.constexpr = [notes.shape[0] // 64, 64]
-    return notes._reinterpret(notes.dtype, several, notes.layout).index(batch).load(layout)
+    return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
 
 
 @gluon.jit
@@ -337,7 +337,7 @@ def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.cons
     """Have the columns of x of 64 patches copied to a slot."""
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
-    async_copy.async_copy_global_to_shared(slot, at, mask=(token < xt_stride)[None, :])
+    load_pointers(slot, at, mask=(token < xt_stride)[None, :])
     async_copy.commit_group()
 
 
@@ -503,7 +503,7 @@ def win4_wide_kernel(
         for several in range(0, batches, C.X_STAGES):
             for stage in gl.static_range(C.X_STAGES):
                 if several + stage < batches:
-                    room = x.index(stage)._reinterpret(gl.bfloat16, [64, C.TOKENS], turned)
+                    room = seen_as(x.index(stage), gl.bfloat16, [64, C.TOKENS], turned)
                     _gather(columns_note, several + stage, room, xt_ptr, token, xt_stride, copied)
             async_copy.wait_group(0)
             fence_async_shared()
@@ -514,7 +514,7 @@ def win4_wide_kernel(
                     value = _noted(values_note, several + stage, gl.SliceLayout(0, left))
                     a = gl.where(its_row[None, :] == row[:, None], value[None, :], 0)
                     a = a.to(gl.bfloat16, bitcast=True)
-                    gathered = x.index(stage)._reinterpret(gl.bfloat16, [64, C.TOKENS], turned)
+                    gathered = seen_as(x.index(stage), gl.bfloat16, [64, C.TOKENS], turned)
                     acc = warpgroup_mma(a, gathered, acc)
             barrier()
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, mma))

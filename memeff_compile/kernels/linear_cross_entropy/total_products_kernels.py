@@ -13,7 +13,10 @@ from .._triton.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    load_tile,
     mbarrier,
+    seen_as,
+    store_tile,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -72,20 +75,14 @@ def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
                 mbarrier.expect(full.index(stage), BYTES)
                 if is_hidden:
                     at = (first + k) * C.BK
-                    tma.async_copy_global_to_shared(
-                        x_by_row_desc, [block, at], full.index(stage), left.index(stage)
-                    )
-                    tma.async_copy_global_to_shared(
-                        weight_desc, [at, column], full.index(stage), right.index(stage)
-                    )
+                    load_tile(x_by_row_desc, [block, at], full.index(stage), left.index(stage))
+                    load_tile(weight_desc, [at, column], full.index(stage), right.index(stage))
                 else:
-                    turned = left.index(stage)._reinterpret(
-                        gl.bfloat16, [C.BK, C.BM], x_by_column_desc.layout
+                    turned = seen_as(
+                        left.index(stage), gl.bfloat16, [C.BK, C.BM], x_by_column_desc.layout
                     )
-                    tma.async_copy_global_to_shared(
-                        x_by_column_desc, [k * C.BK, block], full.index(stage), turned
-                    )
-                    tma.async_copy_global_to_shared(
+                    load_tile(x_by_column_desc, [k * C.BK, block], full.index(stage), turned)
+                    load_tile(
                         scaled_desc, [k * C.BK, column], full.index(stage), right.index(stage)
                     )
                 step += 1
@@ -94,7 +91,7 @@ def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
                         mbarrier.wait(held_empty, (kept & 1) ^ 1)
                         mbarrier.expect(held_full, 2 * C.BM * C.BN)
                         for quarter in gl.static_range(4):
-                            tma.async_copy_global_to_shared(
+                            load_tile(
                                 grad_weight_desc,
                                 [block, column + quarter * (C.BN // 4)],
                                 held_full,
@@ -124,7 +121,7 @@ def _sum(
         if IS_HIDDEN:
             x = left.index(stage)
         else:
-            x = left.index(stage)._reinterpret(gl.bfloat16, [C.BK, C.BM], x_by_column_desc.layout)
+            x = seen_as(left.index(stage), gl.bfloat16, [C.BK, C.BM], x_by_column_desc.layout)
             x = x.permute((1, 0))
         acc = warpgroup_mma(x, right.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
@@ -242,7 +239,7 @@ def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.cons
                         fence_async_shared()
                         barrier()
                         place = column + (2 * half + quarter) * (C.BN // 4)
-                        tma.async_copy_shared_to_global(grad_weight_desc, [block, place], here)
+                        store_tile(grad_weight_desc, [block, place], here)
                 is_releasing = True
     tma.store_wait(0)
 
