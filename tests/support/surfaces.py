@@ -266,8 +266,11 @@ def log_softmax_at_positions(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tens
 
 
 def negated_log_softmax_gather(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """As the label smoother of the Trainer does without smoothing."""
-    losses = -F.log_softmax(F.linear(h, w), dim=-1)
+    """As the label smoother of the Trainer does without smoothing, of logits in fp32.
+
+    In 16 bits its sum and its quotient would both be rounded, and one number tells nothing.
+    """
+    losses = -F.log_softmax(F.linear(h, w).float(), dim=-1)
     picked = losses.gather(dim=-1, index=y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return picked.masked_fill(y.eq(-100), 0.0).sum() / y.ne(-100).sum()
 
