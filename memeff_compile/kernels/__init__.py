@@ -9,7 +9,6 @@ from .embedding import op as _embedding
 from .gated_linear import op as _gated_linear
 from .kv_cache import op as _kv_cache
 from .linear_cross_entropy import op as _linear_cross_entropy
-from .linear_cross_entropy import total as _linear_cross_entropy_total
 from .quantized_attention import by_call as _attention_by_call
 from .quantized_attention import op as _quantized_attention
 from .ternary_linear import op as _ternary_linear
@@ -25,7 +24,6 @@ del (
     _gated_linear,
     _kv_cache,
     _linear_cross_entropy,
-    _linear_cross_entropy_total,
     _quantized_attention,
     _ternary_linear,
 )

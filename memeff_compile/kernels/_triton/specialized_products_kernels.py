@@ -8,7 +8,7 @@ sum runs; new dC leaves through the memory that the old one came in.
 
 from __future__ import annotations
 
-from .._triton.gluon import (
+from .gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -248,7 +248,7 @@ def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.cons
 
 
 @gluon.jit
-def _linear_cross_entropy_total_specialized_products_kernel(
+def _linear_cross_entropy_hopper_specialized_products_kernel(
     x_by_column_desc,  # (R, W), block BK x BM
     x_by_row_desc,  # (R, W), block BM x BK
     scaled_desc,  # (R, D) rows times their scale, block BK x BN
