@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from memeff_compile.kernels.linear_cross_entropy.pieces import spans
+from memeff_compile.kernels.linear_cross_entropy.ranks import Ranks
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
+
 from benchmarks import RESULTS, rows, timing
 from benchmarks.distributed import many_gpus
 from memeff_compile import compat
 from memeff_compile.kernels.linear_cross_entropy import Shard, sharded, sharded_total, total_fused
-from memeff_compile.kernels.linear_cross_entropy.pieces import spans
-from memeff_compile.kernels.linear_cross_entropy.ranks import Ranks
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
 
 REPEATS = 5
 CLASSES = 128256

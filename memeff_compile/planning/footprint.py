@@ -33,9 +33,7 @@ PER_BLOCK = ("block gradients", "activations", "logits")
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
 """Words in the names of ops whose results each block has for itself."""
 
-_KINDS = ("", "_backward", "_total", "_shard", "_total_shard")
-_ADAPTED = ("_adapted", "_adapted_backward", "_adapted_total")
-LOSSES = tuple(f"linear_cross_entropy{kind}" for kind in (*_KINDS, *_ADAPTED))
+LOSSES = tuple(f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard"))
 
 LIBRARY_WORKSPACES = 2 * 32 * 2**20
 """What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""
@@ -457,7 +455,7 @@ def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sym
         how["gradient_filter"] = given.get("gradient_filter", "exact")
         if "_total" in name:
             per_row = op_folder.TOTAL_BYTES_PER_ROW
-            if name.endswith("_shard"):
+            if given.get("counts") is not None:
                 shard = op_folder.Shard(*(given[each] for each in ("rank", "ranks", "classes")))
                 vocab = shard.chunk  # which pieces of rows go by
                 per_row += 8 * shard.ranks

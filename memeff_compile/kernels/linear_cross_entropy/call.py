@@ -273,10 +273,14 @@ class ScalarLoss(NamedTuple):
 
 
 class LossAndGradients(NamedTuple):
-    """The total, and its gradients that were asked for."""
+    """The total, and its gradients that were asked for, in the order of `Gradients`."""
 
     total: Tensor
-    gradients: Gradients
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+    grad_low: Tensor | None = None
+    grad_up: Tensor | None = None
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -316,7 +320,7 @@ def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
     )
 
 
-def as_results(gradients: Gradients, given: Operands) -> tuple[Tensor, ...]:
+def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
     """Return gradients as an op does: each in the shape of its operand, empty ones for None."""
     found: list[Tensor] = []
     for part, of in zip(gradients, given.trained, strict=True):

@@ -73,34 +73,6 @@ from .shapes import (
 from .walk import Block, Differentiating, Statistics
 
 
-def forward(given: Operands, settings: Settings) -> Forward:
-    """Return the walk of bf16 or fp16 and a contiguous weight; `top` is not among its results."""
-    return Forward(given, settings)
-
-
-def backward(
-    grads: RowGradients,
-    given: Operands,
-    saved: Saved,
-    settings: Settings,
-    output_mask: Sequence[bool],
-) -> BackwardByRows | BackwardByClasses:
-    """Return the walk that makes the gradients that `output_mask` asks for.
-
-    Blocks of rows are faster and take more memory, so they serve the automatic workspace.
-    """
-    is_filtered = leaves_out(settings.gradient_filter, given.hidden.shape[1], len(given.weight), 0)
-    is_by_rows = is_filtered or triton_compat.has_gluon()
-    if is_by_rows and not settings.workspace and given.hidden.dtype == torch.bfloat16:
-        return BackwardByRows(grads, given, saved, settings, output_mask)
-    return BackwardByClasses(grads, given, saved, settings, output_mask)
-
-
-def total(given: ScalarLoss) -> Total:
-    """Return the walk that makes a total and its gradients, in bf16."""
-    return Total(given)
-
-
 class Selection(NamedTuple):
     """The rows that count, in order, as the kernels read them.
 
@@ -743,7 +715,28 @@ class Total(ByRows, Statistics):
         )
 
     def results(self) -> LossAndGradients:
-        return LossAndGradients(self.given.total_of(self.nll), self.made())
+        return LossAndGradients(self.given.total_of(self.nll), *self.made())
+
+
+def backward(
+    grads: RowGradients,
+    given: Operands,
+    saved: Saved,
+    settings: Settings,
+    output_mask: Sequence[bool],
+) -> BackwardByRows | BackwardByClasses:
+    """Return the walk that makes the gradients that `output_mask` asks for.
+
+    Blocks of rows are faster and take more memory, so they serve the automatic workspace.
+    """
+    is_filtered = leaves_out(settings.gradient_filter, given.hidden.shape[1], len(given.weight), 0)
+    is_by_rows = is_filtered or triton_compat.has_gluon()
+    if is_by_rows and not settings.workspace and given.hidden.dtype == torch.bfloat16:
+        return BackwardByRows(grads, given, saved, settings, output_mask)
+    return BackwardByClasses(grads, given, saved, settings, output_mask)
+
+
+forward, total = Forward, Total
 
 
 def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:

@@ -59,27 +59,6 @@ from .shapes import (
 from .walk import Block, Differentiating, Statistics
 
 
-def forward(given: Operands, settings: Settings) -> Forward:
-    """Return the walk of bf16, fp16 or fp32 and a weight of any strides."""
-    return Forward(given, settings)
-
-
-def backward(
-    grads: RowGradients,
-    given: Operands,
-    saved: Saved,
-    settings: Settings,
-    output_mask: Sequence[bool],
-) -> Backward:
-    """Return the walk that makes the gradients that `output_mask` asks for."""
-    return Backward(grads, given, saved, settings, output_mask)
-
-
-def total(given: ScalarLoss) -> Total:
-    """Return the walk that makes a total and its gradients, that of the weight not among them."""
-    return Total(given)
-
-
 class Forward(Statistics):
     """A walk over the classes that keeps a few numbers per row."""
 
@@ -241,7 +220,10 @@ class Total(Statistics, Differentiating):
             of_bias = self.bias_sums.to(bias.dtype)
         of_up = None if self.sums is None else self.sums.to(up.dtype)
         gradients = Gradients(self.grad_hidden, None, of_bias, self.grad_low, of_up)
-        return LossAndGradients(self.request.total_of(self.nll), gradients)
+        return LossAndGradients(self.request.total_of(self.nll), *gradients)
+
+
+forward, backward, total = Forward, Backward, Total
 
 
 def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:

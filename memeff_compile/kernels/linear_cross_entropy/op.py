@@ -388,7 +388,7 @@ def _total(given: _Total) -> tuple[Tensor, ...]:
             meeting = shard.ranks, given.group
             flat = loss_of_rank(flat, shard, lambda own: wait(gather(own, *meeting)))
         found = loss_and_gradients(flat)
-    return (found.total, *as_results(found.gradients, given.loss.operands))
+    return (found.total, *as_results(found[1:], given.loss.operands))
 
 
 def _fake_total(given: _Total) -> tuple[Tensor, ...]:

@@ -44,27 +44,6 @@ from .walk import Block, Differentiating, Statistics, kept_rows
 LOG_ZERO = -1000.0
 
 
-def forward(given: Operands, settings: Settings) -> Forward:
-    """Return the walk of any floating dtype and a weight of any strides."""
-    return Forward(given, settings)
-
-
-def backward(
-    grads: RowGradients,
-    given: Operands,
-    saved: Saved,
-    settings: Settings,
-    output_mask: Sequence[bool],
-) -> Backward:
-    """Return the walk that makes the gradients that `output_mask` asks for."""
-    return Backward(grads, given, saved, settings, output_mask)
-
-
-def total(given: ScalarLoss) -> Total:
-    """Return the walk that makes a total and its gradients, of a head without a LoRA part."""
-    return Total(given)
-
-
 class Forward(Statistics):
     """A walk over the classes that keeps each row's maximum and sums relative to it."""
 
@@ -382,7 +361,10 @@ class Total(Statistics, Differentiating):
         if self.bias_sums is not None and bias is not None:
             grad_bias = self.bias_sums.to(bias.dtype)
         gradients = Gradients(self.grad_hidden, grad_weight, grad_bias)
-        return LossAndGradients(self.given.total_of(self.nll), gradients)
+        return LossAndGradients(self.given.total_of(self.nll), *gradients)
+
+
+forward, backward, total = Forward, Backward, Total
 
 
 def _rows(

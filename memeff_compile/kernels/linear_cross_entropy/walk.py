@@ -353,7 +353,7 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
     if given.hidden.shape[0] == 0:
         # A total of 0, or nan where a mean of no rows is asked for.
         nothing = given.total_of(given.hidden.new_zeros(0, dtype=given.wide))
-        return LossAndGradients(nothing, zero_gradients(operands, given.output_mask))
+        return LossAndGradients(nothing, *zero_gradients(operands, given.output_mask))
     if given.ranks is None:
         check_range(given.target, given.weight.shape[0], given.ignore_index)
     engine, is_adapted = engine_of(operands), given.low is not None
@@ -382,7 +382,7 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
         lse, nll = (each.where(here | elsewhere, 0) for each in met)
     saved = Saved(lse, found.entropy)
     gradients = backward(engine, grads, operands, saved, settings, given.output_mask)
-    return LossAndGradients(given.total_of(nll), gradients)
+    return LossAndGradients(given.total_of(nll), *gradients)
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:

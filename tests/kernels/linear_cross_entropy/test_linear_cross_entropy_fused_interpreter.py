@@ -1,4 +1,4 @@
-"""Engine F on a CPU: the same source, run by Triton's interpreter on tiles of 32 x 32.
+"""`hopper` on a CPU: the same source, run by Triton's interpreter on tiles of 32 x 32.
 
 The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of the
 gradient of the products; most cases therefore run in fp16.
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import (
-    fused,
-    row_pieces,
-    total_fused,
+    hopper as hopper_module,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
+from memeff_compile.kernels.linear_cross_entropy.call import Operands, RowGradients, Saved, Settings
 from memeff_compile.kernels.linear_cross_entropy.shapes import room_inside, shapes_for
+from tests.kernels.linear_cross_entropy.engines import by_classes, by_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
 pytestmark = pytest.mark.interpreter
@@ -49,13 +48,13 @@ SMALL_PIECES = 38 * 2 * 64
 class _EngineF(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
-    backwards: Any = fused
+    backwards: Any = by_classes
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
-        rows = fused.forward(Operands(*flat), knobs)
+        rows = by_classes.forward(Operands(*flat), knobs)
         ctx.save_for_backward(*flat, rows.lse, rows.entropy)
         ctx.knobs, ctx.shape = knobs, hidden.shape
         wanted = zip(rows, knobs.wanted, strict=True)
@@ -68,7 +67,7 @@ class _EngineF(torch.autograd.Function):
         *flat, lse, entropy = ctx.saved_tensors
         operands = Operands(*flat)
         cotangents = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
-        kept = Kept(lse, entropy)
+        kept = Saved(lse, entropy)
         mask = (True, True, operands.bias is not None)
         grad_hidden, grad_weight, grad_bias = _EngineF.backwards.backward(
             cotangents, operands, kept, ctx.knobs, mask
@@ -78,7 +77,9 @@ class _EngineF(torch.autograd.Function):
 
 
 def engine_f(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
-    knobs = Knobs(**{name: value for name, value in arguments.items() if name in Knobs._fields})
+    knobs = Settings(
+        **{name: value for name, value in arguments.items() if name in Settings._fields}
+    )
     results: tuple[Tensor, ...] = _EngineF.apply(*tensors, knobs)
     return results
 
@@ -97,8 +98,8 @@ def test_values_and_gradients_match_the_oracle(case: Case) -> None:
 @pytest.fixture
 def pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the rows in pieces of 32, of which the last one is ragged."""
-    monkeypatch.setattr(_EngineF, "backwards", row_pieces)
-    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes, **limits: 32)
+    monkeypatch.setattr(_EngineF, "backwards", by_rows)
+    monkeypatch.setattr(hopper_module, "hopper_rows", lambda *sizes, **limits: 32)
 
 
 @pytest.mark.usefixtures("nan_filled_empty", "pieces_of_rows")
@@ -116,14 +117,14 @@ def test_pieces_of_rows_skip_gradients_that_nobody_needs(
 ) -> None:
     case = replace(PLAIN, ignored_share=share)
     inputs = make_inputs(case, shape=(75,), depth=24, vocab=201, dtype=torch.float16)
-    knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
+    knobs = Settings(-100, 1.0, 0.0, False, False, "exact", 0)
     operands = Operands(*inputs.tensors())
-    rows = fused.forward(operands, knobs)
+    rows = by_classes.forward(operands, knobs)
     nothing = torch.empty(0)
     grads = RowGradients(inputs.grad_nll, torch.zeros(75), nothing, nothing)
-    given = grads, operands, Kept(rows.lse, rows.entropy), knobs
-    both = row_pieces.backward(*given, (True, True, False))
-    one = row_pieces.backward(*given, (*needed, False))
+    given = grads, operands, Saved(rows.lse, rows.entropy), knobs
+    both = by_rows.backward(*given, (True, True, False))
+    one = by_rows.backward(*given, (*needed, False))
     for found, expected, is_needed in zip(one, both, (*needed, False), strict=True):
         assert (found is not None) == is_needed
         if found is not None and expected is not None:
@@ -187,8 +188,8 @@ def test_minimal_workspace_matches_the_oracle(share: float) -> None:
 def test_poisoned_row_stays_visible_and_alone() -> None:
     inputs = make_inputs(PLAIN, shape=(20,), depth=16, vocab=100, dtype=torch.float16)
     inputs.hidden[3, 4] = float("nan")
-    knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
-    rows = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
+    knobs = Settings(-100, 1.0, 0.0, False, False, "exact", 0)
+    rows = by_classes.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
     assert rows.nll.isnan().tolist() == [row == 3 for row in range(20)]
 
 

@@ -1,4 +1,4 @@
-"""Engine H's Triton kernels on a CPU: the same source, run by Triton's interpreter.
+"""`library`'s Triton kernels on a CPU: the same source, run by Triton's interpreter.
 
 The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of the
 gradient of the products; budgets are doubled to match.
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import hybrid
-from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
-from memeff_compile.kernels.linear_cross_entropy.pieces import hybrid_widths
+from memeff_compile.kernels.linear_cross_entropy.call import Operands, RowGradients, Saved, Settings
+from memeff_compile.kernels.linear_cross_entropy.shapes import library_widths
+from tests.kernels.linear_cross_entropy.engines import library
 from tests.support import hostile_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
@@ -45,7 +45,7 @@ class _EngineH(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
-        found = hybrid.forward(Operands(*flat), knobs)
+        found = library.forward(Operands(*flat), knobs)
         ctx.save_for_backward(*flat, found.lse, found.entropy)
         ctx.mark_non_differentiable(found.top)
         ctx.knobs, ctx.shape, ctx.has_bias = knobs, hidden.shape, bias is not None
@@ -56,15 +56,15 @@ class _EngineH(torch.autograd.Function):
         flat_grads = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
         mask = (True, True, ctx.has_bias)
         *flat, lse, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight, grad_bias = hybrid.backward(
-            flat_grads, Operands(*flat), Kept(lse, entropy), ctx.knobs, mask
+        grad_hidden, grad_weight, grad_bias = library.backward(
+            flat_grads, Operands(*flat), Saved(lse, entropy), ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
 
 
 def engine_h(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
-    knobs = Knobs(**arguments)
+    knobs = Settings(**arguments)
     results: tuple[Tensor, ...] = _EngineH.apply(*tensors, knobs)
     return results
 
@@ -76,7 +76,7 @@ def _check(inputs: Inputs, case: Case, workspace: int = NARROW_PIECES) -> None:
 @pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize(("case", "dtype"), FORMS)
 def test_values_and_gradients_match_the_oracle(case: Case, dtype: torch.dtype) -> None:
-    assert hybrid_widths(21, 13, 201, NARROW_PIECES, dtype.itemsize, 132).strip == 64
+    assert library_widths(21, 13, 201, NARROW_PIECES, dtype.itemsize, 132).strip == 64
     _check(make_inputs(case, dtype=dtype, kind="peaked"), case)
 
 
@@ -139,13 +139,13 @@ def test_strided_inputs_match_the_oracle() -> None:
 def test_frozen_inputs_are_skipped(mask: tuple[bool, bool, bool]) -> None:
     case = Case("bias", has_bias=True)
     inputs = make_inputs(case, shape=(6,))
-    knobs = Knobs(**case.arguments(NARROW_PIECES))
+    knobs = Settings(**case.arguments(NARROW_PIECES))
     operands = Operands(*inputs.tensors())
-    rows = hybrid.forward(operands, knobs)
-    given = operands, Kept(rows.lse, rows.entropy), knobs
+    rows = library.forward(operands, knobs)
+    given = operands, Saved(rows.lse, rows.entropy), knobs
     grads = RowGradients(*inputs.cotangents())
-    wanted = hybrid.backward(grads, *given, (True, True, True))
-    found = hybrid.backward(grads, *given, mask)
+    wanted = library.backward(grads, *given, (True, True, True))
+    found = library.backward(grads, *given, mask)
     for flag, some, all_of in zip(mask, found, wanted, strict=True):
         assert (some is not None) == flag
         assert some is None or (all_of is not None and torch.equal(some, all_of))
