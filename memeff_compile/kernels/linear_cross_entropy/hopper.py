@@ -473,7 +473,7 @@ class ByRows(Differentiating):
         For dC X is multiplied with the factor, (R, D), which is zero after the last row. A filter
         leaves out the tiles that it may.
         """
-        index, first, here = block.index, block.first, block.stop - block.first
+        index, first, here = block.number, block.first, block.stop - block.first
         needs = self.grad_hidden is not None, self.grad_weight is not None
         if self.filter is not None and any(needs):
             filtered = self.filter.add_products(self, index, first, here)
@@ -528,10 +528,10 @@ class ByRows(Differentiating):
             self.tiles_of(self.weight, *wide, describe),
             self.tiles_of(written, rows, columns // 4, describe),
             *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
-            *(self.counters[launch, block.index], block.first, block.stop - block.first),
+            *(self.counters[launch, block.number], block.first, block.stop - block.first),
             *(self.width, self.vocab, self.depth, *splits),
-            ADD=block.index > 0,
-            MAY_REST=block.index > 0 or kept is not self.selection.kept,
+            ADD=block.number > 0,
+            MAY_REST=block.number > 0 or kept is not self.selection.kept,
             HAS_PARTS=self.parts is not None,
             NEEDS_WEIGHT=needs_weight,
             NEEDS_HIDDEN=needs_hidden,
@@ -570,7 +570,7 @@ class BackwardByRows(ByRows):
             _gather(self.hidden, hidden, self.selection, first, self.shapes)
         self.gradient.write(hidden, self.x, self.columns, (first, here, 0, self.width))
         if self.filter is not None:
-            self.filter.choose(self, hidden, block.index, first, here)
+            self.filter.choose(self, hidden, block.number, first, here)
         # Rows after the last are zero in G, and after the end of what is multiplied with it.
         self.add_products(block, hidden)
 
@@ -610,7 +610,7 @@ class Total(ByRows, Statistics):
         self.own = None if self.ranks is None else self.floats(2 * self.step)
 
     def statistics(self, block: Block) -> None:
-        index, first, here = block.index, block.first, block.stop - block.first
+        index, first, here = block.number, block.first, block.stop - block.first
         selection, again = self.selection, self.counters[3, index]
         self.rows_here = self.hidden[first : first + here]
         if self.is_compact:
@@ -684,7 +684,7 @@ class Total(ByRows, Statistics):
         )
 
     def gradients(self, block: Block) -> None:
-        index, first, here = block.index, block.first, block.stop - block.first
+        index, first, here = block.number, block.first, block.stop - block.first
         hidden, rows = self.rows_here, self.shapes.rows
         if self.filter is not None:
             self.filter.choose(self, hidden, index, first, here)

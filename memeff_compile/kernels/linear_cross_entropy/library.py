@@ -201,6 +201,7 @@ class Total(Statistics, Differentiating):
         _differentiate(s, out, self.here, saved, grads, 0, self.settings)
         low, up = self.here.low, self.here.up
         assert low is not None
+        assert up is not None
         if self.grad_low is not None:
             torch.mm(out, up, out=self.grad_low[here])
         if self.sums is not None:

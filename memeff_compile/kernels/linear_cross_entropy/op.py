@@ -44,7 +44,6 @@ from ..checks import (
 )
 from ..device import kernels_serve, without_autocast
 from .call import (
-    Gradients,
     Operands,
     RowGradients,
     RowResults,
@@ -403,13 +402,16 @@ def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
     return (gradient.to(by.dtype) * by).to(gradient.dtype)
 
 
+def _scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
+    """Return whether the kernel that scales can serve these tensors, on a device with kernels."""
+    return by.dtype == torch.float32 and gradient.is_contiguous() and out.is_contiguous()
+
+
 def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     """Write gradient * by to `out`, which may be `gradient`, without a wide copy of all of it."""
     if (
         gradient.is_cuda
-        and by.dtype == torch.float32
-        and gradient.is_contiguous()
-        and out.is_contiguous()
+        and _scales(gradient, by, out)
         and kernels_serve(gradient.device, gradient.dtype)
     ):
         ENGINES["hopper"].module.scale_into(gradient, by, out)
@@ -426,11 +428,11 @@ class _Scaling(NamedTuple):
     """The call of `linear_cross_entropy_total_backward`."""
 
     grad_total: Tensor
-    gradients: Gradients  # of the total
+    gradients: Sequence[Tensor]  # of the total, and after them their operands
 
 
 def _called_scaling(grad_total: Tensor, *tensors: Any) -> _Scaling:
-    return _Scaling(grad_total, Gradients(*tensors[:5]))
+    return _Scaling(grad_total, tensors[:5])
 
 
 def _scale(given: _Scaling) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..device import DEFAULT_PROCESSORS, processors
+from ..device import processors
 from ..sizes import Size
 
 MIB = 2**20

@@ -52,7 +52,7 @@ GRADIENTS = "linear_cross_entropy.gradients"
 class Block(NamedTuple):
     """Some rows, or some classes: those from `first` to before `stop`."""
 
-    index: int
+    number: int
     first: int
     stop: int
 
@@ -65,8 +65,8 @@ class Walk(ABC):
 
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks in order."""
-        for index, (first, stop) in enumerate(spans(0, self.extent, self.step)):
-            yield Block(index, first, stop)
+        for number, (first, stop) in enumerate(spans(0, self.extent, self.step)):
+            yield Block(number, first, stop)
 
     @abstractmethod
     def results(self) -> Any:
@@ -146,7 +146,7 @@ ENGINES = {
         ),
         Engine(
             "library",
-            "library products in fp32 and one Triton pass per block of the vocabulary",
+            "library products in fp32 and one Triton pass per piece of the vocabulary",
             "CUDA, compute capability 8.0 or later; bf16, fp16, fp32",
             lambda call: kernels_serve(call.device, call.dtype),
             # A trained head's gradient would be rounded, or kept in fp32, once per block.
@@ -154,7 +154,7 @@ ENGINES = {
         ),
         Engine(
             "reference",
-            "plain PyTorch, block by block over the vocabulary",
+            "plain PyTorch, piece by piece over the vocabulary",
             "any device, also fp64",
             lambda call: True,
             lambda dtype, is_adapted, trains_weight: not is_adapted,
@@ -184,15 +184,14 @@ def engine_for(
 
 def engine_of(given: Operands, *, with_top: bool = False) -> Engine:
     """Return the engine that computes flat operands."""
-    hidden, is_adapted = given.hidden, given.low is not None
-    how = {"with_top": with_top, "is_adapted": is_adapted}
-    return ENGINES[
-        engine_for(
-            *(hidden.device, hidden.dtype, hidden.shape[-1]),
-            **how,
-            is_contiguous=_is_read_in_tiles(given.weight),
-        )
-    ]
+    hidden = given.hidden
+    name = engine_for(
+        *(hidden.device, hidden.dtype, hidden.shape[-1]),
+        with_top=with_top,
+        is_adapted=given.low is not None,
+        is_contiguous=_is_read_in_tiles(given.weight),
+    )
+    return ENGINES[name]
 
 
 def _is_read_in_tiles(weight: Tensor) -> bool:

@@ -26,8 +26,8 @@ from memeff_compile.kernels.linear_cross_entropy.call import (
 )
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
     AGAIN_BYTES,
-    library_widths,
     hopper_rows,
+    library_widths,
     reference_columns,
     shapes_for_programs,
     spans,

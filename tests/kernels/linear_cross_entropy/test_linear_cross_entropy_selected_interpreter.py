@@ -167,7 +167,7 @@ def test_what_is_left_out_of_a_row_is_put_on_what_stays(
     # Of the last piece: rows of which nearly nothing stays, or not the target, are left as they are.
     here = int(walk.filter.here)
     assert walk.selection.order is not None
-    rows = walk.selection.order[walk.height :][walk.filter.rank[:here].long()].long()
+    rows = walk.selection.order[walk.step :][walk.filter.rank[:here].long()].long()
     is_restored = walk.filter.restore[:here] > 1.0001
     assert float(is_restored.float().mean()) > 0.5
     sums = (found.grad_hidden - exact.grad_hidden)[rows, -8:] * int((target != IGNORED).sum())

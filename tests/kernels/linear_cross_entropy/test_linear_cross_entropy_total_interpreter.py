@@ -16,8 +16,9 @@ from memeff_compile.kernels.linear_cross_entropy import (
     memory,
     shapes,
 )
+from memeff_compile.kernels.linear_cross_entropy import op as rows_op
 from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
-from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
+from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs, splits_of
 from tests.kernels.linear_cross_entropy.engines import hopper, reference
 
 pytestmark = pytest.mark.interpreter
@@ -160,7 +161,7 @@ def test_a_gradient_times_a_number_is_what_torch_makes_of_it(
     before = gradient.clone()
     expected = (gradient.float() * factor).to(dtype)
     out = gradient if is_in_place else torch.full_like(gradient, 7)
-    assert hopper_module.scales(gradient, factor, out)
+    assert rows_op._scales(gradient, factor, out)
     version = out._version
     hopper_module.scale_into(gradient, factor, out)
     assert torch.equal(out.isnan(), expected.isnan())
@@ -188,8 +189,8 @@ def test_gradients_of_few_elements_are_scaled(count: int) -> None:
 
 def test_what_scaling_declines() -> None:
     by, gradient = torch.tensor(2.0), torch.ones(4, 6)
-    assert not hopper_module.scales(gradient.double(), by.double(), gradient.double())
-    assert not hopper_module.scales(gradient.t(), by, gradient.t())
+    assert not rows_op._scales(gradient.double(), by.double(), gradient.double())
+    assert not rows_op._scales(gradient.t(), by, gradient.t())
 
 
 # --- pieces -----------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def test_pieces_are_as_tall_as_memory_allows(rows: int, vocab: int, height: int)
 )
 def test_the_sums_of_few_tiles_are_shared(rows: int, depth: int, vocab: int, splits: int) -> None:
     shapes = shapes_for_programs(132)
-    found = shapes.splits_of(rows, depth, vocab, shapes, needs_weight=True)
+    found = splits_of(rows, depth, vocab, shapes, needs_weight=True)
     assert found == splits
     for n in (sympy.Integer(rows), sympy.Symbol("N")):
         budget, tallest = 2 * rows * (vocab + 255), shapes.AUTO_BYTES

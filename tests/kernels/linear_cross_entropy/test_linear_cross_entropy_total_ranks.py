@@ -320,13 +320,13 @@ def test_logits_far_from_zero_are_computed_once(
 ) -> None:
     """Where another rank has the target, some class of the rank's own says where logits lie."""
     seen: list[bool] = []
-    rows = hopper_module.Total._rows
+    rows = hopper_module.Total._losses
 
     def watched(walk: Any, first: int, here: int, again: Tensor, *, is_final: bool) -> None:
         rows(walk, first, here, again, is_final=is_final)
         seen.append(bool(again.any()))
 
-    monkeypatch.setattr(hopper_module.Total, "_rows", watched)
+    monkeypatch.setattr(hopper_module.Total, "_losses", watched)
     given = loss_of(40, 189, torch.float32)
     given.bias[:] += offset
     assert_close(together(given, *2 * [hopper.total])[0], whole(given), 1e-4)
