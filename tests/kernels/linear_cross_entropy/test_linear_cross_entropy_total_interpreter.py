@@ -247,8 +247,7 @@ def test_pieces_are_as_tall_as_memory_allows(rows: int, vocab: int, height: int)
     ],
 )
 def test_the_sums_of_few_tiles_are_shared(rows: int, depth: int, vocab: int, splits: int) -> None:
-    shapes = shapes_for_programs(132)
-    found = splits_of(rows, depth, vocab, shapes, needs_weight=True)
+    found = splits_of(rows, depth, vocab, shapes_for_programs(132), needs_weight=True)
     assert found == splits
     for n in (sympy.Integer(rows), sympy.Symbol("N")):
         budget, tallest = 2 * rows * (vocab + 255), shapes.AUTO_BYTES
