@@ -33,7 +33,9 @@ PER_BLOCK = ("block gradients", "activations", "logits")
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
 """Words in the names of ops whose results each block has for itself."""
 
-LOSSES = tuple(f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard"))
+LOSSES = tuple(
+    f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard", "_total_shard")
+)
 
 LIBRARY_WORKSPACES = 2 * 32 * 2**20
 """What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""
@@ -455,7 +457,7 @@ def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sym
         how["gradient_filter"] = given.get("gradient_filter", "exact")
         if "_total" in name:
             per_row = op_folder.TOTAL_BYTES_PER_ROW
-            if given.get("counts") is not None:
+            if name.endswith("_shard"):
                 shard = op_folder.Shard(*(given[each] for each in ("rank", "ranks", "classes")))
                 vocab = shard.chunk  # which pieces of rows go by
                 per_row += 8 * shard.ranks

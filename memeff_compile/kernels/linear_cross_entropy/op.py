@@ -11,10 +11,13 @@ logits again. The gradients of the second are known up to a factor as soon as a 
 three products make a step instead of four. Its backward multiplies them by the loss's own gradient,
 in place if nothing can read them again, otherwise in a copy.
 
-Three ops serve heads of which every rank holds some classes (`vocabulary_parallel`): statistics of
-a rank, their merging, and the total of the first rank; `linear_cross_entropy_total` takes a rank too.
-Four names are spelled in terms of these seven, so that graphs read plainly: `_adapted` and
-`_adapted_total` (a LoRA part), `_over_ranks` and `_total_over_ranks` (a head over ranks).
+Four more serve heads of which every rank holds some classes (`vocabulary_parallel`): statistics of a
+rank and their merging, a rank's total, and the total that all agree on. Four names are written in
+terms of these eight, so that graphs read plainly: `_adapted` and `_adapted_total` (a LoRA part),
+`_over_ranks` and `_total_over_ranks` (a head over ranks).
+
+An op's arguments cost the host some microseconds each, so the many settings of ranks are not options
+of the ops that serve one process.
 
 Ops are functional, opaque to Inductor and unaffected by autocast.
 """
@@ -331,28 +334,29 @@ def _at(
     return tuple(found)
 
 
-class _Total(NamedTuple):
-    """The call of `linear_cross_entropy_total`."""
+class _Shard(NamedTuple):
+    """The call of `linear_cross_entropy_total_shard`."""
 
-    loss: ScalarLoss  # over ranks, its targets are classes of the whole head
-    counts: Tensor | None  # (P,) int64: how many rows each rank has, if the head is over ranks
+    loss: ScalarLoss  # targets are classes of the whole head
+    counts: Tensor  # (P,) int64: how many rows each rank has
     shard: Shard
     group: str
 
 
-def _called_total(
-    *tensors: Any, group: str = "", rank: int = 0, ranks: int = 1, classes: int = 0, **settings: Any
-) -> _Total:
-    *operands, low, up, counts = (*tensors, None, None, None)[:9]
+def _called_total(*tensors: Any, **settings: Any) -> ScalarLoss:
+    operands, (low, up) = tensors[:6], (*tensors[6:], None, None)[:2]
     loss = ScalarLoss(*operands, **settings)._replace(low=low, up=up)
-    call = _Total(loss, counts, Shard(rank, ranks, classes), group)
-    if counts is not None:
-        sentence = call.shard.fault(loss.weight.shape[0])
-        if sentence is None and low is not None:
-            sentence = "low is given and the head is over ranks. Compute the low-rank part outside."
-        require("linear_cross_entropy", sentence)
     require("linear_cross_entropy_total", _total_fault(loss))
-    return call
+    return loss
+
+
+def _called_total_shard(
+    *tensors: Any, group: str, rank: int, ranks: int, classes: int, **settings: Any
+) -> _Shard:
+    *operands, counts = tensors
+    shard = Shard(rank, ranks, classes)
+    require("linear_cross_entropy", shard.fault(operands[1].shape[0]))
+    return _Shard(_called_total(*operands, **settings), counts, shard, group)
 
 
 def _total_fault(given: ScalarLoss) -> str | None:
@@ -377,24 +381,32 @@ def _total_fault(given: ScalarLoss) -> str | None:
     return sentence
 
 
-def _total(given: _Total) -> tuple[Tensor, ...]:
+def _total(given: ScalarLoss) -> tuple[Tensor, ...]:
+    with without_autocast(given.hidden.device.type):
+        total, *gradients = loss_and_gradients(given.flat())
+    return (total, *as_results(gradients, given.operands))
+
+
+def _fake_total(given: ScalarLoss) -> tuple[Tensor, ...]:
+    check_sizes(given.operands)
+    total = given.hidden.new_empty((), dtype=given.wide)
+    return (total, *_fake_gradients(given.operands, given.output_mask))
+
+
+def _total_shard(given: _Shard) -> tuple[Tensor, ...]:
     flat, shard = given.loss.flat(), given.shard
+    gather, wait = compat.gathering_ops()
     with without_autocast(flat.hidden.device.type):
-        if given.counts is not None:
-            gather, wait = compat.gathering_ops()
-            check_counts(given.counts, flat.target.numel())
-            check_range(flat.target, shard.classes, flat.ignore_index)
-            meeting = shard.ranks, given.group
-            flat = loss_of_rank(flat, shard, lambda own: wait(gather(own, *meeting)))
-        found = loss_and_gradients(flat)
-    return (found.total, *as_results(found[1:], given.loss.operands))
+        check_counts(given.counts, flat.target.numel())
+        check_range(flat.target, shard.classes, flat.ignore_index)
+        meeting = shard.ranks, given.group
+        local = loss_of_rank(flat, shard, lambda own: wait(gather(own, *meeting)))
+        total, *gradients = loss_and_gradients(local)
+    return (total, *as_results(gradients, given.loss.operands)[:3])
 
 
-def _fake_total(given: _Total) -> tuple[Tensor, ...]:
-    loss = given.loss
-    check_sizes(loss.operands)
-    total = loss.hidden.new_empty((), dtype=loss.wide)
-    return (total, *_fake_gradients(loss.operands, loss.output_mask))
+def _fake_total_shard(given: _Shard) -> tuple[Tensor, ...]:
+    return _fake_total(given.loss)[:4]
 
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
@@ -447,45 +459,52 @@ def _fake_scale(given: _Scaling) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(part) for part in given.gradients)
 
 
-_TRAINED_BY_TOTAL = (0, 1, 2, 6, 7)  # hidden, weight, bias, low and up, among the arguments
+def _total_joins(trained: Sequence[int]) -> tuple[library.Function, library.Function]:
+    """Return autograd's two functions of an op that returns a total and its gradients.
 
+    `trained` are the places of hidden, weight, bias, low and up among its arguments.
+    """
 
-def _setup_total(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    keyword_only_inputs: dict[str, Any],
-    output: tuple[Tensor, ...],
-) -> None:
-    _, *gradients = output
-    ctx.mark_non_differentiable(*gradients)
-    # Else autograd makes zeros as large as the gradients for results nobody differentiates.
-    ctx.set_materialize_grads(False)
-    ctx.is_alone = not compat.packs_saved_tensors()
-    # The inputs are what a second derivative would be taken of, which is refused.
-    ctx.save_for_backward(*gradients, *(inputs[place] for place in _TRAINED_BY_TOTAL))
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        keyword_only_inputs: dict[str, Any],
+        output: tuple[Tensor, ...],
+    ) -> None:
+        _, *gradients = output
+        ctx.mark_non_differentiable(*gradients)
+        # Else autograd makes zeros as large as the gradients for results nobody differentiates.
+        ctx.set_materialize_grads(False)
+        ctx.is_alone = not compat.packs_saved_tensors()
+        # The inputs are what a second derivative would be taken of, which is refused.
+        ctx.save_for_backward(*gradients, *(inputs[place] for place in trained))
 
+    def link(
+        ctx: Any, grad_total: Tensor | None, *without_gradient: None
+    ) -> tuple[Tensor | None, ...]:
+        count, mask = len(ctx.needs_input_grad), _asked(ctx, trained)
+        if grad_total is None:
+            return (None,) * count
+        saved, nothing = ctx.saved_tensors, [None] * (5 - len(trained))
+        gradients = list(saved[: len(trained)])
+        if torch.is_grad_enabled():
+            empty = [grad_total.new_empty(0) for _ in nothing]
+            given = *gradients, *empty, *saved[len(trained) :], *nothing
+            found = linear_cross_entropy_total_backward(grad_total, *given)
+        elif compat.is_traced(grad_total, *gradients):
+            # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
+            asked = zip(gradients, mask, strict=True)
+            found = [_scaled(part, grad_total) if wanted else part for part, wanted in asked]
+        else:
+            # Another backward, or a hook that packed these tensors, may read them again.
+            is_last = ctx.is_alone and compat.frees_saved_tensors()
+            found = gradients if is_last else [torch.empty_like(part) for part in gradients]
+            for part, out, wanted in zip(gradients, found, mask, strict=True):
+                if wanted:
+                    _scale_into(part, grad_total, out)
+        return _at(trained, found, mask, count)
 
-def _link_total(
-    ctx: Any, grad_total: Tensor | None, *without_gradient: None
-) -> tuple[Tensor | None, ...]:
-    count, mask = len(ctx.needs_input_grad), _asked(ctx, _TRAINED_BY_TOTAL)
-    if grad_total is None:
-        return (None,) * count
-    gradients = list(ctx.saved_tensors[:5])
-    if torch.is_grad_enabled():
-        found = linear_cross_entropy_total_backward(grad_total, *ctx.saved_tensors)
-    elif compat.is_traced(grad_total, *gradients):
-        # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
-        asked = zip(gradients, mask, strict=True)
-        found = [_scaled(part, grad_total) if wanted else part for part, wanted in asked]
-    else:
-        # Another backward, or a hook that packed these tensors, may read them again.
-        is_last = ctx.is_alone and compat.frees_saved_tensors()
-        found = gradients if is_last else [torch.empty_like(part) for part in gradients]
-        for part, out, wanted in zip(gradients, found, mask, strict=True):
-            if wanted:
-                _scale_into(part, grad_total, out)
-    return _at(_TRAINED_BY_TOTAL, found, mask, count)
+    return setup_context, link
 
 
 def _part(*tensors: Any, rank: int, ranks: int, classes: int, **settings: Any) -> Part:
@@ -580,10 +599,9 @@ def _total_over_ranks(*tensors: Any, group: str, **settings: Any) -> tuple[Tenso
     gather, wait = compat.gathering_ops()
     ranks = settings["ranks"]
     counts = _counts(tensors[3], ranks, group)
-    how = {"group": group, **settings}
-    own, *gradients = linear_cross_entropy_total(*tensors, None, None, counts, **how)
+    own, *gradients = linear_cross_entropy_total_shard(*tensors, counts, group=group, **settings)
     every = wait(gather(own.detach().reshape(1), ranks, group))
-    return (linear_cross_entropy_total_agreed(own, every), *gradients[:3])
+    return (linear_cross_entropy_total_agreed(own, every), *gradients)
 
 
 def _adapted(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
@@ -629,10 +647,10 @@ _NUMBER_SETTINGS = "int? ignore_index, float scale, float softcap, int workspace
 _FILTER = 'str gradient_filter="exact", float filter_level=0.0, bool sort_vocabulary=False'
 _TOTAL = "Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias"
 _TOTALS = f"({_TOTAL}, Tensor grad_low, Tensor grad_up)"
+_setup_total, _link_total = _total_joins((0, 1, 2, 6, 7))
 linear_cross_entropy_total = library.op(
-    f"linear_cross_entropy_total({_NUMBER}, {_LOW_RANK}, Tensor? counts=None, *, "
-    f"{_NUMBER_SETTINGS}, bool[] output_mask, {_FILTER}, "
-    f'str group="", int rank=0, int ranks=1, int classes=0) -> {_TOTALS}',
+    f"linear_cross_entropy_total({_NUMBER}, {_LOW_RANK}, *, {_NUMBER_SETTINGS}, "
+    f"bool[] output_mask, {_FILTER}) -> {_TOTALS}",
     *library.taking(_called_total, _total, _fake_total),
     backward=_link_total,
     setup_context=_setup_total,
@@ -662,6 +680,14 @@ linear_cross_entropy_merge = library.op(
     _fake_merge,
     backward=_link_merge,
     setup_context=_setup_merge,
+)
+_setup_total_shard, _link_total_shard = _total_joins((0, 1, 2))
+linear_cross_entropy_total_shard = library.op(
+    f"linear_cross_entropy_total_shard({_NUMBER}, Tensor counts, *, str group, {_RANK}, "
+    f"{_NUMBER_SETTINGS}, bool[3] output_mask) -> ({_TOTAL})",
+    *library.taking(_called_total_shard, _total_shard, _fake_total_shard),
+    backward=_link_total_shard,
+    setup_context=_setup_total_shard,
 )
 linear_cross_entropy_total_agreed = library.op(
     "linear_cross_entropy_total_agreed(Tensor own, Tensor every) -> Tensor",

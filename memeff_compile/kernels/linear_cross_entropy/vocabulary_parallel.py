@@ -16,7 +16,7 @@ alone. So all ranks walk over the same blocks of rows and meet once per block: e
 logits, tells the others two numbers per row (`call.Ranks`), and makes its gradients with theirs:
 
     counts = all_gather(number of rows)
-    total, *gradients = linear_cross_entropy_total(h, W_r, None, y, ..., counts, rank=r, ...)
+    total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
 A compiler does not see that the op in the middle gathers, and could move it past other collectives,

@@ -12,7 +12,7 @@ from memeff_compile.errors import TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels.linear_cross_entropy import (
     Shard,
     call,
-    linear_cross_entropy_total,
+    linear_cross_entropy_total_shard,
     makes_gradients_in_forward,
     makes_gradients_in_forward_over_ranks,
     rows_of_a_block,
@@ -167,19 +167,19 @@ SETTINGS = {
 
 
 def operands(*targets: int) -> list[Any]:
-    return [torch.zeros(2, 8), torch.zeros(20, 8), None, torch.tensor(targets), *4 * [None]]
+    return [torch.zeros(2, 8), torch.zeros(20, 8), None, torch.tensor(targets), None, None]
 
 
 def test_what_ranks_cannot_share_is_refused_before_they_meet() -> None:
     counts, settings = torch.tensor([2, 2]), SETTINGS | Shard(0, 2, 40)._asdict()
     with pytest.raises(UnsupportedInputError, match=r"different numbers of rows \(2, 3\)"):
-        linear_cross_entropy_total(*operands(3, 39), torch.tensor([2, 3]), **settings)
+        linear_cross_entropy_total_shard(*operands(3, 39), torch.tensor([2, 3]), **settings)
     with pytest.raises(TargetRangeError, match=r"holds 40 \(row 1\); columns run from 0 to 39"):
-        linear_cross_entropy_total(*operands(3, 40), counts, **settings)
+        linear_cross_entropy_total_shard(*operands(3, 40), counts, **settings)
     given, wrong = operands(3, 39), SETTINGS | Shard(1, 2, 41)._asdict()
     given[1] = torch.zeros(21, 8)
     with pytest.raises(UnsupportedInputError, match="rank 1 of 2 with 41 classes holds 20"):
-        linear_cross_entropy_total(*given, counts, **wrong)
+        linear_cross_entropy_total_shard(*given, counts, **wrong)
 
 
 def test_no_rows_meet_nobody() -> None:
@@ -187,7 +187,7 @@ def test_no_rows_meet_nobody() -> None:
     given = operands()
     given[0] = torch.zeros(0, 8)
     given[3] = torch.zeros(0, dtype=torch.int64)
-    value, of_hidden, of_weight, *_ = linear_cross_entropy_total(
+    value, of_hidden, of_weight, _ = linear_cross_entropy_total_shard(
         *given, torch.tensor([0, 0]), **settings
     )
     assert value == 0
