@@ -111,7 +111,9 @@ def test_the_faster_setting_is_chosen_and_says_by_how_much() -> None:
 
 
 @pytest.mark.parametrize(("library", "value"), [(9.81, "hopper"), (9.79, "library")])
-def test_the_default_stays_unless_another_is_two_per_cent_faster(library: float, value: str) -> None:
+def test_the_default_stays_unless_another_is_two_per_cent_faster(
+    library: float, value: str
+) -> None:
     assert answer({"a": {"hopper": 10.0, "library": library}}).value == value
 
 

@@ -11,9 +11,9 @@ engines and the formula of the bytes it saves. Per row of the hidden states it r
     top        the index of the largest z_j, the first of equals
 
 with z = softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap), all
-differentiable once but the last. low (..., R) and up (V, R) are a low-rank part of the head, such as
-u = h A^T times a LoRA adapter's scale, and its B; neither the sum of the two products nor a copy of
-the head is built. If they are in fp32 and the head in 16 bits, as PEFT keeps adapters, their
+differentiable once but the last. low (..., R) and up (V, R) are a low-rank part of the head, such
+as u = h A^T times a LoRA adapter's scale, and its B; neither the sum of the two products nor a copy
+of the head is built. If they are in fp32 and the head in 16 bits, as PEFT keeps adapters, their
 products are taken in fp32, of gradients of the logits unrounded. Means, sums, class weights of the
 target and shifts stay outside, in ordinary ops on N numbers.
 

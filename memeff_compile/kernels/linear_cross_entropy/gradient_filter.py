@@ -1,19 +1,19 @@
 """A gradient filter on a block of X: products of the tiles that count, of columns gathered.
 
 When R rows have met the whole vocabulary and X is in memory, the content of a column is known
-exactly. Rows are ranked, those with much of their mass in light tiles last, and taken 128 at a time.
-`block` keeps a column for these rows if one of its |p - 1(target)| reaches eps; `mass` keeps it if
-their sum over the rows is above the highest level at which every row loses at most tau. The loss of
-a row is one product of X, unchanged, and of the columns that a level drops: a row of X has one sign
-but for its target's. It is added to the columns that stay, in proportion, so that but for its target
-a row keeps its sum. Otherwise classes that no step pushes down would rise, one by one too little to
-see and after a hundred steps enough to raise the loss.
+exactly. Rows are ranked, those with much of their mass in light tiles last, and taken 128 at a
+time. `block` keeps a column for these rows if one of its |p - 1(target)| reaches eps; `mass` keeps
+it if their sum over the rows is above the highest level at which every row loses at most tau. The
+loss of a row is one product of X, unchanged, and of the columns that a level drops: a row of X has
+one sign but for its target's. It is added to the columns that stay, in proportion, so that but for
+its target a row keeps its sum. Otherwise classes that no step pushes down would rise, one by one
+too little to see and after a hundred steps enough to raise the loss.
 
 Columns are then ordered by the row tiles that they count in, so that tiles of 128 x 128 are full or
 empty whatever the ids are: an order is V numbers, and rows of the weight and of its gradient are
 read and written in place. Tiles are packed turned, a column of 128 rows being one run of memory.
-Bias gradients are exact. If more than `DENSE_SHARE` of the tiles count, the filter drops nothing and
-the dense products run; the GPU decides that.
+Bias gradients are exact. If more than `DENSE_SHARE` of the tiles count, the filter drops nothing
+and the dense products run; the GPU decides that.
 
 |p - 1(target)| is an element of a row of X over the factor of its loss: with a softcap, times the
 cap's slope; if lse has a gradient too, over the larger of both.

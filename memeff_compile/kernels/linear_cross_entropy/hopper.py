@@ -3,11 +3,11 @@
 Forward, by rows: tiles of logits become a maximum and a sum per row and tile, merged in a fixed
 order; the tile that holds a row's target stores its logit. Logits are written nowhere.
 
-Backward, by rows: tiles of logits again, this time written as G = dloss/dlogits in 16 bits, R rows by
-the whole vocabulary; then dE of these rows, complete, and their summand of dC, which is rounded once
-per block of rows. Or by classes, which takes less memory and serves a given workspace and fp16: dC of
-W columns complete in one write, and dE += G C in fp32, by one reduction per element and launch. In
-the minimal workspace G and the fp32 sums lie inside the gradient of the weight.
+Backward, by rows: tiles of logits again, this time written as G = dloss/dlogits in 16 bits, R rows
+by the whole vocabulary; then dE of these rows, complete, and their summand of dC, which is rounded
+once per block of rows. Or by classes, which takes less memory and serves a given workspace and
+fp16: dC of W columns complete in one write, and dE += G C in fp32, by one reduction per element and
+launch. In the minimal workspace G and the fp32 sums lie inside the gradient of the weight.
 
 A loss that is one number, by rows, in three products: a product writes X, probabilities up to a
 factor per row, in 16 bits with fp32 statistics from the same registers; once a row's log-sum-exp is

@@ -2,15 +2,15 @@
 """The kernels of `hopper`: products whose epilogue turns a tile of logits into results.
 
 Three ways to use a tile of logits: reduce it to statistics of its rows; make it a tile of the
-gradient G of the logits, where statistics are known; or make it a tile of X, where they are not yet.
-X_ij = exp(z_ij - base_i) dz/ds, rounded once to 16 bits. base_i is a number near the row's logits
-that is known before them, so X does not wait for the log-sum-exp: the factor exp(base_i - lse_i)
-that turns X into probabilities is one per row, and goes into the two products of X. At a row's
-target X has (p - 1) / factor, so that nothing cancels in 16 bits. Where ranks have parts of the
-vocabulary, they exchange their parts of the log-sum-exp once X is written.
+gradient G of the logits, where statistics are known; or make it a tile of X, where they are not
+yet. X_ij = exp(z_ij - base_i) dz/ds, rounded once to 16 bits. base_i is a number near the row's
+logits that is known before them, so X does not wait for the log-sum-exp: the factor exp(base_i -
+lse_i) that turns X into probabilities is one per row, and goes into the two products of X. At a
+row's target X has (p - 1) / factor, so that nothing cancels in 16 bits. Where ranks have parts of
+the vocabulary, they exchange their parts of the log-sum-exp once X is written.
 
-Products are persistent: each program walks over output tiles, so that the loads of the next tile run
-under the epilogue of the last one. Rows are compact: ignored rows are left out where they cost
+Products are persistent: each program walks over output tiles, so that the loads of the next tile
+run under the epilogue of the last one. Rows are compact: ignored rows are left out where they cost
 nothing, and the number of the others is read from the GPU (`kept_ptr`), never from the host. Logits
 are in base 2: z2 = z * log2(e).
 

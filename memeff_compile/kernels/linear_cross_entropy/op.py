@@ -11,13 +11,13 @@ logits again. The gradients of the second are known up to a factor as soon as a 
 three products make a step instead of four. Its backward multiplies them by the loss's own gradient,
 in place if nothing can read them again, otherwise in a copy.
 
-Four more serve heads of which every rank holds some classes (`vocabulary_parallel`): statistics of a
-rank and their merging, a rank's total, and the total that all agree on. Four names are written in
+Four more serve heads of which every rank holds some classes (`vocabulary_parallel`): statistics of
+a rank and their merging, a rank's total, and the total that all agree on. Four names are written in
 terms of these eight, so that graphs read plainly: `_adapted` and `_adapted_total` (a LoRA part),
 `_over_ranks` and `_total_over_ranks` (a head over ranks).
 
-An op's arguments cost the host some microseconds each, so the many settings of ranks are not options
-of the ops that serve one process.
+An op's arguments cost the host some microseconds each, so the many settings of ranks are not
+options of the ops that serve one process.
 
 Ops are functional, opaque to Inductor and unaffected by autocast.
 """
@@ -636,8 +636,8 @@ linear_cross_entropy = library.op(
 )
 linear_cross_entropy_backward = library.op(
     "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
-    f"Tensor grad_entropy, {_HEAD}, Tensor? column_weight, Tensor lse, Tensor entropy, {_LOW_RANK}, "
-    f"*, {_SETTINGS}, bool[] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor grad_entropy, {_HEAD}, Tensor? column_weight, Tensor lse, Tensor entropy, "
+    f"{_LOW_RANK}, *, {_SETTINGS}, bool[] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     *library.taking(_called_back, _backward, _fake_backward),
     backward=_refuse,
 )

@@ -4,8 +4,9 @@
 of the products are formed in full precision, target term included. A loss per row walks over the
 classes, and rounds these gradients once to the input dtype, as `library` does. A loss that is one
 number walks over the rows: logits of a block and the whole vocabulary are computed once, become row
-statistics, and then their gradient in place. The weight's gradient is summed over blocks in the wide
-dtype. On a CPU, where looking at targets costs nothing, rows with an ignored target are left out.
+statistics, and then their gradient in place. The weight's gradient is summed over blocks in the
+wide dtype. On a CPU, where looking at targets costs nothing, rows with an ignored target are left
+out.
 """
 
 from __future__ import annotations

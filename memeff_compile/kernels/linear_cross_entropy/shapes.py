@@ -96,12 +96,13 @@ def reference_rows(
 
 
 # `library`, automatic workspace: at least 64 MiB and at least 16 KiB per row. 16 KiB per row is a
-# strip of 2048 fp32 products (8 KiB) next to a gradient block of 4096 columns in bf16 (8 KiB), about
-# 6 % of what the bf16 logits of a 128k vocabulary take. Measured on an H200, forward + backward:
-# strip 1024 / 2048 / 4096 with that block take 61.4 / 59.8 / 60.1 ms at N, D, V = 16384, 2048,
-# 128256 and 70.9 / 69.5 / 68.5 ms at 8192, 2304, 256000; strips of 256 take 72 and 87 ms. Narrower
-# blocks lose twice: the fp32 sum of the hidden gradient is read and written once per block (8ND
-# bytes), and a short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the results.
+# strip of 2048 fp32 products (8 KiB) next to a gradient block of 4096 columns in bf16 (8 KiB),
+# about 6 % of what the bf16 logits of a 128k vocabulary take. Measured on an H200, forward +
+# backward: strip 1024 / 2048 / 4096 with that block take 61.4 / 59.8 / 60.1 ms at N, D, V = 16384,
+# 2048, 128256 and 70.9 / 69.5 / 68.5 ms at 8192, 2304, 256000; strips of 256 take 72 and 87 ms.
+# Narrower blocks lose twice: the fp32 sum of the hidden gradient is read and written once per block
+# (8ND bytes), and a short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the
+# results.
 LIBRARY_AUTO_BYTES = 64 * MIB
 LIBRARY_AUTO_BYTES_PER_ROW = 16 * 1024
 # Rows of the lowest block of an adapted head: the weight is read once per block.
@@ -147,7 +148,7 @@ def library_widths(
 
 
 def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
-    """Return the cheapest width of a block in (limit / 2, limit] by the model of `_block_seconds`."""
+    """Return the cheapest width in (limit / 2, limit] by the model of `_block_seconds`."""
     if limit < 256:
         return _round_down(limit, MIN_WIDTH)
     step = 128 * -(-limit // (128 * 64))  # at most 64 candidates
@@ -188,19 +189,20 @@ def library_block(width: int) -> int:
 # Forward: bytes of statistics, and of gathered rows, for one group of rows.
 FORWARD_BYTES = int(7.5 * MIB)
 
-# Backward by blocks of classes, automatic workspace. 13.5 KiB per row is a block of 6912 columns in 16 bits.
+# Backward by blocks of classes, automatic workspace. 13.5 KiB per row is a block of 6912 columns in
+# 16 bits.
 HOPPER_AUTO_BYTES = 64 * MIB
 HOPPER_AUTO_BYTES_PER_ROW = 13824
 # The narrowest of these blocks; a smaller workspace is exceeded rather than refused.
 HOPPER_MIN_WIDTH = 256
 # Blocks of rows, automatic workspace: three sixteenths of what all logits would take (X and its
 # statistics are then under a fifth of them), up to AUTO_BYTES or, where that is more, an eighth: dC
-# is rounded once per block, and its error is 3.6e-3 at most over eight. Every block reads and writes
-# dC once more, so blocks of TALL_ROWS are taken where they are at most a sixth of all rows, or a
-# quarter that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200 in
-# blocks of 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at
-# 16384 x 2048. A backward that recomputes logits takes a quarter up to AGAIN_BYTES: 62.5 and 61.7 ms
-# at 8192 x 4096 x 151936. So does a filter, whose blocks have two dozen launches each.
+# is rounded once per block, and its error is 3.6e-3 at most over eight. Every block reads and
+# writes dC once more, so blocks of TALL_ROWS are taken where they are at most a sixth of all rows,
+# or a quarter that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200
+# in blocks of 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384
+# x 2048. A backward that recomputes logits takes a quarter up to AGAIN_BYTES: 62.5 and 61.7 ms at
+# 8192 x 4096 x 151936. So does a filter, whose blocks have two dozen launches each.
 AUTO_BYTES = 544 * MIB
 AGAIN_BYTES = 608 * MIB
 LEAST_BYTES = 160 * MIB

@@ -2,7 +2,8 @@
 
 Rank r of P has the rows of the weight that `torch.chunk` gives it. A loss per row: one op computes
 statistics of the rank's columns, k numbers per row; the statistics of all ranks are gathered, k x N
-numbers from each; another op merges them into the results of `linear_cross_entropy` for all classes:
+numbers from each; another op merges them into the results of `linear_cross_entropy` for all
+classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
@@ -24,9 +25,9 @@ on each rank as its own sizes suggest. It keeps the order of those that it sees:
 one number each, hold it where it is. All ranks get the first one's total.
 
 Ranks gather as many rows each, so they first gather how many they have; if these differ all of them
-raise. What is gathered, and how often, follows from rows, the classes of all ranks, dtype, workspace
-and the kind of device: engines may differ from rank to rank. Gradients are the rank's own: those of
-W_r, and the part of dh that W_r gives, which ranks have to add up.
+raise. What is gathered, and how often, follows from rows, the classes of all ranks, dtype,
+workspace and the kind of device: engines may differ from rank to rank. Gradients are the rank's
+own: those of W_r, and the part of dh that W_r gives, which ranks have to add up.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def _logits_of(part: Part, column: Tensor) -> Tensor:
 
 
 def merge(part: Part, every: Tensor) -> RowResults:
-    """Return the results of the whole head from the statistics of all ranks, one after the other."""
+    """Return the results of the whole head from the statistics of all ranks, in their order."""
     target, settings = part.whole.target, part.settings
     numbers = iter(every.view(part.shard.ranks, part.numbers, *target.shape).unbind(1))
     every_lse, every_nll = next(numbers), next(numbers)
