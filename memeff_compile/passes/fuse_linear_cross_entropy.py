@@ -211,7 +211,8 @@ class FuseLinearCrossEntropy(GraphPass):
         times = f", {len(groups)} calls" if len(groups) > 1 else ""
         if is_all_totals:
             engine += "; the gradients are made in the forward"
-            if not engine.startswith("engine library"):
+            walks = match.head.compute_dtype, False, False
+            if op_folder.ENGINES[_engine_name(info, match)].has_one_walk(*walks):
                 engine += ", in three products instead of four,"
             engine += " and held to the backward"
         split = shards.split_of(info, match.head)
@@ -280,7 +281,7 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
         return sentence
     depth, classes = hidden.shape[-1], weight.shape[1 if match.head.transposed else 0]
     size = *map(compat.size_hint, (depth, classes)), options.linear_cross_entropy_workspace
-    is_served = name == "hopper" and match.head.compute_dtype == torch.bfloat16
+    is_served = match.head.compute_dtype in op_folder.ENGINES[name].filters
     is_served = is_served and op_folder.leaves_out(mode, *size)
     # Where all classes have a gradient nothing is left out.
     exact = [any(t.label_smoothing > 0 or t.kind in ENTROPIES for t in each) for each in groups]

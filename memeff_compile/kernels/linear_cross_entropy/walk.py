@@ -110,6 +110,7 @@ class Engine(NamedTuple):
     # whether it makes the gradients of one number in the walk that makes its loss: by the dtype,
     # and whether the head has a LoRA part and a weight that is trained
     has_one_walk: Callable[[torch.dtype, bool, bool], bool]
+    filters: tuple[torch.dtype, ...] = ()  # dtypes in which it has a gradient filter
 
     def __str__(self) -> str:
         return f"{self.how} ({self.needs})"
@@ -143,6 +144,7 @@ ENGINES = {
             _hopper_serves,
             # fp16 has not the range for gradients that are scaled afterwards.
             lambda dtype, is_adapted, trains_weight: dtype == torch.bfloat16,
+            filters=(torch.bfloat16,),
         ),
         Engine(
             "library",
