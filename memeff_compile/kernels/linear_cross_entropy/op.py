@@ -313,10 +313,11 @@ def _asked(ctx: Any, places: Sequence[int]) -> list[bool]:
 
 
 def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    mask = _asked(ctx, _TRAINED)
+    saved = ctx.saved_tensors
+    mask = _asked(ctx, _TRAINED[: len(saved) - 4])  # without a low-rank part three are trained
     gradients = linear_cross_entropy_backward(
         *grads[:4],  # after them are indices
-        *ctx.saved_tensors,
+        *saved,
         **ctx.settings,
         output_mask=mask,
     )
