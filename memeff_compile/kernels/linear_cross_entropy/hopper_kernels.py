@@ -560,7 +560,7 @@ def _linear_cross_entropy_hopper_class_sums_kernel(
 
 @triton.jit
 def _linear_cross_entropy_hopper_base_kernel(
-    hidden_ptr,  # (R, D) rows of this piece
+    hidden_ptr,  # (R, D) rows of this block
     stride_hidden_row,
     weight_ptr,  # (V, D) contiguous
     bias_ptr,  # (V,) or None
@@ -610,7 +610,7 @@ def _linear_cross_entropy_hopper_logits_kernel(
     base_ptr,  # (R,) fp32
     stats_ptr,  # (2, T, R) fp32 out: maximum, sum of exp2(z2 - base)
     target_logit_ptr,  # (R,) fp32 out, base 2
-    first_row,  # compact row where the piece starts
+    first_row,  # compact row where the block of rows starts
     hidden_row,  # where it starts in hidden_desc
     piece_rows,  # R
     vocab,
@@ -820,7 +820,7 @@ def _linear_cross_entropy_hopper_ranks_kernel(
 
 @triton.jit
 def _linear_cross_entropy_hopper_scale_rows_kernel(
-    hidden_ptr,  # (R, D) rows of this piece, or out_ptr itself
+    hidden_ptr,  # (R, D) rows of this block, or out_ptr itself
     stride_hidden_row,
     row_scale_ptr,  # (R,) fp32
     kept_ptr,
@@ -864,7 +864,7 @@ def _linear_cross_entropy_hopper_products_kernel(
     depth,
     C: tl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
 ):
-    """Write dE of this piece's rows and add what they give to dC, in one launch.
+    """Write dE of a block of rows and add their summand of dC, in one launch.
 
     The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
     rows and fill the multiprocessors beside and behind them. Programs take the next tile when they

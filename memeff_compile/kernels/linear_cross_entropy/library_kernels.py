@@ -39,11 +39,11 @@ def _linear_cross_entropy_library_statistics_kernel(
     column_weight_ptr,  # (V,) fp32 or None
     target_ptr,  # (N,) int32 or int64
     state_ptr,  # (N, 5) fp32: running maximum, mass, target logit, weighted sum of logits, moment
-    nll_ptr,  # (N,) fp32, written with the last piece
-    lse_ptr,  # (N,) fp32, written with the last piece
-    logit_sum_ptr,  # (N,) fp32 or None, written with the last piece
-    entropy_ptr,  # (N,) fp32 or None, written with the last piece
-    top_ptr,  # (N,) int64 or None, carried from piece to piece
+    nll_ptr,  # (N,) fp32, written with the last strip
+    lse_ptr,  # (N,) fp32, written with the last strip
+    logit_sum_ptr,  # (N,) fp32 or None, written with the last strip
+    entropy_ptr,  # (N,) fp32 or None, written with the last strip
+    top_ptr,  # (N,) int64 or None, carried from strip to strip
     numbers,
     C: tl.constexpr,
 ):
