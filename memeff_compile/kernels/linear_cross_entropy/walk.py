@@ -1,6 +1,6 @@
 """The walk of a call: which engine computes it, in which order, and where ranks meet.
 
-An engine is a module with three functions. `forward`, `backward` and `total` take a request and
+An engine is a module with three callables. `forward`, `backward` and `total` take a request and
 return a `Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row is
 two walks: one makes statistics, and the other computes logits again to make gradients. A loss that
 is one number needs one walk over the rows, statistics and then gradients of a block, if an engine

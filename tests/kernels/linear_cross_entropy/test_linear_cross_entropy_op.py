@@ -269,8 +269,15 @@ def test_supports_accepts_what_the_caller_will_cast() -> None:
     assert "int8" in refused
 
 
-def test_engines_are_described() -> None:
+def test_engines_are_described_and_have_one_interface() -> None:
+    pytest.importorskip("triton")
     assert set(ENGINES) == {"hopper", "library", "reference"}
+    for name, engine in ENGINES.items():
+        assert engine.name == name
+        assert str(engine) == f"{engine.how} ({engine.needs})"
+        assert all(
+            callable(getattr(engine.module, each)) for each in ("forward", "backward", "total")
+        )
 
 
 def test_engine_of_a_planned_hopper_depends_on_what_is_asked() -> None:
@@ -280,6 +287,8 @@ def test_engine_of_a_planned_hopper_depends_on_what_is_asked() -> None:
         assert engine_for(device, half, 60) == "library"
         assert engine_for(device, torch.float32, 64) == "library"
         assert engine_for(device, half, 64, with_top=True) == "library"
+        assert engine_for(device, half, 64, is_adapted=True) == "library"
+        assert engine_for(device, half, 64, is_contiguous=False) == "library"
         assert engine_for(device, torch.float64, 64) == "reference"
 
 
