@@ -27,7 +27,7 @@ NARROW_PIECES = 21 * 64 * 6
 PLAIN, EVERYTHING = CASES[0], CASES[-1]
 
 
-class _EngineH(torch.autograd.Function):
+class _Library(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
     @staticmethod
@@ -53,11 +53,11 @@ class _EngineH(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, of_low, of_up, None
 
 
-def engine_h(dtype: torch.dtype | None) -> Any:
+def call_library(dtype: torch.dtype | None) -> Any:
     def call(hidden: Tensor, weight: Tensor, *others: Any, **arguments: Any) -> tuple[Tensor, ...]:
         low, up = (each[..., -RANK:].to(dtype or each.dtype) for each in (hidden, weight))
         given = hidden[..., :-RANK], weight[:, :-RANK], *others, low, up, Settings(**arguments)
-        found: tuple[Tensor, ...] = _EngineH.apply(*given)
+        found: tuple[Tensor, ...] = _Library.apply(*given)
         return found
 
     return call
@@ -79,7 +79,7 @@ def test_values_and_gradients_match_the_oracle(
     case: Case, dtype: torch.dtype, low_dtype: torch.dtype | None
 ) -> None:
     inputs = make_inputs(case, dtype=dtype, kind="peaked")
-    assert_matches_oracle(engine_h(low_dtype), inputs, case.arguments(NARROW_PIECES), slack=2)
+    assert_matches_oracle(call_library(low_dtype), inputs, case.arguments(NARROW_PIECES), slack=2)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")

@@ -232,7 +232,7 @@ def test_a_filter_that_a_call_switches_off_takes_no_more_than_the_formula_says()
     ],
     ids=str,
 )
-def test_what_engine_t_holds_is_within_the_formula(
+def test_what_hopper_holds_is_within_the_formula(
     size: tuple[int, int, int], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers are made where nothing is computed; of a filter the sorted words come to them."""

@@ -255,7 +255,7 @@ INTERPRETED: dict[str, dict[str, Any]] = {
         for count in (2, 3, 4)
     ],
 )
-def test_engine_t_of_every_rank_gives_the_whole_head(case: dict[str, Any], count: int) -> None:
+def test_hopper_of_every_rank_gives_the_whole_head(case: dict[str, Any], count: int) -> None:
     given = loss_of(**{"rows": 50, "vocab": 189, "dtype": torch.float32} | case)
     found, met = together(given, *count * [hopper.total])
     assert_close(found, whole(given), 1e-5)
@@ -264,7 +264,7 @@ def test_engine_t_of_every_rank_gives_the_whole_head(case: dict[str, Any], count
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles")
-def test_engine_t_in_bf16() -> None:
+def test_hopper_in_bf16() -> None:
     """The interpreter cuts off where a GPU rounds."""
     given = loss_of(50, 189, torch.bfloat16, ignored=0.3)
     assert_close(together(given, *3 * [hopper.total])[0], whole(given), 1e-2)
@@ -272,7 +272,7 @@ def test_engine_t_in_bf16() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles")
-def test_all_ignored_in_engine_t() -> None:
+def test_all_ignored_in_hopper() -> None:
     given = loss_of(50, 189, torch.float32, ignored=1.0)
     (value, *gradients), met = together(given, *2 * [hopper.total])
     assert value.isnan()
@@ -293,7 +293,7 @@ def test_ranks_may_have_engines_of_their_own() -> None:
 @pytest.mark.usefixtures("tiles", "nan_filled_empty")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("given", list(hostile()))
-def test_engine_t_with_nothing_of_a_row(given: ScalarLoss, dtype: torch.dtype) -> None:
+def test_hopper_with_nothing_of_a_row(given: ScalarLoss, dtype: torch.dtype) -> None:
     """A target far below what another rank has would be times more than 16 bits hold."""
     given = cast_to(given, dtype)
     budget = 1e-5 if dtype == torch.float32 else 1e-2
@@ -302,7 +302,7 @@ def test_engine_t_with_nothing_of_a_row(given: ScalarLoss, dtype: torch.dtype) -
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles")
-def test_a_row_of_nan_in_engine_t_stays_in_its_row_and_spoils_the_weight() -> None:
+def test_a_row_of_nan_in_hopper_stays_in_its_row_and_spoils_the_weight() -> None:
     given = loss_of(40, 189, torch.float32)
     given.hidden[3] = torch.nan
     (value, of_hidden, of_weight, _), _ = together(given, *2 * [hopper.total])

@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {"shape": (2, 19), "depth": 24, "vocab": 201}
 SMALL_PIECES = 38 * 2 * 64
 
 
-class _EngineF(torch.autograd.Function):
+class _Hopper(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
     backwards: Any = by_classes
@@ -69,24 +69,24 @@ class _EngineF(torch.autograd.Function):
         cotangents = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
         kept = Saved(lse, entropy)
         mask = (True, True, operands.bias is not None)
-        grad_hidden, grad_weight, grad_bias = _EngineF.backwards.backward(
+        grad_hidden, grad_weight, grad_bias = _Hopper.backwards.backward(
             cotangents, operands, kept, ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
 
 
-def engine_f(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
+def call_hopper(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
     knobs = Settings(
         **{name: value for name, value in arguments.items() if name in Settings._fields}
     )
-    results: tuple[Tensor, ...] = _EngineF.apply(*tensors, knobs)
+    results: tuple[Tensor, ...] = _Hopper.apply(*tensors, knobs)
     return results
 
 
 def _check(inputs: Inputs, case: Case, slack: float = 2, **changes: Any) -> None:
     arguments = {**case.arguments(SMALL_PIECES), **changes}
-    assert_matches_oracle(engine_f, inputs, arguments, slack=slack)
+    assert_matches_oracle(call_hopper, inputs, arguments, slack=slack)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -98,7 +98,7 @@ def test_values_and_gradients_match_the_oracle(case: Case) -> None:
 @pytest.fixture
 def pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the rows in pieces of 32, of which the last one is ragged."""
-    monkeypatch.setattr(_EngineF, "backwards", by_rows)
+    monkeypatch.setattr(_Hopper, "backwards", by_rows)
     monkeypatch.setattr(hopper_module, "hopper_rows", lambda *sizes, **limits: 32)
 
 
@@ -137,7 +137,7 @@ def test_a_row_of_nan_stays_alone_in_a_ragged_piece() -> None:
     inputs.hidden.view(-1, 16)[35] = float("nan")
     hidden = inputs.hidden.requires_grad_()
     knobs = {**PLAIN.arguments(0), "with_entropy": True}
-    nll, _, _, entropy, *_ = engine_f(hidden, *inputs.tensors()[1:4], None, **knobs)
+    nll, _, _, entropy, *_ = call_hopper(hidden, *inputs.tensors()[1:4], None, **knobs)
     (nll + entropy).sum().backward()
     is_bad = [row == 35 for row in range(40)]
     assert nll.isnan().tolist() == entropy.isnan().tolist() == is_bad
@@ -156,7 +156,9 @@ def test_entropy_beside_classes_that_a_bias_forbids() -> None:
     for width in (100, 40):
         hidden = inputs.hidden.clone().requires_grad_()
         bias = inputs.bias[:width]
-        results = engine_f(hidden, operands[1][:width], bias, operands[3], None, **case.arguments())
+        results = call_hopper(
+            hidden, operands[1][:width], bias, operands[3], None, **case.arguments()
+        )
         torch.autograd.backward((results[0], results[3]), (inputs.grad_nll, inputs.grad_entropy))
         grads.append((results[0], results[3], hidden.grad))
     for masked, cut in zip(*grads, strict=True):
@@ -196,5 +198,5 @@ def test_poisoned_row_stays_visible_and_alone() -> None:
 def test_poison_in_an_ignored_row_does_not_spread() -> None:
     inputs = make_inputs(PLAIN, shape=(20,), depth=16, vocab=100, dtype=torch.float16)
     inputs.hidden[3], inputs.target[3] = float("nan"), -100
-    results = engine_f(*inputs.tensors()[:4], None, **PLAIN.arguments(0))
+    results = call_hopper(*inputs.tensors()[:4], None, **PLAIN.arguments(0))
     assert bool(results[0].isfinite().all())

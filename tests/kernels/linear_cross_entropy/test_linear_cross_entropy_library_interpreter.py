@@ -38,7 +38,7 @@ FORMS = [
 ]
 
 
-class _EngineH(torch.autograd.Function):
+class _Library(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
     @staticmethod
@@ -63,14 +63,14 @@ class _EngineH(torch.autograd.Function):
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
 
 
-def engine_h(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
+def call_library(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
     knobs = Settings(**arguments)
-    results: tuple[Tensor, ...] = _EngineH.apply(*tensors, knobs)
+    results: tuple[Tensor, ...] = _Library.apply(*tensors, knobs)
     return results
 
 
 def _check(inputs: Inputs, case: Case, workspace: int = NARROW_PIECES) -> None:
-    assert_matches_oracle(engine_h, inputs, case.arguments(workspace), slack=2)
+    assert_matches_oracle(call_library, inputs, case.arguments(workspace), slack=2)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -94,7 +94,7 @@ def test_poisoned_row_stays_visible() -> None:
         inputs.hidden[row, 4] = float(poison)
     arguments = CASES[0].arguments(NARROW_PIECES)
     hidden = inputs.hidden.requires_grad_()
-    nll, *_ = engine_h(hidden, inputs.weight, None, inputs.target, None, **arguments)
+    nll, *_ = call_library(hidden, inputs.weight, None, inputs.target, None, **arguments)
     nll.sum().backward()
     assert hidden.grad is not None
     assert nll.isnan().tolist() == [True, True, True, False]
@@ -103,7 +103,7 @@ def test_poisoned_row_stays_visible() -> None:
 
 @pytest.mark.parametrize("name", hostile_rows.ROWS)
 def test_entropy_and_top_of_a_hostile_row_equal_eager(name: str) -> None:
-    hostile_rows.check(engine_h, name, torch.float32)
+    hostile_rows.check(call_library, name, torch.float32)
 
 
 def test_columns_masked_by_bias_get_no_gradient() -> None:
@@ -119,7 +119,7 @@ def test_out_of_range_target_reads_nothing_and_gives_nan() -> None:
     inputs = make_inputs(CASES[0], shape=(3,))
     inputs.target[1] = 10**12
     arguments = CASES[0].arguments(NARROW_PIECES)
-    nll, *_ = engine_h(*inputs.tensors(), **arguments)
+    nll, *_ = call_library(*inputs.tensors(), **arguments)
     assert nll.isnan().tolist() == [False, True, False]
 
 
