@@ -274,7 +274,7 @@ def _linear_cross_entropy_filter_word_kernel(
         if block == tl.program_id(0):
             places = block * C.TILE + tl.arange(0, C.TILE)
             is_row = places < rows_here
-            is_lost = is_row & (chosen < C.LEVELS)
+            is_lost = places < tl.where(chosen < C.LEVELS, rows_here, 0)
             place = (block * C.LEVELS + chosen) * C.TILE + tl.arange(0, C.TILE)
             lost = tl.load(lost_ptr + place, mask=is_lost, other=0.0)
             source = tl.load(rank_ptr + places, mask=is_row, other=0)
@@ -361,7 +361,7 @@ def _linear_cross_entropy_filter_list_kernel(
         tl.store(slot_at_ptr + block * tiles + offs, here, mask=offs < tiles)
         tl.store(tile_slot_ptr + at, here, mask=own > 0)
         tl.store(tile_block_ptr + at, tl.zeros((BLOCK,), tl.int32) + block, mask=own > 0)
-        tl.store(tile_start_ptr + offs, first, mask=(offs < tiles) & (block == 0))
+        tl.store(tile_start_ptr + offs, first, mask=offs < tl.where(block == 0, tiles, 0))
         slot += tl.sum(own, axis=0)
         listed += tl.sum(count, axis=0)
 

@@ -143,11 +143,12 @@ def _linear_cross_entropy_hopper_gather_kernel(
     if compact < tl.cdiv(kept, PAD) * PAD:
         is_row = compact < kept
         source = tl.load(order_ptr + compact, mask=is_row, other=0).to(tl.int64)
+        filled = tl.where(is_row, depth, 0)
         for start in range(0, depth, BLOCK):
             offs = start + tl.arange(0, BLOCK)
             inside = offs < depth
             values = tl.load(
-                source_ptr + source * stride_source_row + offs, mask=inside & is_row, other=0.0
+                source_ptr + source * stride_source_row + offs, mask=offs < filled, other=0.0
             )
             tl.store(out_ptr + row.to(tl.int64) * depth + offs, values, mask=inside)
 
@@ -163,10 +164,11 @@ def _linear_cross_entropy_hopper_scatter_kernel(
     """Round the sums of compact rows into the rows they belong to; ignored rows are zero."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + row).to(tl.int64)
+    filled = tl.where(place >= 0, depth, 0)
     for start in range(0, depth, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         inside = offs < depth
-        values = tl.load(sums_ptr + place * depth + offs, mask=inside & (place >= 0), other=0.0)
+        values = tl.load(sums_ptr + place * depth + offs, mask=offs < filled, other=0.0)
         tl.store(out_ptr + row * depth + offs, values.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -585,10 +587,11 @@ def _linear_cross_entropy_hopper_base_kernel(
     if C.HAS_RANKS:
         target = tl.where(target <= -2, -2 - target, target)
     is_class = (target >= 0) & (target < vocab)
+    multiplied = tl.where(is_class, depth, 0)
     sums = tl.zeros((C.BLOCK,), tl.float32)
     for start in range(0, depth, C.BLOCK):
         offs = start + tl.arange(0, C.BLOCK)
-        mask = (offs < depth) & is_class
+        mask = offs < multiplied
         e = tl.load(hidden_ptr + row.to(tl.int64) * stride_hidden_row + offs, mask=mask, other=0.0)
         c = tl.load(weight_ptr + target.to(tl.int64) * depth + offs, mask=mask, other=0.0)
         sums += e.to(tl.float32) * c.to(tl.float32)
@@ -836,11 +839,12 @@ def _linear_cross_entropy_hopper_scale_rows_kernel(
     if row < tl.cdiv(rows_here, C.PAD) * C.PAD:
         is_row = row < rows_here
         scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0)
+        filled = tl.where(is_row, depth, 0)
         for start in range(0, depth, C.BLOCK):
             offs = start + tl.arange(0, C.BLOCK)
             inside = offs < depth
             place = row.to(tl.int64) * stride_hidden_row + offs
-            values = tl.load(hidden_ptr + place, mask=inside & is_row, other=0.0)
+            values = tl.load(hidden_ptr + place, mask=offs < filled, other=0.0)
             scaled = (values.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + row.to(tl.int64) * depth + offs, scaled, mask=inside)
 

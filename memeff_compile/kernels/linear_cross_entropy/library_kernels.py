@@ -89,9 +89,10 @@ def _linear_cross_entropy_library_statistics_kernel(
         z_target, _slope_at_target = _cap(z_target, softcap)
     target_logit = tl.where(is_here, z_target, target_logit)
 
+    active_width = tl.where(is_active, width, 0)
     for start in range(0, width, C.BLOCK):
         offs = start + tl.arange(0, C.BLOCK)
-        mask = (offs < width) & is_active
+        mask = offs < active_width
         s = tl.load(s_row_ptr + offs, mask=mask, other=0.0)
         if C.HAS_BIAS:
             s += tl.load(bias_ptr + first_column + offs, mask=mask, other=0.0).to(tl.float32)
@@ -174,7 +175,7 @@ def _linear_cross_entropy_library_gradient_kernel(
     is_active = is_kept
     if C.WITH_LSE or C.WITH_ENTROPY:
         is_active = target == target
-    mask = in_piece & is_active
+    mask = offs < tl.where(is_active, width, 0)
 
     s = tl.load(s_ptr + row * stride_s_row + offs, mask=mask, other=0.0)
     if C.HAS_BIAS:
