@@ -42,8 +42,8 @@ class Decision:
 
 
 DECISIONS = {
-    "linear_cross_entropy.engine": Decision(
-        "which engine computes head and loss in 16 bits, where both run", ("fused", "hybrid")
+    "linear_cross_entropy.products": Decision(
+        "which engine computes head and loss in 16 bits, where both run", ("hopper", "library")
     ),
     "linear_cross_entropy.gradients": Decision(
         "in which pass the gradients of a loss that is one number are made", ("backward", "forward")

@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 import memeff_compile
 from memeff_compile.errors import TargetRangeError, UnsupportedInputError
 from memeff_compile.functional import Stats
-from memeff_compile.kernels.linear_cross_entropy import total
+from memeff_compile.kernels.linear_cross_entropy import walk
 
 D, V = 12, 70
 
@@ -188,7 +188,7 @@ def test_it_compiles_into_one_graph(
     settings: dict[str, Any], pass_: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In whichever pass the gradients of a loss that is one number are made."""
-    monkeypatch.setattr(total, "tuned", lambda *_: pass_)
+    monkeypatch.setattr(walk, "tuned", lambda *_: pass_)
     torch._dynamo.reset()
     hidden, weight, target, bias = inputs()
     target = target.clamp(min=0)

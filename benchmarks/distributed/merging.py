@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import RESULTS, rows, timing
 from benchmarks.distributed import many_gpus
 from memeff_compile import compat
-from memeff_compile.kernels.linear_cross_entropy import Shard, sharded, sharded_total, total_fused
-from memeff_compile.kernels.linear_cross_entropy.pieces import spans
-from memeff_compile.kernels.linear_cross_entropy.ranks import Ranks
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
+from memeff_compile.kernels.linear_cross_entropy import Shard, vocabulary_parallel
+from memeff_compile.kernels.linear_cross_entropy.call import Ranks, ScalarLoss
+from memeff_compile.kernels.linear_cross_entropy.shapes import spans
+from memeff_compile.kernels.linear_cross_entropy.walk import ENGINES, Block
 
 REPEATS = 5
 CLASSES = 128256
@@ -52,15 +52,15 @@ def merge_of(count: int, device: str) -> tuple[Callable[[], Tensor], int]:
     weight = torch.randn(shard.columns, WIDTH, device=device, dtype=torch.bfloat16)
     target = torch.randint(CLASSES, (count,), device=device)
     settings: Any = (None, 1.0, 0.0, 0, (True, True, False))
-    loss = Loss(hidden, weight, None, target, None, None, *settings)
-    here = sharded_total.of_rank(loss, shard, gathered)
+    loss = ScalarLoss(hidden, weight, None, target, None, None, *settings)
+    here = vocabulary_parallel.loss_of_rank(loss, shard, gathered)
     assert here.ranks is not None
     parts = list(spans(0, count, here.ranks.height))
     meet = _by_kernels(here, here.ranks) if device == "cuda" else _by_torch(here.ranks, count)
 
     def merge() -> Tensor:
         counted = torch.full((1,), count, dtype=torch.int64, device=device)
-        sharded.check_counts(gathered(counted), count)
+        vocabulary_parallel.check_counts(gathered(counted), count)
         for first, stop in parts:
             meet(first, stop)
         return gathered(hidden.new_zeros(1, dtype=torch.float32))
@@ -68,10 +68,10 @@ def merge_of(count: int, device: str) -> tuple[Callable[[], Tensor], int]:
     return merge, len(parts)
 
 
-def _by_kernels(here: Loss, ranks: Ranks) -> Callable[[int, int], None]:
+def _by_kernels(here: ScalarLoss, ranks: Ranks) -> Callable[[int, int], None]:
     """As the engine of bf16 on a GPU does it, once it has the logits of a piece."""
-    walk = total_fused._Total(here)
-    return lambda first, stop: walk._meet(ranks, first, stop - first)
+    walk = ENGINES["hopper"].module.total(here)
+    return lambda first, stop: walk.meet(Block(0, first, stop), ranks)
 
 
 def _by_torch(ranks: Ranks, count: int) -> Callable[[int, int], object]:

@@ -126,9 +126,9 @@ def measure(given: argparse.Namespace) -> int:
     """Train each method with each seed; return how many methods failed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if given.every_depth:
-        from memeff_compile.kernels.linear_cross_entropy import selected
+        from memeff_compile.kernels.linear_cross_entropy import gradient_filter
 
-        selected.LEAST_DEPTH = 8
+        gradient_filter.LEAST_DEPTH = 8
     text, failed, began = Text(given, device), 0, time.monotonic()
     facts: dict[str, Any] = {"what": "fine-tuning", "model": given.model.name}
     facts |= {name: getattr(given, name) for name in ("steps", "batch", "length", "rate")}

@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.models import fine_tuning
 from benchmarks.tiles import wide_product
-from memeff_compile.kernels.linear_cross_entropy.selected import LEVELS, STEP
+from memeff_compile.kernels.linear_cross_entropy.gradient_filter import LEVELS, STEP
 
 WAYS = ("exact", "nothing", "stays", "outer", "outer all", "hidden", "sampled")
 PIECE, BLOCK, LIGHT, SHARE = 2048, 128, 2.0**-10, 16

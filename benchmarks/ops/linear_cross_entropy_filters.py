@@ -1,4 +1,4 @@
-"""Gradient filters of engine T: what they leave out, errors, memory, times in turns, each kernel.
+"""Gradient filters of `hopper`: what they leave out, errors, memory, times in turns, each kernel.
 
     python benchmarks/ops/linear_cross_entropy_filters.py --every-depth --out $OUT/filters.jsonl
 
@@ -20,19 +20,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import measuring, methods, registry, rows, timing
-from memeff_compile.kernels.linear_cross_entropy import activity, selected
+from benchmarks.ops import filter_activity
+from memeff_compile.kernels.linear_cross_entropy import gradient_filter
 
 SHAPES = ("8192x576x49152", "8192x896x151936", "8192x4096x128256")
 FILTERS = ("exact", "mass", "block")
 GROUPS = {
-    "logits": ("total_logits", "total_base"),
-    "scores": ("selected_score",),
-    "choice": ("selected_",),
+    "logits": ("hopper_logits", "hopper_base"),
+    "scores": ("filter_score",),
+    "choice": ("filter_",),
     "order": ("sort", "Sort", "Radix", "radix"),
-    "packing": ("selected_pack",),
-    "products": ("selected_products",),
-    "sums of dE": ("selected_rows",),
-    "dense products": ("total_specialized_products", "total_products"),
+    "packing": ("filter_pack",),
+    "products": ("filter_products",),
+    "sums of dE": ("filter_rows",),
+    "dense products": ("hopper_specialized_products", "hopper_products"),
 }
 """Kernels by parts of their names; the longest part that fits decides."""
 
@@ -40,7 +41,7 @@ GROUPS = {
 def group_of(name: str) -> str:
     """Return which group a kernel belongs to.
 
-    Example: group_of("_linear_cross_entropy_selected_pack_kernel") == "packing".
+    Example: group_of("_linear_cross_entropy_filter_pack_kernel") == "packing".
     """
     fitting = [
         (len(part), group) for group, parts in GROUPS.items() for part in parts if part in name
@@ -84,7 +85,7 @@ def host_milliseconds(call: Callable[[], Any], count: int = 5) -> float:
 def left_out(data: registry.Inputs, how: str) -> dict[str, Any]:
     """Return what a filter decides on these tensors."""
     hidden, weight = data.hidden.detach(), data.weight.detach()
-    found = activity.measure(hidden, weight, data.target, gradient_filter=how)
+    found = filter_activity.measure(hidden, weight, data.target, gradient_filter=how)
     dropped = {"max": float(found.dropped.max()), "mean": float(found.dropped.mean())}
     return {"active": round(found.active, 4), "sparse": found.sparse, "dropped": dropped}
 
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.every_depth:
-        selected.LEAST_DEPTH = 8
+        gradient_filter.LEAST_DEPTH = 8
     for shape in given.shape:
         measure(shape, given.data, list(given.filter), given.rounds, given.out)
 

@@ -209,7 +209,7 @@ def find_gpu(*, quick: bool) -> Bench:
             "Nothing on a CPU is decided by measurement: there is nothing to do here."
         )
     from ..kernels.device import can_run_kernels, machine
-    from ..kernels.linear_cross_entropy.trials import questions
+    from .trials import questions
 
     device = torch.device("cuda", torch.cuda.current_device())
     if not can_run_kernels(device):

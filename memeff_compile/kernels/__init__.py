@@ -8,7 +8,6 @@ from .embedding import op as _embedding
 from .gated_linear import op as _gated_linear
 from .kv_cache import op as _kv_cache
 from .linear_cross_entropy import op as _linear_cross_entropy
-from .linear_cross_entropy import total as _linear_cross_entropy_total
 
 __all__: list[str] = []
 
@@ -18,7 +17,6 @@ del (
     _gated_linear,
     _kv_cache,
     _linear_cross_entropy,
-    _linear_cross_entropy_total,
 )
 
 for _each in system.systems():

@@ -29,7 +29,7 @@ from memeff_compile.report import LogitsUse
 _BACKWARD_TENSORS = [
     argument.name
     for argument in compat.schema(op_folder.linear_cross_entropy_backward).arguments
-    if not argument.kwarg_only
+    if not (argument.kwarg_only or argument.has_default_value())
 ]
 
 
@@ -398,7 +398,7 @@ class FusedRows:
         if plogp is not None and self.row_entropy is not None:
             given |= {"grad_entropy": -plogp, "entropy": self.row_entropy}
         # What the op can do besides was not asked of its forward, and is empty here.
-        grad_hidden, grad_weight, grad_bias = op_folder.linear_cross_entropy_backward(
+        grad_hidden, grad_weight, grad_bias, *_ = op_folder.linear_cross_entropy_backward(
             *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
             **head._knobs(self.ignore_index),
             with_entropy=plogp is not None,

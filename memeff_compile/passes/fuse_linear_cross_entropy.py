@@ -190,15 +190,15 @@ class FuseLinearCrossEntropy(GraphPass):
             # Gradients are made in the forward.
             if isinstance(split, op_folder.Split):
                 seen = (*seen[:2], split.shard.chunk)  # which pieces of rows go by
-            if head.parts and engine == "hybrid":
-                how = {"dtype": head.compute_dtype, "workspace": common["workspace"]}
-                held = op_folder.adapted_total_bytes(*seen[::2], sizes["R"], **how)
-                after = b + op_folder.TOTAL_BYTES_PER_ROW * n
-                return Gain(before, after, sizes | {"B": int(held)})
-            if not (head.parts or (isinstance(split, op_folder.Split) and engine == "hybrid")):
-                total = op_folder.total_bytes(*seen, device=hidden.device, **common)
+            walks = head.compute_dtype, bool(head.parts), False
+            if op_folder.ENGINES[engine].has_one_walk(*walks):
+                if head.parts:
+                    how = {"dtype": head.compute_dtype, "workspace": common["workspace"]}
+                    held = op_folder.adapted_total_bytes(*seen[::2], sizes["R"], **how)
+                else:
+                    held = op_folder.total_bytes(*seen, device=hidden.device, **common)
                 after = b + op_folder.TOTAL_BYTES_PER_ROW * n + from_ranks
-                return Gain(before, after, sizes | {"B": int(total)})
+                return Gain(before, after, sizes | {"B": int(held)})
         call = {
             **common,
             "engine": engine,
@@ -238,7 +238,8 @@ class FuseLinearCrossEntropy(GraphPass):
         times = f", {len(groups)} calls" if len(groups) > 1 else ""
         if is_all_totals:
             engine += "; the gradients are made in the forward"
-            if not engine.startswith("engine hybrid"):
+            walks = match.head.compute_dtype, False, False
+            if op_folder.ENGINES[_engine_name(info, match)].has_one_walk(*walks):
                 engine += ", in three products instead of four,"
             engine += " and held to the backward"
         split = shards.split_of(info, match.head)
@@ -292,16 +293,14 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
     head = match.head
     hidden, weight = info.value(head.hidden), info.value(head.weight)
     depth, columns = hidden.shape[-1], weight.t() if head.transposed else weight
-    name = op_folder.engine_for(
+    return op_folder.engine_for(
         hidden.device,
         head.compute_dtype,
         depth if isinstance(depth, int) else 8,
         with_top=any(tail.kind == "top" for tail in match.tails),
         is_adapted=bool(head.parts),
+        is_contiguous=columns.stride() == (columns.shape[1], 1),
     )
-    # A weight whose rows do not follow each other has another engine.
-    is_apart = columns.stride() != (columns.shape[1], 1)
-    return "hybrid" if name == "fused" and is_apart else name
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
@@ -315,7 +314,7 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
         return sentence
     depth, classes = hidden.shape[-1], weight.shape[1 if match.head.transposed else 0]
     size = *map(compat.size_hint, (depth, classes)), options.linear_cross_entropy_workspace
-    is_served = name == "fused" and match.head.compute_dtype == torch.bfloat16
+    is_served = match.head.compute_dtype in op_folder.ENGINES[name].filters
     is_served = is_served and op_folder.leaves_out(mode, *size)
     # Where all classes have a gradient nothing is left out.
     exact = [any(reads_sum(t) or t.kind in ENTROPIES for t in each) for each in groups]

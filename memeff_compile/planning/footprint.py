@@ -33,9 +33,9 @@ PER_BLOCK = ("block gradients", "activations", "logits")
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
 """Words in the names of ops whose results each block has for itself."""
 
-_KINDS = ("", "_backward", "_total", "_shard", "_total_shard")
-_ADAPTED = ("_adapted", "_adapted_backward", "_adapted_total")
-LOSSES = tuple(f"linear_cross_entropy{kind}" for kind in (*_KINDS, *_ADAPTED))
+LOSSES = tuple(
+    f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard", "_total_shard")
+)
 
 LIBRARY_WORKSPACES = 2 * 32 * 2**20
 """What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from memeff_compile.kernels.linear_cross_entropy import ENGINES
 from memeff_compile.options import PASS_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,13 +25,22 @@ ROWS = {
     if cells[0] != "change"
 }
 PATH = re.compile(r"`([\w/]+(?:/|\.py|\.txt|\.md)[\w/.-]*)`")
-BOUNDS = {"a pass": 4, "a GPU": 1, "a mask form": 5, "a cache scheme": 6, "a codec": 6}
+BOUNDS = {
+    "a pass": 4,
+    "an engine": 5,
+    "a GPU": 1,
+    "a mask form": 5,
+    "a cache scheme": 6,
+    "a codec": 6,
+}
 NAMED_BY_OTHERS = {
     "fuse_linear_cross_entropy": {"cli/doctor.py", "report.py"},
     "encode_weights": {"model/weights/hooks.py"},
     "defer_logits": {"passes/graph/base.py"},
+    # `tune` compares two engines of the loss; the planner has a row for the library's workspaces.
+    "library": {"decisions.py", "cli/trials.py", "planning/timeline.py"},
 }
-"""Who asks about one pass by its name, for a reason of its own: a new pass needs none of them."""
+"""Who asks about one pass or engine by its name, for a reason of its own: a new one needs none."""
 
 
 def paths(cell: str) -> list[Path]:
@@ -97,11 +107,26 @@ def test_a_pass_is_named_where_the_table_says_and_nowhere_else(name: str) -> Non
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [("a codec", "tier"), ("to retire a codec", "rans"), ("a cache scheme", "per_head")],
+    [
+        ("a codec", "tier"),
+        ("to retire a codec", "rans"),
+        ("a cache scheme", "per_head"),
+        ("an engine", "library"),
+    ],
 )
 def test_a_name_stands_in_the_files_of_its_row_and_nowhere_else(change: str, name: str) -> None:
     assert ROWS[change][1] == f"`{name}`"
-    assert files_that_name(name) <= touched(change)
+    assert files_that_name(name) - NAMED_BY_OTHERS.get(name, set()) <= touched(change)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_of_the_loss_is_a_module_and_the_documentation_names_it(engine: str) -> None:
+    folder = PACKAGE / "kernels" / "linear_cross_entropy"
+    assert (folder / f"{engine}.py").is_file()
+    for page in ("docs/passes/fuse-linear-cross-entropy.md", "docs/use/glossary.md"):
+        text = (ROOT / page).read_text()
+        assert f"`{engine}`" in text
+        assert not re.findall(r"\b[Ee]ngines? [FHRTS]\b|`(?:fused|hybrid)`", text)
 
 
 def is_capability(node: ast.expr) -> bool:

@@ -18,7 +18,7 @@ from memeff_compile.cli.tune import tune
 from memeff_compile.decisions import Entry, Found, Machine, Question, Table
 from memeff_compile.errors import TuneError
 
-ENGINE = "linear_cross_entropy.engine"
+ENGINE = "linear_cross_entropy.products"
 OTHER = "another_op.engine"
 MACHINE = Machine("Some GPU", "9.0", "2.11.0", "3.6.0", "0.1.0-abc")
 
@@ -87,7 +87,7 @@ def bench(lab: Lab, *questions: Question, seconds: float = 1e9) -> Bench:
 def answer(
     jobs: Mapping[str, Mapping[str, float]],
     *,
-    default: str = "fused",
+    default: str = "hopper",
     faults: Mapping[str, str] | None = None,
 ) -> Found:
     lab = Lab()
@@ -99,94 +99,96 @@ def answer(
 
 
 def test_the_faster_setting_is_chosen_and_says_by_how_much() -> None:
-    found = answer({"a": {"fused": 10.0, "hybrid": 8.0}, "b": {"fused": 20.0, "hybrid": 16.0}})
-    assert (found.value, found.default) == ("hybrid", "fused")
-    assert found.reason == "20.0% less time than fused"
+    found = answer({"a": {"hopper": 10.0, "library": 8.0}, "b": {"hopper": 20.0, "library": 16.0}})
+    assert (found.value, found.default) == ("library", "hopper")
+    assert found.reason == "20.0% less time than hopper"
     assert [(t.value, t.workload, t.median) for t in found.timings] == [
-        ("fused", "a", 10.0),
-        ("fused", "b", 20.0),
-        ("hybrid", "a", 8.0),
-        ("hybrid", "b", 16.0),
+        ("hopper", "a", 10.0),
+        ("hopper", "b", 20.0),
+        ("library", "a", 8.0),
+        ("library", "b", 16.0),
     ]
 
 
-@pytest.mark.parametrize(("hybrid", "value"), [(9.81, "fused"), (9.79, "hybrid")])
-def test_the_default_stays_unless_another_is_two_per_cent_faster(hybrid: float, value: str) -> None:
-    assert answer({"a": {"fused": 10.0, "hybrid": hybrid}}).value == value
+@pytest.mark.parametrize(("library", "value"), [(9.81, "hopper"), (9.79, "library")])
+def test_the_default_stays_unless_another_is_two_per_cent_faster(
+    library: float, value: str
+) -> None:
+    assert answer({"a": {"hopper": 10.0, "library": library}}).value == value
 
 
 def test_workloads_count_alike_whatever_they_take() -> None:
     """Half the time on a small one outweighs a tenth more on a large one."""
-    jobs = {"small": {"fused": 1.0, "hybrid": 0.5}, "large": {"fused": 100.0, "hybrid": 110.0}}
-    assert answer(jobs).value == "hybrid"
+    jobs = {"small": {"hopper": 1.0, "library": 0.5}, "large": {"hopper": 100.0, "library": 110.0}}
+    assert answer(jobs).value == "library"
 
 
 def test_a_setting_with_wrong_numbers_is_out_however_fast() -> None:
-    jobs = {"a": {"fused": 10.0, "hybrid": 1.0}}
-    found = answer(jobs, faults={"hybrid": "dC is off by 1.0e+00"})
-    assert found.value == "fused"
-    assert found.refused == {"hybrid": "dC is off by 1.0e+00"}
+    jobs = {"a": {"hopper": 10.0, "library": 1.0}}
+    found = answer(jobs, faults={"library": "dC is off by 1.0e+00"})
+    assert found.value == "hopper"
+    assert found.refused == {"library": "dC is off by 1.0e+00"}
     assert found.timings == ()
 
 
 def test_a_default_with_wrong_numbers_is_out_too() -> None:
-    jobs = {"a": {"fused": 1.0, "hybrid": 10.0, "third": 12.0}}
-    assert answer(jobs, faults={"fused": "nll is nan"}).value == "hybrid"
+    jobs = {"a": {"hopper": 1.0, "library": 10.0, "third": 12.0}}
+    assert answer(jobs, faults={"hopper": "nll is nan"}).value == "library"
 
 
 def test_a_setting_that_fails_is_out_with_its_error() -> None:
     lab = Lab()
 
     def fault(setting: str) -> str:
-        if setting == "fused":
+        if setting == "hopper":
             raise RuntimeError("out of shared memory\nand a traceback")
         return ""
 
     asked = replace(
-        question(ENGINE, "fused", {"a": {"fused": 1.0, "hybrid": 2.0}}, lab), fault=fault
+        question(ENGINE, "hopper", {"a": {"hopper": 1.0, "library": 2.0}}, lab), fault=fault
     )
     found = measure(bench(lab, asked), "2026-11-21").found[ENGINE]
-    assert found.value == "hybrid"
-    assert found.refused == {"fused": "RuntimeError: out of shared memory"}
+    assert found.value == "library"
+    assert found.refused == {"hopper": "RuntimeError: out of shared memory"}
 
 
 def test_a_setting_that_fails_only_at_full_size_is_out_too() -> None:
     lab = Lab()
-    jobs = {"a": {"fused": 1.0, "hybrid": 2.0, "third": 3.0}}
+    jobs = {"a": {"hopper": 1.0, "library": 2.0, "third": 3.0}}
 
     class Fails(Job):
         def run(self, setting: str) -> float:
-            if setting == "fused":
+            if setting == "hopper":
                 raise MemoryError("4 GiB are needed")
             return super().run(setting)
 
     works = [Fails("a", jobs["a"], lab)]
-    asked = replace(question(ENGINE, "fused", jobs, lab), workloads=lambda: works)
+    asked = replace(question(ENGINE, "hopper", jobs, lab), workloads=lambda: works)
     found = measure(bench(lab, asked), "2026-11-21").found[ENGINE]
-    assert (found.value, found.reason) == ("hybrid", "the fastest of those that work")
-    assert found.refused == {"fused": "MemoryError: 4 GiB are needed"}
+    assert (found.value, found.reason) == ("library", "the fastest of those that work")
+    assert found.refused == {"hopper": "MemoryError: 4 GiB are needed"}
 
 
 def test_nothing_is_stored_where_no_setting_is_right(cache: Path) -> None:
     lab = Lab()
-    jobs = {"a": {"fused": 1.0, "hybrid": 2.0}}
-    wrong = question(ENGINE, "fused", jobs, lab, {"fused": "nan", "hybrid": "nan"})
+    jobs = {"a": {"hopper": 1.0, "library": 2.0}}
+    wrong = question(ENGINE, "hopper", jobs, lab, {"hopper": "nan", "library": "nan"})
     assert run_command(lab, wrong) == 1
     assert not cache.exists()
 
 
 def test_settings_take_turns_and_warm_up_first() -> None:
     lab = Lab()
-    jobs = {"a": {"fused": 1.0, "hybrid": 2.0}}
-    measure(bench(lab, question(ENGINE, "fused", jobs, lab), seconds=0.0), "2026-11-21")
-    assert lab.order == [("a", "fused"), ("a", "hybrid")] * 6  # one round to warm up, five timed
+    jobs = {"a": {"hopper": 1.0, "library": 2.0}}
+    measure(bench(lab, question(ENGINE, "hopper", jobs, lab), seconds=0.0), "2026-11-21")
+    assert lab.order == [("a", "hopper"), ("a", "library")] * 6  # one round to warm up, five timed
 
 
 # --- the table --------------------------------------------------------------------------------
 
 
-def entry(machine: Machine = MACHINE, engine: str = "hybrid", date: str = "2026-11-21") -> Entry:
-    found = answer({"a": {"fused": 10.0, "hybrid": 8.0}})
+def entry(machine: Machine = MACHINE, engine: str = "library", date: str = "2026-11-21") -> Entry:
+    found = answer({"a": {"hopper": 10.0, "library": 8.0}})
     return Entry(machine, date, {ENGINE: replace(found, value=engine)})
 
 
@@ -203,10 +205,10 @@ def test_a_table_is_read_as_it_was_written(cache: Path) -> None:
 
 def test_a_measurement_decides_on_its_machine_and_nowhere_else(cache: Path) -> None:
     store(cache, entry())
-    assert decisions.value(MACHINE, ENGINE, "fused") == "hybrid"
+    assert decisions.value(MACHINE, ENGINE, "hopper") == "library"
     assert decisions.value(MACHINE, OTHER, "usual") == "usual"  # not in the entry
-    assert decisions.value(replace(MACHINE, gpu="Another GPU"), ENGINE, "fused") == "fused"
-    assert decisions.value(None, ENGINE, "fused") == "fused"
+    assert decisions.value(replace(MACHINE, gpu="Another GPU"), ENGINE, "hopper") == "hopper"
+    assert decisions.value(None, ENGINE, "hopper") == "hopper"
 
 
 @pytest.mark.parametrize("field", ["torch", "triton", "kernels"])
@@ -216,7 +218,7 @@ def test_an_entry_of_other_software_is_left_with_one_warning(
     store(cache, entry(replace(MACHINE, **{field: "other"})))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert decisions.value(MACHINE, ENGINE, "fused") == "fused"
+            assert decisions.value(MACHINE, ENGINE, "hopper") == "hopper"
     (record,) = caplog.records
     assert "Measure again with `python -m memeff_compile tune`" in record.getMessage()
 
@@ -226,7 +228,7 @@ BROKEN = {
     "no JSON": "{",
     "a list": "[]",
     "another format": '{"format": 2, "entries": []}',
-    "an unknown engine": '"hybrid"->"quick"',
+    "an unknown engine": '"library"->"quick"',
     "a machine of numbers": '"2.11.0"->2.11',
     "no decisions": '"found"->"lost"',
 }
@@ -242,19 +244,19 @@ def test_a_broken_table_is_left_with_one_warning(
     cache.write_text(whole.replace(before, after) if after else text)
     with caplog.at_level(logging.WARNING):
         for machine in (MACHINE, replace(MACHINE, gpu="Another GPU")):
-            assert decisions.value(machine, ENGINE, "fused") == "fused"
+            assert decisions.value(machine, ENGINE, "hopper") == "hopper"
     (record,) = caplog.records
     assert str(cache) in record.getMessage()
     assert "tune --reset" in record.getMessage()
 
 
 def test_a_process_keeps_the_table_it_has_read(cache: Path) -> None:
-    store(cache, entry(engine="hybrid"))
-    assert decisions.value(MACHINE, ENGINE, "fused") == "hybrid"
-    store(cache, entry(engine="fused"))
-    assert decisions.value(MACHINE, ENGINE, "fused") == "hybrid"
+    store(cache, entry(engine="library"))
+    assert decisions.value(MACHINE, ENGINE, "hopper") == "library"
+    store(cache, entry(engine="hopper"))
+    assert decisions.value(MACHINE, ENGINE, "hopper") == "library"
     decisions.forget()
-    assert decisions.value(MACHINE, ENGINE, "fused") == "fused"
+    assert decisions.value(MACHINE, ENGINE, "hopper") == "hopper"
 
 
 def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_remains(
@@ -268,7 +270,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_remains(
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(TuneError, match="no space left"):
-        store(cache, entry(engine="fused"))
+        store(cache, entry(engine="hopper"))
     assert cache.read_text() == before
     assert [path.name for path in cache.parent.iterdir()] == ["decisions.json"]
 
@@ -276,7 +278,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one_and_no_remains(
 def test_compiled_code_is_tagged_by_what_was_decided_and_not_by_when(cache: Path) -> None:
     assert decisions.fingerprint([MACHINE]) == ""
     tags = []
-    for date, engine in (("2026-11-21", "hybrid"), ("2026-11-22", "hybrid"), ("", "fused")):
+    for date, engine in (("2026-11-21", "library"), ("2026-11-22", "library"), ("", "hopper")):
         decisions.forget()
         store(cache, entry(engine=engine, date=date))
         tags.append(decisions.fingerprint([MACHINE]))
@@ -313,8 +315,8 @@ def run_command(lab: Lab, asked: Question, *arguments: str) -> int:
     return tune(parser.parse_args(arguments), lambda *, quick: bench(lab, asked, seconds=0.0))
 
 
-def faster_hybrid(lab: Lab) -> Question:
-    return question(ENGINE, "fused", {"a": {"fused": 10.0, "hybrid": 8.0}}, lab)
+def faster_library(lab: Lab) -> Question:
+    return question(ENGINE, "hopper", {"a": {"hopper": 10.0, "library": 8.0}}, lab)
 
 
 def test_the_command_measures_stores_shows_and_resets(
@@ -323,9 +325,9 @@ def test_the_command_measures_stores_shows_and_resets(
     other = entry(replace(MACHINE, gpu="Another GPU"))
     store(cache, other)
     lab = Lab()
-    assert run_command(lab, faster_hybrid(lab)) == 0
+    assert run_command(lab, faster_library(lab)) == 0
     printed = capsys.readouterr().out
-    assert f"{ENGINE} = hybrid  (20.0% less time than fused; default fused)" in printed
+    assert f"{ENGINE} = library  (20.0% less time than hopper; default hopper)" in printed
     assert f"Stored in {cache}" in printed
     found = decisions.load(cache)
     assert found.entries[0] == other  # what was measured elsewhere stays
@@ -342,7 +344,7 @@ def test_the_command_measures_stores_shows_and_resets(
 
 def test_a_table_elsewhere_is_written_and_not_used(cache: Path, tmp_path: Path) -> None:
     lab, out = Lab(), tmp_path / "table.json"
-    assert run_command(lab, faster_hybrid(lab), "--out", str(out)) == 0
+    assert run_command(lab, faster_library(lab), "--out", str(out)) == 0
     assert decisions.load(out).entry(MACHINE) is not None
     assert not cache.exists()
 
@@ -366,7 +368,7 @@ def test_a_file_that_is_no_table_is_left_alone(
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("my notes")
     lab = Lab()
-    assert run_command(lab, faster_hybrid(lab), *arguments) == 1
+    assert run_command(lab, faster_library(lab), *arguments) == 1
     assert words in capsys.readouterr().err
     assert Path("notes.txt").read_text() == "my notes"
     assert lab.order == []  # said before anything is measured
@@ -388,5 +390,5 @@ def test_without_a_gpu_the_command_says_what_it_saw_and_needs(
 def test_the_stored_file_is_plain_json(cache: Path) -> None:
     store(cache, entry())
     stored = json.loads(cache.read_text())
-    assert stored["entries"][0]["found"][ENGINE]["value"] == "hybrid"
+    assert stored["entries"][0]["found"][ENGINE]["value"] == "library"
     assert stored["entries"][0]["machine"]["gpu"] == "Some GPU"

@@ -17,7 +17,7 @@ from memeff_compile.decisions import DECISIONS, Table
 from memeff_compile.errors import TuneError
 from memeff_compile.kernels.device import decided_by_measurement, gpu
 from memeff_compile.kernels.linear_cross_entropy import engine_for
-from memeff_compile.kernels.linear_cross_entropy.op import ENGINE
+from memeff_compile.kernels.linear_cross_entropy.walk import ENGINE
 
 pytestmark = pytest.mark.gpu
 
@@ -43,11 +43,11 @@ def test_a_measurement_finds_every_setting_right_and_decides(cache: Path) -> Non
     assert all(found.value in DECISIONS[name].choices for name, found in entry.found.items())
     assert all(len(found.timings) > 1 for found in entry.found.values())
 
-    other = replace(entry.found[ENGINE], value="hybrid", default="fused")
+    other = replace(entry.found[ENGINE], value="library", default="hopper")
     entry = replace(entry, found={**entry.found, ENGINE: other})
     decisions.save(Table((entry,)), cache)
     decisions.forget()
-    assert engine_for(DEVICE, torch.bfloat16, 64) == "hybrid"
+    assert engine_for(DEVICE, torch.bfloat16, 64) == "library"
     assert decided_by_measurement() != ""
     model = ToyModel().to(DEVICE, torch.bfloat16)
     options = {"memeff.inner": "aot_eager"}

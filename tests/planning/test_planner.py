@@ -120,7 +120,7 @@ def test_report_and_sizes(explained: Explanation) -> None:
     assert explained.report.rewrites("fuse_linear_cross_entropy") == 1
     assert explained.vocabulary == VOCABULARY
     assert (explained.sizes.batch, explained.sizes.length) == (B, L)
-    assert "engine hybrid" in explained.report.details()
+    assert "engine library" in explained.report.details()
     assert explained.stacks == (Stacked("blocks", (0,) * DEPTH, (0, 1, DEPTH - 1)),)
 
 

@@ -10,53 +10,48 @@ engines and the formula of the bytes it saves. Per row of the hidden states it r
     entropy    -sum_j p_j log p_j with p = softmax(z)
     top        the index of the largest z_j, the first of equals
 
-with z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), all differentiable once but
-the last. memeff::linear_cross_entropy_adapted has a low-rank product beside the head's.
-Means, sums, class weights of the target and shifts stay outside, in ordinary ops on N numbers.
+with z = softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap), all
+differentiable once but the last. low (..., R) and up (V, R) are a low-rank part of the head, such
+as u = h A^T times a LoRA adapter's scale, and its B; neither the sum of the two products nor a copy
+of the head is built. If they are in fp32 and the head in 16 bits, as PEFT keeps adapters, their
+products are taken in fp32, of gradients of the logits unrounded. Means, sums, class weights of the
+target and shifts stay outside, in ordinary ops on N numbers.
+
+A call goes from `op` to `walk`, which chooses the engine and takes its blocks through it:
+`reference`, `library` or `hopper`. `call` has the request, `shapes` every size of a block.
 """
 
 from __future__ import annotations
 
-from .adapted import linear_cross_entropy_adapted as linear_cross_entropy_adapted
-from .adapted import (
-    linear_cross_entropy_adapted_backward as linear_cross_entropy_adapted_backward,
-)
-from .adapted_total import (
-    linear_cross_entropy_adapted_total as linear_cross_entropy_adapted_total,
-)
-from .adapted_total import (
-    makes_gradients_in_forward_adapted as makes_gradients_in_forward_adapted,
-)
+from .gradient_filter import filter_level as filter_level
+from .gradient_filter import leaves_out as leaves_out
+from .memory import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
 from .memory import Pieces as Pieces
+from .memory import adapted_total_bytes as adapted_total_bytes
 from .memory import bytes_after as bytes_after
 from .memory import bytes_before as bytes_before
 from .memory import piece_sizes as piece_sizes
-from .op import ENGINES as ENGINES
-from .op import engine_for as engine_for
+from .memory import total_bytes as total_bytes
 from .op import linear_cross_entropy as linear_cross_entropy
+from .op import linear_cross_entropy_adapted as linear_cross_entropy_adapted
+from .op import linear_cross_entropy_adapted_total as linear_cross_entropy_adapted_total
 from .op import linear_cross_entropy_backward as linear_cross_entropy_backward
+from .op import linear_cross_entropy_merge as linear_cross_entropy_merge
+from .op import linear_cross_entropy_over_ranks as linear_cross_entropy_over_ranks
+from .op import linear_cross_entropy_shard as linear_cross_entropy_shard
+from .op import linear_cross_entropy_total as linear_cross_entropy_total
+from .op import linear_cross_entropy_total_over_ranks as linear_cross_entropy_total_over_ranks
+from .op import linear_cross_entropy_total_shard as linear_cross_entropy_total_shard
 from .op import supports as supports
-from .selected import filter_level as filter_level
-from .selected import leaves_out as leaves_out
 from .shapes import is_minimal as is_minimal
-from .sharded import Shard as Shard
-from .sharded import Split as Split
-from .sharded import layout as layout
-from .sharded import linear_cross_entropy_merge as linear_cross_entropy_merge
-from .sharded import linear_cross_entropy_over_ranks as linear_cross_entropy_over_ranks
-from .sharded import linear_cross_entropy_shard as linear_cross_entropy_shard
-from .sharded import part_of_rank as part_of_rank
-from .sharded import split_of as split_of
-from .sharded_total import (
-    linear_cross_entropy_total_over_ranks as linear_cross_entropy_total_over_ranks,
-)
-from .sharded_total import linear_cross_entropy_total_shard as linear_cross_entropy_total_shard
-from .sharded_total import (
-    makes_gradients_in_forward_over_ranks as makes_gradients_in_forward_over_ranks,
-)
-from .sharded_total import rows_of_a_piece as rows_of_a_piece
-from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
-from .total import linear_cross_entropy_total as linear_cross_entropy_total
-from .total import makes_gradients_in_forward as makes_gradients_in_forward
-from .total import total_bytes as total_bytes
-from .total_hybrid import adapted_total_bytes as adapted_total_bytes
+from .vocabulary_parallel import Shard as Shard
+from .vocabulary_parallel import Split as Split
+from .vocabulary_parallel import layout as layout
+from .vocabulary_parallel import part_of_rank as part_of_rank
+from .vocabulary_parallel import rows_of_a_block as rows_of_a_block
+from .vocabulary_parallel import split_of as split_of
+from .walk import ENGINES as ENGINES
+from .walk import engine_for as engine_for
+from .walk import makes_gradients_in_forward as makes_gradients_in_forward
+from .walk import makes_gradients_in_forward_adapted as makes_gradients_in_forward_adapted
+from .walk import makes_gradients_in_forward_over_ranks as makes_gradients_in_forward_over_ranks

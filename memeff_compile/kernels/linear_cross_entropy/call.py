@@ -1,21 +1,30 @@
-"""A call as every engine has it: what it is given and asked for, and what the engine returns.
+"""A request as every engine has it, and what an engine returns.
 
-Axis letters as in `pieces`.
+Per row: `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward` takes
+`RowGradients` and what was `Saved` besides, and returns `Gradients`. As one number: `ScalarLoss` is
+the request and `LossAndGradients` the answer. Axis letters as in `shapes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ... import compat
+from ...errors import TargetRangeError
 from ..checks import wide
 
+# A row's target, to an engine that has some of the classes: its column, or one of these. Of a row
+# whose target another rank has it is ELSEWHERE less a column that is about as likely as any.
+IGNORED = -1
+ELSEWHERE = -2
 
-class Knobs(NamedTuple):
-    """The settings of one call that every engine reads; meanings and defaults as in the schema.
+
+class Settings(NamedTuple):
+    """The settings of a call, as in the schema.
 
     A row with an ignored target is still computed where a statistic that does not depend on the
     target is asked for, as it would be in eager PyTorch.
@@ -36,8 +45,16 @@ class Knobs(NamedTuple):
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Which of the results in `Rows` are asked for."""
+        """Which of the results in `RowResults` are asked for."""
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
+
+    def served(self) -> Settings:
+        """Return the settings without a filter that would be wrong or that no engine has.
+
+        Label smoothing gives every class a gradient.
+        """
+        is_exact = self.with_logit_sum or self.with_entropy or self.with_top
+        return self._replace(gradient_filter="exact") if is_exact else self
 
     @property
     def keeps_ignored_rows(self) -> bool:
@@ -51,7 +68,7 @@ class Knobs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What every engine computes with. An op takes any leading dimensions in the place of N."""
+    """The tensors of a call. An op takes any leading dimensions in place of N."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -64,7 +81,7 @@ class Operands(NamedTuple):
     up: Tensor | None = None
 
     def flat(self) -> Operands:
-        """Return them with all rows in one axis."""
+        """Return the operands with all rows in one axis."""
         rows = self.target.numel()
         hidden = self.hidden.reshape(rows, self.hidden.shape[-1])
         low = None if self.low is None else self.low.reshape(rows, self.low.shape[-1])
@@ -72,45 +89,44 @@ class Operands(NamedTuple):
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
-        """What may have a gradient, in the order of an engine's results."""
-        of_head = self.hidden, self.weight, self.bias
-        return of_head if self.low is None else (*of_head, self.low, self.up)
+        """The operands that may have a gradient, in the order of `Gradients`."""
+        return self.hidden, self.weight, self.bias, self.low, self.up
 
-    def flags(self, knobs: Knobs) -> dict[str, bool]:
-        """Return what the kernels are told at compile time of what there is to be computed."""
+    def flags(self, settings: Settings) -> dict[str, bool]:
+        """Return the compile-time constants that say which terms a kernel computes."""
         return {
             "HAS_BIAS": self.bias is not None,
             "HAS_COLUMN_WEIGHT": self.column_weight is not None,
-            "HAS_SOFTCAP": knobs.softcap > 0,
-            "WITH_LOGIT_SUM": knobs.with_logit_sum,
-            "WITH_ENTROPY": knobs.with_entropy,
+            "HAS_SOFTCAP": settings.softcap > 0,
+            "WITH_LOGIT_SUM": settings.with_logit_sum,
+            "WITH_ENTROPY": settings.with_entropy,
         }
 
 
-class Rows(NamedTuple):
-    """What an engine's forward returns: one element per row each, or (0,) where not asked for.
+class RowResults(NamedTuple):
+    """The results of a forward: one element per row each, or (0,) where not asked for.
 
     No two of them share memory.
     """
 
     nll: Tensor  # fp32 or fp64; 0 in ignored rows
-    lse: Tensor  # fp32 or fp64; 0 in ignored rows unless knobs.keeps_ignored_rows
+    lse: Tensor  # fp32 or fp64; 0 in ignored rows unless settings.keeps_ignored_rows
     logit_sum: Tensor  # fp32 or fp64; 0 in ignored rows
     entropy: Tensor  # fp32 or fp64; of every row
     top: Tensor  # int64; of every row
 
     @classmethod
     def new(
-        cls, like: Tensor, shape: Sequence[int], knobs: Knobs, *, of_zeros: bool = False
-    ) -> Rows:
-        """Allocate them beside a tensor of inputs."""
+        cls, like: Tensor, shape: Sequence[int], settings: Settings, *, of_zeros: bool = False
+    ) -> RowResults:
+        """Allocate the results on the device of an input."""
         new = like.new_zeros if of_zeros else like.new_empty
-        asked = zip(knobs.wanted, (*4 * [wide(like.dtype)], torch.int64), strict=True)
+        asked = zip(settings.wanted, (*4 * [wide(like.dtype)], torch.int64), strict=True)
         return cls(*(new(shape if wanted else (0,), dtype=dtype) for wanted, dtype in asked))
 
 
 class RowGradients(NamedTuple):
-    """What an engine's backward is given: a cotangent per row for each differentiable result.
+    """A cotangent per row for each differentiable result.
 
     fp32 or fp64; (0,) where the result was not asked for.
     """
@@ -121,18 +137,195 @@ class RowGradients(NamedTuple):
     entropy: Tensor
 
 
-class Kept(NamedTuple):
-    """What an engine's backward is given of its forward's results."""
+class Saved(NamedTuple):
+    """The results of a forward that its backward reads."""
 
     lse: Tensor  # (N,)
     entropy: Tensor  # (N,), or (0,) where it was not asked for
 
 
-Gradients: TypeAlias = tuple[Tensor | None, ...]
-"""Of hidden (N, D), of weight, laid out like it, and of bias (V,); of low (N, R) and up (V, R)
-where there are such. None where not asked for."""
+class Gradients(NamedTuple):
+    """The gradients of the operands; None where not asked for."""
+
+    hidden: Tensor | None  # (N, D)
+    weight: Tensor | None  # (V, D), laid out like the weight
+    bias: Tensor | None  # (V,)
+    low: Tensor | None = None  # (N, R)
+    up: Tensor | None = None  # (V, R)
+
+
+class Ranks(NamedTuple):
+    """The ranks that hold parts of the classes, and meet once per block of rows.
+
+    Of each row a rank has the log-sum-exp of its own classes, and the loss of the target among
+    them: 0 where another rank has the target. The others need no more, in one dtype and one order,
+    whatever engine made it. Blocks are of rows in the order of `counted_first`, of all ranks alike.
+    """
+
+    rank: int
+    ranks: int
+    height: int  # rows of a block
+    owner: Tensor  # (N,) int32: the rank that has a row's target; any, where there is none
+    gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
+
+    def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return log-sum-exps and losses of the whole head, of a block of so many rows or fewer."""
+        own = lse.new_zeros(2, rows)
+        own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
+        every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]
+        return merged(every[:, 0], every[:, 1], owner)
+
+
+def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps and losses of the whole head from those of all ranks, (P, ...) each."""
+    whole = lse.logsumexp(0)
+    own = lse.gather(0, owner.long().unsqueeze(0))[0]
+    # No difference of two large numbers for a confident target; a class at -inf loses inf.
+    loss = nll.sum(0) + (lse - own).logsumexp(0)
+    return whole, torch.where(own == -torch.inf, whole - own, loss)
+
+
+def counted_first(target: Tensor) -> Tensor:
+    """Return the order in which ranks meet over rows: those that count, then ignored ones.
+
+    Engines that leave ignored rows out have them in this order and no other.
+    """
+    return (target == IGNORED).to(torch.int8).sort(stable=True).indices
+
+
+def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a column for each row that counts, and where the target is here or elsewhere."""
+    here, elsewhere = target >= 0, target <= ELSEWHERE
+    return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
+
+
+class ScalarLoss(NamedTuple):
+    """A request for one number: the weighted sum of the losses of all rows, over a norm."""
+
+    hidden: Tensor  # (N, D) of any floating dtype
+    weight: Tensor  # (V, D), any strides
+    bias: Tensor | None  # (V,) or None
+    target: Tensor  # (N,) int32 or int64
+    row_weight: Tensor | None  # (N,) or None
+    norm: Tensor | None  # a number or None
+    # ignore_index, scale, softcap, workspace: as in the schema
+    ignore_index: int | None
+    scale: float
+    softcap: float
+    workspace: int
+    output_mask: Sequence[bool]  # which gradients are asked for: of hidden, weight and bias
+    # as for `linear_cross_entropy`
+    gradient_filter: str = "exact"
+    filter_level: float = 0.0
+    sort_vocabulary: bool = False
+    # the ranks that have the other classes; targets are then columns, IGNORED or ELSEWHERE
+    ranks: Ranks | None = None
+    low: Tensor | None = None  # (N, R), as of `Operands`, and the mask is then of five
+    up: Tensor | None = None  # (V, R), likewise
+
+    @property
+    def operands(self) -> Operands:
+        """The tensors as a loss per row takes them."""
+        return Operands(*self[:4], None, self.low, self.up)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of the total."""
+        return wide(self.hidden.dtype)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings as a loss per row takes them."""
+        settings = Settings(*self[6:9], False, False, self.gradient_filter, self.workspace)
+        return settings._replace(
+            filter_level=self.filter_level, sort_vocabulary=self.sort_vocabulary
+        )
+
+    def flat(self) -> ScalarLoss:
+        """Return the request with all rows in one axis, and a mask of operands that are there."""
+        operands, row_weight = self.operands.flat(), self.row_weight
+        asked = zip(self.output_mask, operands.trained, strict=False)
+        return self._replace(
+            hidden=operands.hidden,
+            target=operands.target,
+            row_weight=None if row_weight is None else row_weight.reshape(operands.target.numel()),
+            low=operands.low,
+            output_mask=tuple(wanted and part is not None for wanted, part in asked),
+        )
+
+    def row_gradients(self, dtype: torch.dtype) -> Tensor:
+        """Return the factor of each row's loss in the total: its weight over the norm, or 0.
+
+        An ignored row has 0 whatever the norm, which is 0 where all of them are.
+        """
+        target, weight = self.target, self.row_weight
+        factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)
+        if self.norm is not None:
+            factors = factors / self.norm
+        ignored = None if self.ignore_index is None else target.eq(self.ignore_index)
+        return factors if ignored is None else factors.masked_fill(ignored, 0)
+
+    def total_of(self, nll: Tensor) -> Tensor:
+        """Return the total of the losses of all rows."""
+        row_weight, norm = self.row_weight, self.norm
+        total = (nll if row_weight is None else nll * row_weight.to(nll.dtype)).sum()
+        return total if norm is None else total / norm
+
+
+class LossAndGradients(NamedTuple):
+    """The total, and its gradients that were asked for, in the order of `Gradients`."""
+
+    total: Tensor
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+    grad_low: Tensor | None = None
+    grad_up: Tensor | None = None
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary as the kernels read it."""
+    """Return a vector over the vocabulary as kernels read it."""
     return None if values is None else values.to(dtype or values.dtype).contiguous()
+
+
+def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
+    """Refuse targets that are no column: at once on a CPU, by a device assertion on CUDA."""
+    is_valid = (target >= 0) & (target < vocab)
+    if ignore_index is not None:
+        is_valid |= target == ignore_index
+    if target.device.type == "cuda":
+        compat.assert_on_device(
+            is_valid.all(),
+            f"linear_cross_entropy: a target is outside 0 .. {vocab - 1} and is not ignore_index "
+            f"({ignore_index})",
+        )
+        return
+    if not bool(is_valid.all()):
+        row = int((~is_valid).nonzero()[0])
+        rest = ". Fix the index."
+        if ignore_index is not None:
+            rest = f" and ignore_index is {ignore_index}. Fix the labels, or pass that value as "
+            rest += "ignore_index."
+        raise TargetRangeError(
+            f"linear_cross_entropy: target holds {int(target[row])} (row {row}); columns run from "
+            f"0 to {vocab - 1}{rest}"
+        )
+
+
+def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
+    """Return the gradients that are asked for where there are no rows."""
+    asked = zip(given.trained, mask, strict=False)
+    return Gradients(
+        *(torch.zeros_like(each) if wanted and each is not None else None for each, wanted in asked)
+    )
+
+
+def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
+    """Return gradients as an op does: each in the shape of its operand, empty ones for None."""
+    found: list[Tensor] = []
+    for part, of in zip(gradients, given.trained, strict=True):
+        if part is None or of is None:
+            found.append(given.hidden.new_empty(0))
+        else:  # rows are flat in engines
+            found.append(part if part.shape == of.shape else part.reshape(of.shape))
+    return tuple(found)

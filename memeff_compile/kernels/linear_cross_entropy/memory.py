@@ -1,8 +1,8 @@
 """Bytes before and after, as formulas in N (rows), D (hidden size) and V (vocabulary).
 
-They count the dominant buffers that live beside the inputs and the gradients that are returned.
-`before` is what a model holds for its loss without us: full N x V buffers. `after` is an upper
-bound of what our op holds: pieces, per-row vectors and the fp32 sum of the hidden gradient.
+They count the dominant buffers that live next to the inputs and the gradients that are returned.
+`before`: full N x V buffers, as a model has them for its loss without us. `after`: an upper bound
+of the bytes of our op, which are blocks, per-row vectors and the fp32 sum of the hidden gradient.
 """
 
 from __future__ import annotations
@@ -12,18 +12,35 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
+from ..device import DEFAULT_PROCESSORS, kernels_serve, where_it_runs
 from ..sizes import Size
-from . import total_fused
-from .pieces import (
-    HYBRID_AUTO_BYTES,
-    HYBRID_AUTO_BYTES_PER_ROW,
+from .gradient_filter import filter_bytes, leaves_out
+from .shapes import (
+    AGAIN_BYTES,
+    AUTO_BYTES,
+    FILTER_BLOCKS,
+    HOPPER_AUTO_BYTES,
+    HOPPER_AUTO_BYTES_PER_ROW,
+    HOPPER_MIN_WIDTH,
+    LIBRARY_AUTO_BYTES,
+    LIBRARY_AUTO_BYTES_PER_ROW,
     MIN_WIDTH,
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
     REFERENCE_AUTO_COLUMNS,
+    REFERENCE_MIN_ROWS,
+    TALLEST_SPLIT,
+    auto_bytes,
+    hopper_rows,
+    library_rows,
     reference_bytes_per_logit,
+    reference_rows,
+    shapes_for_programs,
+    splits_of,
 )
-from .shapes import FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW, FUSED_MIN_WIDTH
+
+# Losses, factors, orders of rows and the like; a bound.
+TOTAL_BYTES_PER_ROW = 64
 
 
 def bytes_before(
@@ -61,10 +78,10 @@ def bytes_before(
 
 
 class How(NamedTuple):
-    """What a call's bytes depend on beside its sizes N, D and V, which are symbols or numbers."""
+    """The properties that a call's bytes depend on besides its sizes N, D and V."""
 
     dtype: torch.dtype  # dtype of hidden and weight
-    engine: str  # "fused", "hybrid" or "reference", as `engine_for` says
+    engine: str  # "hopper", "library" or "reference", as `engine_for` says
     device_type: str  # where the tensors are, such as "cuda"
     workspace: int = 0  # the op's workspace in bytes, 0 = automatic
     has_softcap: bool = False  # whether logits are capped
@@ -74,7 +91,7 @@ class How(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What one call holds of the logits at any time: bytes, and columns where a copy needs them."""
+    """The part of the logits that is alive at once: bytes, and columns where a copy needs them."""
 
     bytes: sympy.Expr
     columns: sympy.Expr
@@ -83,12 +100,12 @@ class Pieces(NamedTuple):
 def bytes_after(
     rows: Size, depth: Size, vocab: Size, *, pieces: Pieces | None = None, **how: Any
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes our op holds beside inputs and returned gradients.
+    """Return an upper bound of the bytes our op holds next to inputs and returned gradients.
 
-    The larger of forward and backward: the workspace of pieces (each at most half as wide as the
+    The larger of forward and backward: the workspace of blocks (each at most half as wide as the
     vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
     fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit hidden states
-    and of pieces of the weight, and on a CPU the copies of the rows that are not ignored. `how`
+    and of blocks of the weight, and on a CPU the copies of the rows that are not ignored. `how`
     is as of `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
     """
     n, d = sympy.sympify(rows), sympy.sympify(depth)
@@ -97,40 +114,40 @@ def bytes_after(
         pieces = piece_sizes(rows, depth, vocab, **how)
     itemsize = dtype.itemsize
     sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
-    if engine in ("fused", "hybrid"):
+    if engine in ("hopper", "library"):
         # state, the five results, the cotangents made contiguous, target checks
         return pieces.bytes + sums + 64 * n
-    # 16-bit: hidden in fp32, two pieces of the weight in fp32 and its gradient before rounding
+    # 16-bit: hidden in fp32, two blocks of the weight in fp32 and its gradient before rounding
     widened = 4 * n * d + 12 * pieces.columns * d if itemsize == 2 else sympy.Integer(0)
     compacted = 2 * itemsize * n * d if device_type == "cpu" else sympy.Integer(0)
     return pieces.bytes + sums + widened + compacted + 24 * max(itemsize, 4) * n
 
 
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
-    """Return an upper bound of the pieces of logits that are alive at once; how, as of `How`."""
+    """Return an upper bound of the blocks of logits that are alive at once; how, as of `How`."""
     given = How(**how)
     dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
     half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
     itemsize = dtype.itemsize
-    if engine in ("fused", "hybrid"):
+    if engine in ("hopper", "library"):
         per_logit, narrowest = (6 if itemsize == 2 else 4), MIN_WIDTH
-        automatic, per_row = HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW
-        if engine == "fused":
-            per_logit, narrowest = 2, FUSED_MIN_WIDTH
-            automatic, per_row = FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW
-            half = sympy.Max(half, FUSED_MIN_WIDTH)
+        automatic, per_row = LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW
+        if engine == "hopper":
+            per_logit, narrowest = 2, HOPPER_MIN_WIDTH
+            automatic, per_row = HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW
+            half = sympy.Max(half, HOPPER_MIN_WIDTH)
         budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
-        if engine == "fused" and training and not workspace and dtype in total_fused.DTYPES:
-            # a backward by pieces of rows; what a call is asked for may switch its filter off
+        if engine == "hopper" and training and not workspace and dtype == torch.bfloat16:
+            # a backward by rows; the results that a call asks for may switch its filter off
             size = (n, int(depth), int(vocab), 0)
             for each in {"exact", given.gradient_filter}:
-                by_rows = total_fused.bytes_held(
+                by_rows = hopper_bytes(
                     *size,
                     is_plain=False,
                     gradient_filter=each,
-                    tallest=total_fused.AGAIN_BYTES,
+                    tallest=AGAIN_BYTES,
                 )
                 held = sympy.Max(held, by_rows)
         return Pieces(held, held / (per_logit * n))
@@ -139,3 +156,93 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
     budget = workspace or sympy.Max(automatic, REFERENCE_AUTO_COLUMNS * per_logit * n)
     columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)
     return Pieces(per_logit * n * columns, columns)
+
+
+def total_bytes(
+    rows: Size,  # n as a symbol or number, D, V
+    depth: int,  # likewise
+    vocab: int,  # likewise
+    *,
+    dtype: torch.dtype,  # of hidden states and weight
+    device: torch.device,  # likewise
+    workspace: int = 0,  # as for the op
+    has_softcap: bool = False,  # likewise
+    gradient_filter: str = "exact",  # likewise
+) -> sympy.Expr:
+    """Return a bound of a total's bytes next to inputs, gradients and 64 bytes per row.
+
+    On a GPU: X, the statistics of its tiles and the rows times their scale. In plain PyTorch: a
+    block of logits, two more with a softcap, the rows that count and, for 16-bit inputs, the fp32
+    sums of the weight's gradient and a block of the weight.
+    """
+    n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
+    if kernels_serve(device, dtype):
+        return hopper_bytes(
+            *(n, depth, vocab, workspace),
+            is_plain=not has_softcap,
+            gradient_filter=gradient_filter,
+        )
+    height = reference_rows(
+        n, vocab, wide * (1 + has_softcap), workspace, where_it_runs(device).type
+    )
+    held = wide * height * (vocab * (1 + 2 * has_softcap) + 3 * depth) + dtype.itemsize * depth * n
+    if dtype.itemsize < wide:
+        held += wide * (height * vocab + REFERENCE_MIN_ROWS * depth + vocab * depth)
+    return held
+
+
+def adapted_total_bytes(
+    rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
+) -> sympy.Expr:
+    """Return the same of a frozen head with a LoRA part of this rank, in the engine `library`."""
+    itemsize = dtype.itemsize
+    height = library_rows(rows, vocab, workspace, itemsize)
+    return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)
+
+
+def hopper_bytes(
+    rows: sympy.Expr,
+    depth: int,
+    vocab: int,
+    workspace: int,
+    *,
+    is_plain: bool,
+    gradient_filter: str = "exact",
+    tallest: int = AUTO_BYTES,
+) -> sympy.Expr:
+    """Return a bound of the bytes of X, its statistics and the scaled rows of one block.
+
+    A filter also has the tiles that count.
+    """
+    shapes = shapes_for_programs(DEFAULT_PROCESSORS)
+    columns = shapes.gradient_columns(is_plain=is_plain)
+    width = -(-vocab // shapes.columns) * shapes.columns
+    is_filtered = leaves_out(gradient_filter, depth, vocab, workspace)
+    tallest = AGAIN_BYTES if is_filtered else tallest
+    budget = workspace or auto_bytes(rows, width, tallest)
+    height = sympy.Max(budget / (2 * width), shapes.rows)
+    if is_filtered:
+        height = sympy.Min(height, FILTER_BLOCKS * shapes.rows)
+    held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
+    if is_filtered:
+        # A selection has an order of rows, and every one of them may be copied in it.
+        held += filter_bytes(height, depth, vocab) + 12 * rows
+    return held + _parts_bytes(rows, depth, vocab, workspace, tallest)
+
+
+def _parts_bytes(
+    rows: sympy.Expr, depth: int, vocab: int, workspace: int, tallest: int
+) -> sympy.Expr:
+    """Return a bound of the bytes of shares of dE; of any number of rows if N is a symbol."""
+    shapes = shapes_for_programs(DEFAULT_PROCESSORS)
+    heights = range(shapes.rows, TALLEST_SPLIT + 1, shapes.rows)
+    if rows.is_number:
+        height = hopper_rows(
+            int(rows), vocab, workspace, shapes.rows, shapes.columns, tallest=tallest
+        )
+        heights = range(height, height + 1)
+    return max(
+        4 * (splits_of(height, depth, vocab, shapes, needs_weight=needs) - 1) * height * depth
+        for height in heights
+        for needs in (False, True)
+    )

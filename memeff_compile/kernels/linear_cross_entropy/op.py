@@ -1,8 +1,25 @@
-"""memeff::linear_cross_entropy and its backward: schemas, validation, engines, fakes, autograd.
+"""memeff::linear_cross_entropy and its kin: schemas, validation, fakes, autograd.
 
-The op is functional, opaque to Inductor and unaffected by autocast. It saves its inputs, one
-lse per row and, if asked for, one entropy; backward is an op of its own that recomputes products
-piece by piece.
+Two ops compute, and each has a backward op; a LoRA part of the head is optional in all four:
+
+    linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
+    linear_cross_entropy_total  one number and the gradients of that number,
+                                total = sum over rows of row_weight_i * nll_i, over norm
+
+The first saves its inputs, one lse per row and, if asked for, one entropy; its backward computes
+logits again. The gradients of the second are known up to a factor as soon as a row's logits are:
+three products make a step instead of four. Its backward multiplies them by the loss's own gradient,
+in place if nothing can read them again, otherwise in a copy.
+
+Four more serve heads of which every rank holds some classes (`vocabulary_parallel`): statistics of
+a rank and their merging, a rank's total, and the total that all agree on. Four names are written in
+terms of these eight, so that graphs read plainly: `_adapted` and `_adapted_total` (a LoRA part),
+`_over_ranks` and `_total_over_ranks` (a head over ranks).
+
+An op's arguments cost the host some microseconds each, so the many settings of ranks are not
+options of the ops that serve one process.
+
+Ops are functional, opaque to Inductor and unaffected by autocast.
 """
 
 from __future__ import annotations
@@ -15,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from ...errors import DoubleBackwardError, TargetRangeError
+from ...errors import DoubleBackwardError
 from .. import library
 from ..checks import (
     FLOATING,
@@ -28,29 +45,25 @@ from ..checks import (
     unplain,
     wide,
 )
-from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
-from . import fused, hybrid, reference, row_pieces
-from .call import Kept, Knobs, Operands, RowGradients, Rows
-
-ENGINE = "linear_cross_entropy.engine"
-"""The decision that `tune` makes: which engine serves where "fused" and "hybrid" both could."""
+from ..device import kernels_serve, without_autocast
+from .call import (
+    Operands,
+    RowGradients,
+    RowResults,
+    Saved,
+    ScalarLoss,
+    Settings,
+    as_results,
+    check_range,
+)
+from .shapes import CHUNK
+from .vocabulary_parallel import Part, Shard, check_counts, loss_of_rank, merge, statistics
+from .walk import ENGINES, loss_and_gradients, row_gradients, row_results
 
 # What memeff.linear_cross_entropy may be.
 GRADIENT_FILTERS = ("exact", "mass", "block")
 # Which of the two gradients a filter may leave blocks out of.
 FILTER_PARTS = ("both", "hidden", "weight")
-
-ENGINES = {
-    "fused": (
-        "products in Triton that keep only statistics and gradients of the logits "
-        "(CUDA, compute capability 9.0; bf16, fp16)"
-    ),
-    "hybrid": (
-        "library products in fp32 and one Triton pass per piece of the vocabulary "
-        "(CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
-    ),
-    "reference": "plain PyTorch, piece by piece over the vocabulary (any device, also fp64)",
-}
 
 
 def supports(
@@ -70,7 +83,7 @@ def supports(
     filter_level: float = 0.0,  # likewise
     filter_parts: str = "both",  # likewise
 ) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
+    """Return the reason why the op cannot serve these inputs, or None if it can.
 
     Reads dtypes, devices, layouts and sizes, never values, and adds no guard: sizes that are
     symbols are left to the op's own checks. Real and fake tensors both do.
@@ -213,175 +226,71 @@ def check_sizes(given: Operands) -> None:
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
 
 
-def engine_for(
-    device: torch.device,
-    dtype: torch.dtype,
-    depth: int = 8,
-    *,
-    with_top: bool = False,
-    is_adapted: bool = False,
-) -> str:
-    """Name the engine that serves tensors of this device, dtype and depth: a key of `ENGINES`.
-
-    Where "fused" and "hybrid" both could, what `tune` measured on that GPU decides. A weight whose
-    rows do not follow each other in memory is served by "hybrid" where this says "fused".
-
-    Dtype and depth are the hidden states'; `with_top` asks for the likeliest class of a row, and
-    `is_adapted` for a head with a low-rank part.
-    """
-    if not kernels_serve(device, dtype):
-        return "reference"
-    device = where_it_runs(device)
-    fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_top and not is_adapted
-    return tuned(device, ENGINE, "fused") if fits and gpu(device).is_hopper else "hybrid"
-
-
-def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
-    """Refuse targets that are no column: at once on a CPU, by a device assertion on CUDA."""
-    is_valid = (target >= 0) & (target < vocab)
-    if ignore_index is not None:
-        is_valid |= target == ignore_index
-    if target.device.type == "cuda":
-        compat.assert_on_device(
-            is_valid.all(),
-            f"linear_cross_entropy: a target is outside 0 .. {vocab - 1} and is not ignore_index "
-            f"({ignore_index})",
-        )
-        return
-    if not bool(is_valid.all()):
-        row = int((~is_valid).nonzero()[0])
-        rest = ". Fix the index."
-        if ignore_index is not None:
-            rest = f" and ignore_index is {ignore_index}. Fix the labels, or pass that value as "
-            rest += "ignore_index."
-        raise TargetRangeError(
-            f"linear_cross_entropy: target holds {int(target[row])} (row {row}); columns run from "
-            f"0 to {vocab - 1}{rest}"
-        )
-
-
-class _Call(NamedTuple):
-    """What `linear_cross_entropy` is called with."""
+class _Forward(NamedTuple):
+    """The call of `linear_cross_entropy`."""
 
     operands: Operands
-    knobs: Knobs
+    settings: Settings
 
 
-class _Gradients(NamedTuple):
-    """What `linear_cross_entropy_backward` is called with."""
+class _Backward(NamedTuple):
+    """The call of `linear_cross_entropy_backward`."""
 
     grads: RowGradients
-    call: _Call
-    kept: Kept
+    call: _Forward
+    saved: Saved
     output_mask: tuple[bool, ...]
 
 
 _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_parts")
 
 
-def called(*tensors: Any, **settings: Any) -> _Call:
-    """Check a call; the dispatcher leaves out settings that equal their defaults.
-
-    A filter that would be wrong or has no engine is off: label smoothing gives every class a
-    gradient.
-    """
+def _called(*tensors: Any, **settings: Any) -> _Forward:
+    """Check a call; the dispatcher leaves out settings that equal their defaults."""
     checked = {name: settings[name] for name in _CHECKED if name in settings}
     require("linear_cross_entropy", supports(*tensors, **checked))
-    knobs = Knobs(**settings)
-    if knobs.with_logit_sum or knobs.with_entropy or knobs.with_top:
-        knobs = knobs._replace(gradient_filter="exact")
-    return _Call(Operands(*tensors), knobs)
+    return _Forward(Operands(*tensors), Settings(**settings).served())
 
 
-def called_back(*tensors: Any, output_mask: list[bool], **settings: Any) -> _Gradients:
-    call = called(*tensors[4:-2], **settings)
-    trained = zip(output_mask, call.operands.trained, strict=True)
-    mask = tuple(needs and part is not None for needs, part in trained)
-    return _Gradients(RowGradients(*tensors[:4]), call, Kept(*tensors[-2:]), mask)
+def _called_back(*tensors: Any, output_mask: Sequence[bool], **settings: Any) -> _Backward:
+    grads, head, saved, low_rank = tensors[:4], tensors[4:9], tensors[9:11], tensors[11:]
+    call = _called(*head, *low_rank, **settings)
+    trained = zip(output_mask, call.operands.trained, strict=False)
+    mask = tuple(wanted and each is not None for wanted, each in trained)
+    return _Backward(RowGradients(*grads), call, Saved(*saved), mask)
 
 
-def _engine(given: Operands, knobs: Knobs) -> Any:  # a module
-    hidden, is_adapted = given.hidden, given.low is not None
-    how: dict[str, bool] = {"with_top": knobs.with_top, "is_adapted": is_adapted}
-    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], **how)
-    if name != "fused":
-        return hybrid if name == "hybrid" else reference
-    return fused if fused.serves(given.weight) else hybrid
+def _forward(given: _Forward) -> tuple[Tensor, ...]:
+    return row_results(*given)
 
 
-def forward(given: _Call) -> tuple[Tensor, ...]:
-    (hidden, weight, _, target, *_), knobs = given
-    rows = target.numel()
-    if rows == 0:
-        return fake_forward(given)
-    with without_autocast(hidden.device.type):
-        flat = given.operands.flat()
-        check_range(flat.target, weight.shape[0], knobs.ignore_index)
-        found = _engine(flat, knobs).forward(flat, knobs)
-    parts = zip(found, knobs.wanted, strict=True)
-    return tuple(part.view(target.shape) if wanted else part for part, wanted in parts)
-
-
-def backward(given: _Gradients) -> tuple[Tensor, ...]:
-    grads, (operands, knobs), kept, mask = given
-    hidden, rows = operands.hidden, operands.target.numel()
-    if rows == 0:
-        return as_results(zero_gradients(operands.trained, mask), operands)
-    with without_autocast(hidden.device.type):
-        asked = zip(grads, knobs.wanted, strict=False)
-        grads = RowGradients(*(grad.reshape(rows if wanted else 0) for grad, wanted in asked))
-        entropy = kept.entropy.reshape(rows if knobs.with_entropy else 0)
-        kept = kept._replace(lse=kept.lse.reshape(rows), entropy=entropy)
-        flat = operands.flat()
-        engine = _engine(flat, knobs)
-        if engine is fused and row_pieces.serves(flat.hidden, flat.weight, knobs):
-            engine = row_pieces
-        return as_results(engine.backward(grads, flat, kept, knobs, mask), operands)
-
-
-def zero_gradients(operands: Sequence[Tensor | None], mask: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients that are asked for where there are no rows."""
-    asked = zip(operands, mask, strict=False)
-    return [
-        torch.zeros_like(tensor) if wanted and tensor is not None else None
-        for tensor, wanted in asked
-    ]
-
-
-def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
-    """Return gradients as an op does: each in the shape of its operand, empty ones for None."""
-    found: list[Tensor] = []
-    for part, of in zip(gradients, given.trained, strict=True):
-        if part is None or of is None:
-            found.append(given.hidden.new_empty(0))
-        else:  # rows are flat in engines
-            found.append(part if part.shape == of.shape else part.reshape(of.shape))
-    return tuple(found)
-
-
-def fake_forward(given: _Call) -> tuple[Tensor, ...]:
-    (hidden, _, _, target, *_), knobs = given
+def _fake_forward(given: _Forward) -> tuple[Tensor, ...]:
     check_sizes(given.operands)
-    return tuple(Rows.new(hidden, target.shape, knobs))
+    return RowResults.new(given.operands.hidden, given.operands.target.shape, given.settings)
 
 
-def fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
-    return fake_gradients(given.call.operands, given.output_mask)
+def _backward(given: _Backward) -> tuple[Tensor, ...]:
+    grads, (operands, settings), saved, mask = given
+    return as_results(row_gradients(grads, operands, saved, settings, mask), operands)
 
 
-def fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Return empty gradients of what may have one, where they are asked for."""
-    hidden = given.hidden
+def _fake_backward(given: _Backward) -> tuple[Tensor, ...]:
+    return _fake_gradients(given.call.operands, given.output_mask)
+
+
+def _fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Return empty gradients of the operands that may have one, where they are asked for."""
 
     def empty(of: Tensor | None, is_needed: bool) -> Tensor:
         if of is None or not is_needed:
-            return hidden.new_empty(0)
-        return of.new_empty(of.shape) if of is hidden or of is given.low else torch.empty_like(of)
+            return given.hidden.new_empty(0)
+        has_rows = of is given.hidden or of is given.low
+        return of.new_empty(of.shape) if has_rows else torch.empty_like(of)
 
-    return tuple(map(empty, given.trained, output_mask))
+    return tuple(map(empty, given.trained, (*output_mask, False, False)[:5]))
 
 
-def setup_context(
+def _setup_context(
     ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
@@ -389,46 +298,422 @@ def setup_context(
 ) -> None:
     _, lse, _, entropy, top = output
     ctx.mark_non_differentiable(top)
-    ctx.save_for_backward(*inputs, lse, entropy)
+    low_rank = inputs[5:] if inputs[5] is not None else ()
+    ctx.save_for_backward(*inputs[:5], lse, entropy, *low_rank)
     ctx.settings = keyword_only_inputs
 
 
-def link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    mask = list(ctx.needs_input_grad[:3])
+_TRAINED = (0, 1, 2, 5, 6)  # hidden, weight, bias, low and up, among the arguments
+
+
+def _asked(ctx: Any, places: Sequence[int]) -> list[bool]:
+    """Return which arguments need a gradient; the dispatcher leaves out the last if it is None."""
+    needs = ctx.needs_input_grad
+    return [place < len(needs) and needs[place] for place in places]
+
+
+def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    mask = _asked(ctx, _TRAINED[: len(saved) - 4])  # without a low-rank part three are trained
     gradients = linear_cross_entropy_backward(
-        *grads[:4],  # behind them are indices
-        *ctx.saved_tensors,
+        *grads[:4],  # after them are indices
+        *saved,
         **ctx.settings,
         output_mask=mask,
     )
-    found = [gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True)]
-    return (*found, None, None)
+    return _at(_TRAINED, gradients, mask, len(ctx.needs_input_grad))
 
 
-refuse_double_backward = library.refusing(
-    DoubleBackwardError,
-    "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
-    "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}.",
-)
+def _at(
+    places: Sequence[int], gradients: Sequence[Tensor], mask: Sequence[bool], count: int
+) -> tuple[Tensor | None, ...]:
+    """Return gradients as autograd takes them: one for each of `count` arguments."""
+    found: list[Tensor | None] = [None] * count
+    for place, gradient, wanted in zip(places, gradients, mask, strict=False):
+        if wanted:
+            found[place] = gradient
+    return tuple(found)
 
-KNOBS = (
+
+class _Shard(NamedTuple):
+    """The call of `linear_cross_entropy_total_shard`."""
+
+    loss: ScalarLoss  # targets are classes of the whole head
+    counts: Tensor  # (P,) int64: how many rows each rank has
+    shard: Shard
+    group: str
+
+
+def _called_total(*tensors: Any, **settings: Any) -> ScalarLoss:
+    operands, (low, up) = tensors[:6], (*tensors[6:], None, None)[:2]
+    loss = ScalarLoss(*operands, **settings)._replace(low=low, up=up)
+    require("linear_cross_entropy_total", _total_fault(loss))
+    return loss
+
+
+def _called_total_shard(
+    *tensors: Any, group: str, rank: int, ranks: int, classes: int, **settings: Any
+) -> _Shard:
+    *operands, counts = tensors
+    shard = Shard(rank, ranks, classes)
+    require("linear_cross_entropy", shard.fault(operands[1].shape[0]))
+    return _Shard(_called_total(*operands, **settings), counts, shard, group)
+
+
+def _total_fault(given: ScalarLoss) -> str | None:
+    target, row_weight, norm = given.target, given.row_weight, given.norm
+    sentence = supports(
+        *given.operands,
+        softcap=given.softcap,
+        workspace=given.workspace,
+        gradient_filter=given.gradient_filter,
+        filter_level=given.filter_level,
+    )
+    if sentence is None and row_weight is not None and row_weight.dim() != target.dim():
+        sentence = (
+            f"row_weight has {row_weight.dim()} dimensions and target {target.dim()}; one number "
+            "per target is needed."
+        )
+    if sentence is None and norm is not None and norm.dim() != 0:
+        sentence = f"norm has {norm.dim()} dimensions; a single number is needed."
+    for name, factor in (("row_weight", row_weight), ("norm", norm)):
+        if sentence is None and factor is not None and factor.requires_grad:
+            sentence = f"{name} requires a gradient, which the op does not give. Detach it."
+    return sentence
+
+
+def _total(given: ScalarLoss) -> tuple[Tensor, ...]:
+    with without_autocast(given.hidden.device.type):
+        total, *gradients = loss_and_gradients(given.flat())
+    return (total, *as_results(gradients, given.operands))
+
+
+def _fake_total(given: ScalarLoss) -> tuple[Tensor, ...]:
+    check_sizes(given.operands)
+    total = given.hidden.new_empty((), dtype=given.wide)
+    return (total, *_fake_gradients(given.operands, given.output_mask))
+
+
+def _total_shard(given: _Shard) -> tuple[Tensor, ...]:
+    flat, shard = given.loss.flat(), given.shard
+    gather, wait = compat.gathering_ops()
+    with without_autocast(flat.hidden.device.type):
+        check_counts(given.counts, flat.target.numel())
+        check_range(flat.target, shard.classes, flat.ignore_index)
+        meeting = shard.ranks, given.group
+        local = loss_of_rank(flat, shard, lambda own: wait(gather(own, *meeting)))
+        total, *gradients = loss_and_gradients(local)
+    return (total, *as_results(gradients, given.loss.operands)[:3])
+
+
+def _fake_total_shard(given: _Shard) -> tuple[Tensor, ...]:
+    return _fake_total(given.loss)[:4]
+
+
+def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
+    """Multiply a gradient by a number, in the wider of the two dtypes, into a tensor of its own."""
+    return (gradient.to(by.dtype) * by).to(gradient.dtype)
+
+
+def _scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
+    """Return whether the kernel that scales can serve these tensors, on a device with kernels."""
+    return by.dtype == torch.float32 and gradient.is_contiguous() and out.is_contiguous()
+
+
+def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
+    """Write gradient * by to `out`, which may be `gradient`, without a wide copy of all of it."""
+    if (
+        gradient.is_cuda
+        and _scales(gradient, by, out)
+        and kernels_serve(gradient.device, gradient.dtype)
+    ):
+        ENGINES["hopper"].module.scale_into(gradient, by, out)
+        return
+    if gradient.dim() == 0 or gradient.dtype == by.dtype:
+        torch.mul(gradient, by, out=out)
+        return
+    rows = max(1, CHUNK // max(1, gradient[0].numel())) if gradient.shape[0] else 1
+    for source, target in zip(gradient.split(rows), out.split(rows), strict=True):
+        target.copy_(source.to(by.dtype) * by)
+
+
+class _Scaling(NamedTuple):
+    """The call of `linear_cross_entropy_total_backward`."""
+
+    grad_total: Tensor
+    gradients: Sequence[Tensor]  # of the total, and after them their operands
+
+
+def _called_scaling(grad_total: Tensor, *tensors: Any) -> _Scaling:
+    return _Scaling(grad_total, tensors[:5])
+
+
+def _scale(given: _Scaling) -> tuple[Tensor, ...]:
+    """Return the gradients of a total, each times that of the loss."""
+    scaled = _fake_scale(given)
+    for part, out in zip(given.gradients, scaled, strict=True):
+        _scale_into(part, given.grad_total, out)
+    return scaled
+
+
+def _fake_scale(given: _Scaling) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(part) for part in given.gradients)
+
+
+def _total_joins(trained: Sequence[int]) -> tuple[library.Function, library.Function]:
+    """Return autograd's two functions of an op that returns a total and its gradients.
+
+    `trained` are the places of hidden, weight, bias, low and up among its arguments.
+    """
+
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        keyword_only_inputs: dict[str, Any],
+        output: tuple[Tensor, ...],
+    ) -> None:
+        _, *gradients = output
+        ctx.mark_non_differentiable(*gradients)
+        # Else autograd makes zeros as large as the gradients for results nobody differentiates.
+        ctx.set_materialize_grads(False)
+        ctx.is_alone = not compat.packs_saved_tensors()
+        # The inputs are what a second derivative would be taken of, which is refused.
+        ctx.save_for_backward(*gradients, *(inputs[place] for place in trained))
+
+    def link(
+        ctx: Any, grad_total: Tensor | None, *without_gradient: None
+    ) -> tuple[Tensor | None, ...]:
+        count, mask = len(ctx.needs_input_grad), _asked(ctx, trained)
+        if grad_total is None:
+            return (None,) * count
+        saved, nothing = ctx.saved_tensors, [None] * (5 - len(trained))
+        gradients = list(saved[: len(trained)])
+        if torch.is_grad_enabled():
+            empty = [grad_total.new_empty(0) for _ in nothing]
+            given = *gradients, *empty, *saved[len(trained) :], *nothing
+            found = linear_cross_entropy_total_backward(grad_total, *given)
+        elif compat.is_traced(grad_total, *gradients):
+            # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
+            asked = zip(gradients, mask, strict=True)
+            found = [_scaled(part, grad_total) if wanted else part for part, wanted in asked]
+        else:
+            # Another backward, or a hook that packed these tensors, may read them again.
+            is_last = ctx.is_alone and compat.frees_saved_tensors()
+            found = gradients if is_last else [torch.empty_like(part) for part in gradients]
+            for part, out, wanted in zip(gradients, found, mask, strict=True):
+                if wanted:
+                    _scale_into(part, grad_total, out)
+        return _at(trained, found, mask, count)
+
+    return setup_context, link
+
+
+def _part(*tensors: Any, rank: int, ranks: int, classes: int, **settings: Any) -> Part:
+    shard = Shard(rank, ranks, classes)
+    require("linear_cross_entropy", shard.fault(tensors[1].shape[0]))
+    checked = {name: settings[name] for name in _CHECKED if name in settings}
+    require("linear_cross_entropy", supports(*tensors, **checked))
+    return Part(Operands(*tensors), Settings(**settings), shard)
+
+
+def _shard(*tensors: Any, **settings: Any) -> Tensor:
+    *operands, counts = tensors
+    return statistics(_part(*operands, **settings), counts)
+
+
+def _fake_shard(*tensors: Any, **settings: Any) -> Tensor:
+    part = _part(*tensors[:5], **settings)
+    hidden, shape = part.whole.hidden, part.whole.target.shape
+    return hidden.new_empty((part.numbers, *shape), dtype=wide(hidden.dtype))
+
+
+def _setup_shard(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    ctx.mark_non_differentiable(output)  # gradients go by the merge
+
+
+def _merge(every: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
+    return merge(_part(*tensors, **settings), every)
+
+
+def _fake_merge(every: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
+    part = _part(*tensors, **settings)
+    shape = part.whole.target.shape
+    *rows, top = (every.new_empty(shape if each else (0,)) for each in part.settings.wanted)
+    return *rows, top.long()
+
+
+def _setup_merge(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, ...],
+) -> None:
+    _, lse, _, entropy, top = output
+    ctx.mark_non_differentiable(top)
+    ctx.save_for_backward(*inputs[1:], lse, entropy)
+    ctx.settings = keyword_only_inputs
+
+
+def _link_merge(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, lse, entropy = ctx.saved_tensors
+    part, mask = _part(*tensors, **ctx.settings), list(ctx.needs_input_grad[1:4])
+    column, *_ = part.columns
+    own = part.whole._replace(target=column)
+    gradients = linear_cross_entropy_backward(
+        *part.split(RowGradients(*grads[:4])),  # after them are indices
+        *(*own[:5], lse, entropy),
+        **part.own_settings._asdict(),
+        output_mask=mask,
+    )
+    return _at((1, 2, 3), gradients, mask, len(ctx.needs_input_grad))
+
+
+def _agreed(own: Tensor, every: Tensor) -> Tensor:
+    return every[0].clone()
+
+
+def _fake_agreed(own: Tensor, every: Tensor) -> Tensor:
+    return torch.empty_like(own)
+
+
+def _counts(target: Tensor, ranks: int, group: str) -> Tensor:
+    """Return how many rows each rank has."""
+    gather, wait = compat.gathering_ops()
+    rows = torch.full((1,), target.numel(), dtype=torch.int64, device=target.device)
+    counts: Tensor = wait(gather(rows, ranks, group))
+    return counts
+
+
+def _over_ranks(*tensors: Any, group: str, **settings: Any) -> tuple[Tensor, ...]:
+    gather, wait = compat.gathering_ops()
+    ranks = settings["ranks"]
+    counts = _counts(tensors[3], ranks, group)
+    stats = linear_cross_entropy_shard(*tensors, counts, **settings)
+    every = wait(gather(stats, ranks, group))
+    found: tuple[Tensor, ...] = linear_cross_entropy_merge(every, *tensors, **settings)
+    return found
+
+
+def _total_over_ranks(*tensors: Any, group: str, **settings: Any) -> tuple[Tensor, ...]:
+    gather, wait = compat.gathering_ops()
+    ranks = settings["ranks"]
+    counts = _counts(tensors[3], ranks, group)
+    own, *gradients = linear_cross_entropy_total_shard(*tensors, counts, group=group, **settings)
+    every = wait(gather(own.detach().reshape(1), ranks, group))
+    return (linear_cross_entropy_total_agreed(own, every), *gradients)
+
+
+def _adapted(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = linear_cross_entropy(*tensors, **settings)
+    return found
+
+
+def _adapted_total(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = linear_cross_entropy_total(*tensors, **settings)
+    return found
+
+
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target"
+_SETTINGS = (
     "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "
     "str gradient_filter, int workspace, bool with_entropy=False, bool with_top=False, "
     'float filter_level=0.0, str filter_parts="both", bool sort_vocabulary=False'
 )
-RESULTS = "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)"
+_RESULTS = "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)"
+_LOW_RANK = "Tensor? low=None, Tensor? up=None"
+_refuse = library.refusing(
+    DoubleBackwardError,
+    "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
+    "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}.",
+)
 linear_cross_entropy = library.op(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    f"Tensor? column_weight, *, {KNOBS}) -> {RESULTS}",
-    *library.taking(called, forward, fake_forward),
-    backward=link,
-    setup_context=setup_context,
+    f"linear_cross_entropy({_HEAD}, Tensor? column_weight, {_LOW_RANK}, *, {_SETTINGS}) -> "
+    f"{_RESULTS}",
+    *library.taking(_called, _forward, _fake_forward),
+    backward=_link,
+    setup_context=_setup_context,
 )
 linear_cross_entropy_backward = library.op(
     "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
-    "Tensor grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    "Tensor? column_weight, Tensor lse, Tensor entropy, "
-    f"*, {KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
-    *library.taking(called_back, backward, fake_backward),
-    backward=refuse_double_backward,
+    f"Tensor grad_entropy, {_HEAD}, Tensor? column_weight, Tensor lse, Tensor entropy, "
+    f"{_LOW_RANK}, *, {_SETTINGS}, bool[] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    *library.taking(_called_back, _backward, _fake_backward),
+    backward=_refuse,
+)
+
+_NUMBER = f"{_HEAD}, Tensor? row_weight, Tensor? norm"
+_NUMBER_SETTINGS = "int? ignore_index, float scale, float softcap, int workspace"
+_FILTER = 'str gradient_filter="exact", float filter_level=0.0, bool sort_vocabulary=False'
+_TOTAL = "Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias"
+_TOTALS = f"({_TOTAL}, Tensor grad_low, Tensor grad_up)"
+_setup_total, _link_total = _total_joins((0, 1, 2, 6, 7))
+linear_cross_entropy_total = library.op(
+    f"linear_cross_entropy_total({_NUMBER}, {_LOW_RANK}, *, {_NUMBER_SETTINGS}, "
+    f"bool[] output_mask, {_FILTER}) -> {_TOTALS}",
+    *library.taking(_called_total, _total, _fake_total),
+    backward=_link_total,
+    setup_context=_setup_total,
+)
+linear_cross_entropy_total_backward: Any = library.op(
+    "linear_cross_entropy_total_backward(Tensor grad_total, Tensor grad_hidden, "
+    "Tensor grad_weight, Tensor grad_bias, Tensor grad_low, Tensor grad_up, Tensor hidden, "
+    "Tensor weight, Tensor? bias, Tensor? low, Tensor? up) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    *library.taking(_called_scaling, _scale, _fake_scale),
+    backward=_refuse,
+)
+
+_RANK = "int rank, int ranks, int classes"
+linear_cross_entropy_shard = library.op(
+    f"linear_cross_entropy_shard({_HEAD}, Tensor? column_weight, Tensor? counts, *, {_RANK}, "
+    f"{_SETTINGS}) -> Tensor",
+    _shard,
+    _fake_shard,
+    backward=lambda ctx, _: (None,) * 6,
+    setup_context=_setup_shard,
+)
+linear_cross_entropy_merge = library.op(
+    f"linear_cross_entropy_merge(Tensor every, {_HEAD}, Tensor? column_weight, *, {_RANK}, "
+    f"{_SETTINGS}) -> {_RESULTS}",
+    _merge,
+    _fake_merge,
+    backward=_link_merge,
+    setup_context=_setup_merge,
+)
+_setup_total_shard, _link_total_shard = _total_joins((0, 1, 2))
+linear_cross_entropy_total_shard = library.op(
+    f"linear_cross_entropy_total_shard({_NUMBER}, Tensor counts, *, str group, {_RANK}, "
+    f"{_NUMBER_SETTINGS}, bool[3] output_mask) -> ({_TOTAL})",
+    *library.taking(_called_total_shard, _total_shard, _fake_total_shard),
+    backward=_link_total_shard,
+    setup_context=_setup_total_shard,
+)
+linear_cross_entropy_total_agreed = library.op(
+    "linear_cross_entropy_total_agreed(Tensor own, Tensor every) -> Tensor",
+    _agreed,
+    _fake_agreed,
+    backward=lambda ctx, grad: (grad, None),
+)
+
+linear_cross_entropy_adapted = library.op(
+    f"linear_cross_entropy_adapted({_HEAD}, Tensor? column_weight, Tensor low, Tensor up, *, "
+    f"{_SETTINGS}) -> {_RESULTS}",
+    _adapted,
+)
+linear_cross_entropy_adapted_total = library.op(
+    f"linear_cross_entropy_adapted_total({_NUMBER}, Tensor low, Tensor up, *, {_NUMBER_SETTINGS}, "
+    f"bool[5] output_mask) -> {_TOTALS}",
+    _adapted_total,
+)
+linear_cross_entropy_over_ranks = library.op(
+    f"linear_cross_entropy_over_ranks({_HEAD}, Tensor? column_weight, *, str group, {_RANK}, "
+    f"{_SETTINGS}) -> {_RESULTS}",
+    _over_ranks,
+)
+linear_cross_entropy_total_over_ranks = library.op(
+    f"linear_cross_entropy_total_over_ranks({_NUMBER}, *, str group, {_RANK}, {_NUMBER_SETTINGS}, "
+    f"bool[3] output_mask) -> ({_TOTAL})",
+    _total_over_ranks,
 )

@@ -1,159 +1,380 @@
-"""The reference: the formula in plain PyTorch, piece by piece over the vocabulary; any device.
+"""The engine `reference`: the formula in plain PyTorch, block by block; any device.
 
-16-bit and fp32 inputs meet in fp32 products that go into exp unrounded; fp64 stays fp64. In
-backward the gradient with respect to the products is formed in full precision, target term
-included, and rounded once to the input dtype, as `hybrid` does. On a CPU, where looking at targets
-costs nothing, rows with an ignored target are left out of every product.
+16-bit and fp32 inputs meet in fp32 products that go into exp unrounded; fp64 stays fp64. Gradients
+of the products are formed in full precision, target term included. A loss per row walks over the
+classes, and rounds these gradients once to the input dtype, as `library` does. A loss that is one
+number walks over the rows: logits of a block and the whole vocabulary are computed once, become row
+statistics, and then their gradient in place. The weight's gradient is summed over blocks in the
+wide dtype. On a CPU, where looking at targets costs nothing, rows with an ignored target are left
+out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import checks
-from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows
-from .pieces import reference_bytes_per_logit, reference_width, spans, window
+from ..checks import wide
+from .call import (
+    Gradients,
+    LossAndGradients,
+    Operands,
+    Ranks,
+    RowGradients,
+    RowResults,
+    Saved,
+    ScalarLoss,
+    Settings,
+    counted_first,
+)
+from .shapes import (
+    REFERENCE_MIN_ROWS,
+    reference_bytes_per_logit,
+    reference_columns,
+    reference_rows,
+    spans,
+    window,
+)
+from .walk import Block, Differentiating, Statistics, kept_rows
 
 # exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
 # multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.
 LOG_ZERO = -1000.0
 
 
-def forward(given: Operands, knobs: Knobs) -> Rows:
-    """Compute what is asked for of every row, of any floating dtype and a weight of any strides."""
-    hidden, weight, _, target, _, low, _ = given
-    rows = target.shape[0]
-    wide = checks.wide(hidden.dtype)
-    kept = kept_rows(target, knobs, forward=True)
-    if kept is not None:
-        hidden, target, low = hidden[kept], target[kept], None if low is None else low[kept]
-    width = _width(hidden.dtype, rows, weight, knobs, forward=True)
-    low = None if low is None else low.to(wide)
-    given = given._replace(hidden=hidden.to(wide), target=target.long(), low=low)
-    found = _statistics(given, knobs, width)
-    if kept is not None:
-        parts = zip(found, knobs.wanted, strict=True)
-        return Rows(*(_spread(part, kept, rows) if wanted else part for part, wanted in parts))
-    if knobs.ignore_index is not None:
-        is_ignored = target == knobs.ignore_index
-        found.nll.masked_fill_(is_ignored, 0)
-        if knobs.with_logit_sum:
-            found.logit_sum.masked_fill_(is_ignored, 0)
-        if not knobs.keeps_ignored_rows:
-            found.lse.masked_fill_(is_ignored, 0)
-    return found
+class Forward(Statistics):
+    """A walk over the classes that keeps each row's maximum and sums relative to it."""
+
+    def __init__(self, given: Operands, settings: Settings) -> None:
+        self.settings, self.rows = settings, given.target.shape[0]
+        dtype, self.kept = wide(given.hidden.dtype), kept_rows(given.target, settings, forward=True)
+        hidden, target, low = _rows(self.kept, given.hidden, given.target, given.low)
+        low = None if low is None else low.to(dtype)
+        self.given = given._replace(hidden=hidden.to(dtype), target=target.long(), low=low)
+        self.extent = given.weight.shape[0]
+        self.step = _width(given.hidden.dtype, self.rows, given.weight, settings, forward=True)
+        hidden, rows = self.given.hidden, target.shape[0]
+        self.peak = hidden.new_full((rows,), -torch.inf)
+        self.mass, self.total, self.moment = (hidden.new_zeros(rows) for _ in range(3))
+        self.top = self.given.target.new_zeros(rows)
+        self.target_logit = hidden.new_full((rows,), torch.nan)
+        self.buffer = hidden.new_empty(rows * min(self.step, self.extent))
+        self.raised = torch.empty_like(self.buffer) if settings.with_entropy else None
+        columns = given.column_weight
+        self.columns = None if columns is None else columns.to(dtype)
+
+    def statistics(self, block: Block) -> None:
+        (_, first, stop), settings = block, self.settings
+        rows = self.peak.numel()
+        z = window(self.buffer, rows, stop - first)
+        _scaled_products(self.given, block, settings.scale, z)
+        if settings.softcap > 0:
+            z.div_(settings.softcap).tanh_().mul_(settings.softcap)
+        is_here, column = _column(self.given.target - first, stop - first)
+        at_target = z.gather(1, column).squeeze(1)
+        self.target_logit = torch.where(is_here, at_target, self.target_logit)
+        if settings.with_logit_sum:
+            columns = self.columns
+            self.total += z.sum(1) if columns is None else z @ columns[first:stop]
+        if settings.with_top:
+            largest, at = z.max(1)
+            # nan counts as the largest, as in torch.max, and so stays in `peak`
+            wins = (largest > self.peak) | (largest.isnan() & ~self.peak.isnan())
+            self.top = torch.where(wins, at + first, self.top)
+            higher = torch.maximum(self.peak, largest)
+        else:
+            higher = torch.maximum(self.peak, z.amax(1))
+        base = higher.masked_fill(higher == -torch.inf, 0)  # a row of -inf so far
+        z.sub_(base.unsqueeze(1))
+        shift = (self.peak - base).masked_fill_(self.peak == -torch.inf, 0)
+        shrink = shift.exp()
+        if self.raised is not None:
+            # sum of exp(z - base) * (z - base): never positive, so nothing cancels in the entropy
+            power = torch.exp(z.clamp_(min=LOG_ZERO), out=window(self.raised, rows, stop - first))
+            self.moment = shrink * (self.moment + shift * self.mass) + z.mul_(power).sum(1)
+            self.mass = self.mass * shrink + power.sum(1)
+        else:
+            self.mass = self.mass * shrink + z.exp_().sum(1)
+        self.peak = higher
+
+    def results(self) -> RowResults:
+        settings, target = self.settings, self.given.target
+        log_mass, nothing = self.mass.log(), self.mass.new_empty
+        found = RowResults(
+            # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target
+            nll=(self.peak - self.target_logit) + log_mass,
+            lse=self.peak + log_mass,
+            logit_sum=self.total if settings.with_logit_sum else nothing(0),
+            entropy=log_mass - self.moment / self.mass if settings.with_entropy else nothing(0),
+            top=self.top if settings.with_top else self.top.new_empty(0),
+        )
+        if self.kept is not None:
+            parts = zip(found, settings.wanted, strict=True)
+            spread = (_spread(part, self.kept, self.rows) if each else part for part, each in parts)
+            return RowResults(*spread)
+        if settings.ignore_index is not None:
+            is_ignored = target == settings.ignore_index
+            found.nll.masked_fill_(is_ignored, 0)
+            if settings.with_logit_sum:
+                found.logit_sum.masked_fill_(is_ignored, 0)
+            if not settings.keeps_ignored_rows:
+                found.lse.masked_fill_(is_ignored, 0)
+        return found
 
 
-def backward(
-    grads: RowGradients, given: Operands, results: Kept, knobs: Knobs, output_mask: Sequence[bool]
-) -> Gradients:
-    """Compute the gradients that `output_mask` asks for."""
-    (hidden, weight, bias, target, column_weight, low, up), (lse, entropy) = given, results
-    needs_hidden, needs_weight, needs_bias, *needs_low_rank = output_mask
-    narrow, wide = hidden.dtype, checks.wide(hidden.dtype)
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    width = _width(narrow, rows, weight, knobs, forward=False)
-    kept = kept_rows(target, knobs, forward=False)
-    if kept is not None:
-        hidden, target, lse = hidden[kept], target[kept], lse[kept]
-        low = None if low is None else low[kept]
-        parts = zip(grads, knobs.wanted, strict=False)
-        grads = RowGradients(*(grad[kept] if wanted else grad for grad, wanted in parts))
-    elif knobs.ignore_index is not None:
-        is_ignored = target == knobs.ignore_index
-        grads = grads._replace(nll=grads.nll.masked_fill(is_ignored, 0))
-        if knobs.with_logit_sum:
-            grads = grads._replace(logit_sum=grads.logit_sum.masked_fill(is_ignored, 0))
-        if not knobs.keeps_ignored_rows:
-            # exp(z - inf) is 0, so whatever their logits, these rows get no gradient.
-            lse = lse.masked_fill(is_ignored, torch.inf)
-    # The scale is the last factor of every term, so it goes into the cotangents, N elements each.
-    on_probability = ((grads.nll + grads.lse) * knobs.scale).unsqueeze(1)
-    on_target = grads.nll * knobs.scale
-    on_sum = grads.logit_sum * knobs.scale
-    on_entropy = (grads.entropy * knobs.scale).unsqueeze(1)
+class _Factors(NamedTuple):
+    """Per row: what multiplies p, 1(j = target), the column's weight, and p (log p + entropy).
 
-    wide_hidden, target = hidden.to(wide), target.long()
-    grad_hidden = torch.zeros_like(wide_hidden) if needs_hidden else None
-    grad_weight = torch.empty_like(weight) if needs_weight else None
-    grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
-    wide_low, grad_low, grad_up = None if low is None else low.to(wide), None, None
-    if low is not None and up is not None:
-        needs_low, needs_up = needs_low_rank
-        grad_low = torch.zeros_like(low, dtype=wide) if needs_low else None
-        grad_up = torch.empty_like(up) if needs_up else None
-    buffer = wide_hidden.new_empty(hidden.shape[0] * min(width, vocab))
-    slopes = torch.empty_like(buffer) if knobs.softcap > 0 else None
-    slants = torch.empty_like(buffer) if knobs.with_entropy else None
-    columns = None if column_weight is None else column_weight.to(wide)
+    The scale is the last factor of every term, so it goes into the cotangents, N elements each.
+    """
 
-    for first, stop in spans(0, vocab, width):
-        wide_weight = weight[first:stop].to(wide)
-        g = window(buffer, hidden.shape[0], stop - first)
-        wide_up = _widened(up, first, stop, wide)
-        _scaled_products((wide_hidden, wide_weight, wide_up, wide_low), bias, first, knobs, g)
-        if slopes is not None:
-            slope = window(slopes, hidden.shape[0], stop - first)
-            g.div_(knobs.softcap).tanh_()
+    probability: Tensor
+    target: Tensor
+    logit_sum: Tensor
+    entropy: Tensor
+
+
+class Backward(Differentiating):
+    """A walk over the classes that computes the logits again."""
+
+    def __init__(
+        self,
+        grads: RowGradients,
+        given: Operands,
+        saved: Saved,
+        settings: Settings,
+        output_mask: Sequence[bool],
+    ) -> None:
+        self.settings, self.narrow, self.rows = settings, given.hidden.dtype, len(given.hidden)
+        dtype, self.kept = wide(self.narrow), kept_rows(given.target, settings, forward=False)
+        self.extent = given.weight.shape[0]
+        self.step = _width(self.narrow, self.rows, given.weight, settings, forward=False)
+        hidden, target, low = _rows(self.kept, given.hidden, given.target, given.low)
+        self.lse, self.entropy = saved
+        if self.kept is not None:
+            self.lse = self.lse[self.kept]
+            parts = zip(grads, settings.wanted, strict=False)
+            grads = RowGradients(*(each[self.kept] if asked else each for each, asked in parts))
+        elif settings.ignore_index is not None:
+            is_ignored = target == settings.ignore_index
+            grads = grads._replace(nll=grads.nll.masked_fill(is_ignored, 0))
+            if settings.with_logit_sum:
+                grads = grads._replace(logit_sum=grads.logit_sum.masked_fill(is_ignored, 0))
+            if not settings.keeps_ignored_rows:
+                # exp(z - inf) is 0, so whatever their logits, these rows get no gradient.
+                self.lse = self.lse.masked_fill(is_ignored, torch.inf)
+        scale = settings.scale
+        self.factors = _Factors(
+            ((grads.nll + grads.lse) * scale).unsqueeze(1),
+            grads.nll * scale,
+            grads.logit_sum * scale,
+            (grads.entropy * scale).unsqueeze(1),
+        )
+        # A LoRA part of a wide dtype takes gradients of the logits unrounded.
+        self.is_apart = low is not None and low.dtype != self.narrow
+        wide_low = None if low is None else low.to(dtype)
+        self.given = given._replace(hidden=hidden.to(dtype), target=target.long(), low=wide_low)
+        of_hidden, of_weight, of_bias, of_low, of_up = (*output_mask, False, False)[:5]
+        bias, up = given.bias, given.up
+        self.grad_hidden = torch.zeros_like(self.given.hidden) if of_hidden else None
+        self.grad_weight = torch.empty_like(given.weight) if of_weight else None
+        self.grad_bias = torch.empty_like(bias) if of_bias and bias is not None else None
+        self.grad_low = torch.zeros_like(wide_low) if of_low and wide_low is not None else None
+        self.grad_up = torch.empty_like(up) if of_up and up is not None else None
+        self.low_dtype = None if low is None else low.dtype
+        self.buffer = self.given.hidden.new_empty(len(hidden) * min(self.step, self.extent))
+        self.slopes = torch.empty_like(self.buffer) if settings.softcap > 0 else None
+        self.slants = torch.empty_like(self.buffer) if settings.with_entropy else None
+        columns = given.column_weight
+        self.columns = None if columns is None else columns.to(dtype)
+
+    def gradients(self, block: Block) -> None:
+        (_, first, stop), given = block, self.given
+        g = window(self.buffer, len(given.hidden), stop - first)
+        weight, up = _scaled_products(given, block, self.settings.scale, g)
+        self._differentiate(g, block)
+        if self.grad_bias is not None:
+            self.grad_bias[first:stop] = g.sum(0)
+        if not self.is_apart:
+            _round(g, self.narrow)
+        if self.grad_up is not None and given.low is not None:
+            _product_into(g.t(), given.low, self.grad_up[first:stop])
+        if self.grad_low is not None and up is not None:
+            self.grad_low.addmm_(g, up)
+        if self.is_apart:
+            _round(g, self.narrow)
+        if self.grad_weight is not None:
+            _product_into(g.t(), given.hidden, self.grad_weight[first:stop])
+        if self.grad_hidden is not None:
+            self.grad_hidden.addmm_(g, weight)
+
+    def _differentiate(self, g: Tensor, block: Block) -> None:
+        """Turn scaled products into the gradient of the products, in place."""
+        (_, first, stop), settings, factors = block, self.settings, self.factors
+        slope = None
+        if self.slopes is not None:
+            slope = window(self.slopes, *g.shape)
+            g.div_(settings.softcap).tanh_()
             torch.mul(g, g, out=slope).neg_().add_(1)
-            g.mul_(knobs.softcap)
-        g.sub_(lse.unsqueeze(1))
-        if slants is None:
-            g.exp_().mul_(on_probability)
+            g.mul_(settings.softcap)
+        g.sub_(self.lse.unsqueeze(1))
+        if self.slants is None:
+            g.exp_().mul_(factors.probability)
         else:
             # dH/dz = -p (log p + H), so p times (on_probability - on_entropy (log p + H))
-            slant = window(slants, hidden.shape[0], stop - first)
+            slant = window(self.slants, *g.shape)
             g.clamp_(min=LOG_ZERO)
-            torch.add(g, entropy.unsqueeze(1), out=slant).mul_(on_entropy).neg_()
-            g.exp_().mul_(slant.add_(on_probability))
-        _subtract_at_target(g, target - first, on_target)
-        if knobs.with_logit_sum:
-            ones = g.new_ones(1).expand(stop - first)
-            g.addr_(on_sum, ones if columns is None else columns[first:stop])
-        if slopes is not None:
+            torch.add(g, self.entropy.unsqueeze(1), out=slant).mul_(factors.entropy).neg_()
+            g.exp_().mul_(slant.add_(factors.probability))
+        is_here, column = _column(self.given.target - first, stop - first)
+        at_target = g.gather(1, column).squeeze(1)
+        without = torch.where(is_here, at_target - factors.target, at_target)
+        g.scatter_(1, column, without.unsqueeze(1))
+        if settings.with_logit_sum:
+            ones, columns = g.new_ones(1).expand(stop - first), self.columns
+            g.addr_(factors.logit_sum, ones if columns is None else columns[first:stop])
+        if slope is not None:
             g.mul_(slope)
-        if grad_bias is not None:
-            grad_bias[first:stop] = g.sum(0)
-        if low is None or low.dtype == narrow:  # an adapter of a wide dtype has them unrounded
-            _round(g, narrow)
-        if grad_up is not None and wide_low is not None:
-            _product_into(g.t(), wide_low, grad_up[first:stop])
-        if grad_low is not None and wide_up is not None:
-            grad_low.addmm_(g, wide_up)
-        if low is not None and low.dtype != narrow:
-            _round(g, narrow)
-        if grad_weight is not None:
-            _product_into(g.t(), wide_hidden, grad_weight[first:stop])
+
+    def results(self) -> Gradients:
+        grad_hidden, grad_low = self.grad_hidden, self.grad_low
         if grad_hidden is not None:
-            grad_hidden.addmm_(g, wide_weight)
-
-    if grad_hidden is not None:
-        grad_hidden = grad_hidden.to(narrow)
-        if kept is not None:
-            grad_hidden = _spread(grad_hidden, kept, rows)
-    if low is None:
-        return grad_hidden, grad_weight, grad_bias
-    if grad_low is not None:
-        grad_low = grad_low.to(low.dtype)
-        if kept is not None:
-            grad_low = _spread(grad_low, kept, rows)
-    return grad_hidden, grad_weight, grad_bias, grad_low, grad_up
+            grad_hidden = grad_hidden.to(self.narrow)
+        if grad_low is not None:
+            grad_low = grad_low.to(self.low_dtype)
+        if self.kept is not None:
+            grad_hidden, grad_low = (
+                None if each is None else _spread(each, self.kept, self.rows)
+                for each in (grad_hidden, grad_low)
+            )
+        return Gradients(grad_hidden, self.grad_weight, self.grad_bias, grad_low, self.grad_up)
 
 
-def kept_rows(target: Tensor, knobs: Knobs, *, forward: bool) -> Tensor | None:
-    """Return the rows to compute on a CPU, or None where all of them are.
+class Total(Statistics, Differentiating):
+    """A walk over the rows: logits become probabilities, and these the gradients of the logits."""
 
-    Some statistics are wanted of ignored rows too. On a GPU counting rows would wait for it.
-    """
-    wants_all = knobs.reads_ignored_rows if forward else knobs.keeps_ignored_rows
-    if wants_all or knobs.ignore_index is None or target.device.type != "cpu":
-        return None
-    is_kept = target != knobs.ignore_index
-    return None if bool(is_kept.all()) else is_kept.nonzero().squeeze(1)
+    def __init__(self, given: ScalarLoss) -> None:
+        hidden, weight, bias, target = given[:4]
+        self.given, self.dtype, self.ranks = given, given.wide, given.ranks
+        self.factors, rows = given.row_gradients(self.dtype), len(hidden)
+        self.nll = hidden.new_zeros(rows, dtype=self.dtype)
+        of_hidden, of_weight, of_bias = given.output_mask[:3]
+        self.grad_hidden = torch.zeros_like(hidden) if of_hidden else None
+        self.sums = torch.zeros_like(weight, dtype=self.dtype) if of_weight else None
+        self.bias_sums = None
+        if of_bias and bias is not None:
+            self.bias_sums = torch.zeros_like(bias, dtype=self.dtype)
+        self.kept = kept_rows(target, given.settings, forward=True)
+        self.leaves_out = self.kept is not None
+        counted = rows if self.kept is None else self.kept.numel()
+        if self.ranks is None:
+            per_logit = self.dtype.itemsize * (1 + (given.softcap > 0))
+            sizes = rows, len(weight), per_logit, given.workspace
+            self.step = int(reference_rows(*sizes, weight.device.type))
+        else:
+            self.step = self.ranks.height
+            if self.kept is None and given.ignore_index is not None:
+                self.kept = counted_first(target)
+        # Ranks meet as often whatever their targets: also over blocks of which no row counts.
+        self.extent = counted if self.ranks is None else rows
+        self.buffer = hidden.new_empty(min(self.step, counted), len(weight), dtype=self.dtype)
+
+    def statistics(self, block: Block) -> None:
+        given, weight = self.given, self.given.weight
+        here = slice(block.first, block.stop)
+        self.here = here if self.kept is None else self.kept[here]
+        self.x = given.hidden[self.here].to(self.dtype)
+        y = given.target[self.here].long().unsqueeze(1)
+        g = self.g = self.buffer[: len(self.x)]
+        for start, end in self._columns():
+            torch.mm(self.x, weight[start:end].to(self.dtype).t(), out=g[:, start:end])
+        if given.bias is not None:
+            g.add_(given.bias)
+        g.mul_(given.scale)
+        self.slope = None
+        if given.softcap > 0:
+            g.div_(given.softcap).tanh_()
+            self.slope = g.square().neg_().add_(1)
+            g.mul_(given.softcap)
+        ignore_index = given.ignore_index
+        self.is_ignored = None if ignore_index is None else y == ignore_index
+        y = y if self.is_ignored is None else y.masked_fill(self.is_ignored, 0)
+        self.has_target = y >= 0  # unless another rank has it
+        self.y = y.where(self.has_target, 0)
+        peak = g.amax(1, keepdim=True)
+        base = peak.masked_fill(peak == -torch.inf, 0)  # a row of -inf
+        at_target = g.gather(1, self.y)
+        self.mass = g.sub_(base).exp_().sum(1, keepdim=True)
+        self.lse = base + self.mass.log()
+        # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
+        losses = (base - at_target) + self.mass.log()
+        if self.is_ignored is not None:
+            losses = losses.masked_fill(self.is_ignored, 0)
+        self.nll[self.here] = losses.squeeze(1)
+        self.losses = losses
+        if self.ranks is None:
+            g.div_(self.mass)
+
+    def meet(self, block: Block, ranks: Ranks) -> None:
+        """Finish losses and probabilities with the statistics of all ranks."""
+        own = self.losses.where(self.has_target, 0)
+        rows, owner = block.stop - block.first, ranks.owner[self.here]
+        whole, losses = ranks.meet(self.lse.squeeze(1), own.squeeze(1), owner, rows)
+        losses, share = losses.unsqueeze(1), (self.lse - whole.unsqueeze(1)).exp()
+        # What has no mass, as where all classes of this rank are at -inf, has no share either.
+        self.g.mul_((share / self.mass).masked_fill((self.mass == 0) & (share == 0), 0))
+        if self.is_ignored is not None:
+            losses = losses.masked_fill(self.is_ignored, 0)
+        self.nll[self.here] = losses.squeeze(1)
+
+    def gradients(self, block: Block) -> None:
+        given, g, factor = self.given, self.g, self.factors[self.here].unsqueeze(1)
+        at_target = g.gather(1, self.y) - self.has_target.to(self.dtype)
+        g.scatter_(1, self.y, at_target).mul_(factor * given.scale)
+        if self.slope is not None:
+            g.mul_(self.slope)
+        if self.is_ignored is not None and not self.leaves_out:
+            g.masked_fill_(self.is_ignored, 0)  # also where a row of nan was to be left out
+        if self.sums is not None:
+            self.sums.addmm_(g.t(), self.x)
+        if self.bias_sums is not None:
+            self.bias_sums.add_(g.sum(0))
+        if self.grad_hidden is not None:
+            part = torch.zeros_like(self.x)
+            for start, end in self._columns():
+                part.addmm_(g[:, start:end], given.weight[start:end].to(self.dtype))
+            self.grad_hidden[self.here] = part.to(self.grad_hidden.dtype)
+
+    def _columns(self) -> list[tuple[int, int]]:
+        """Cut a weight that has to be widened into parts about as large as the logits' buffer."""
+        vocab, depth = self.given.weight.shape
+        if self.given.weight.dtype == self.dtype:
+            return [(0, vocab)]
+        return list(spans(0, vocab, max(REFERENCE_MIN_ROWS, self.step * vocab // max(depth, 1))))
+
+    def results(self) -> LossAndGradients:
+        weight, bias = self.given.weight, self.given.bias
+        grad_weight = None if self.sums is None else self.sums.to(weight.dtype)
+        grad_bias = None
+        if self.bias_sums is not None and bias is not None:
+            grad_bias = self.bias_sums.to(bias.dtype)
+        gradients = Gradients(self.grad_hidden, grad_weight, grad_bias)
+        return LossAndGradients(self.given.total_of(self.nll), *gradients)
+
+
+forward, backward, total = Forward, Backward, Total
+
+
+def _rows(
+    kept: Tensor | None, hidden: Tensor, target: Tensor, low: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the rows to compute."""
+    if kept is None:
+        return hidden, target, low
+    return hidden[kept], target[kept], None if low is None else low[kept]
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
@@ -163,102 +384,41 @@ def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
     return whole
 
 
-def _statistics(given: Operands, knobs: Knobs, width: int) -> Rows:
-    """Walk the vocabulary once, keeping each row's maximum and sums relative to it."""
-    hidden, weight, bias, target, column_weight, low, up = given
-    rows = hidden.shape[0]
-    peak = hidden.new_full((rows,), -torch.inf)
-    mass, total, moment = (hidden.new_zeros(rows) for _ in range(3))
-    top = target.new_zeros(rows)
-    target_logit = hidden.new_full((rows,), torch.nan)
-    buffer = hidden.new_empty(rows * min(width, weight.shape[0]))
-    raised = torch.empty_like(buffer) if knobs.with_entropy else None
-    columns = None if column_weight is None else column_weight.to(hidden.dtype)
-    for first, stop in spans(0, weight.shape[0], width):
-        z = window(buffer, rows, stop - first)
-        # No names: what is widened of a piece is freed before the next one is.
-        _scaled_products(
-            (hidden, *(_widened(w, first, stop, hidden.dtype) for w in (weight, up)), low),
-            *(bias, first, knobs, z),
-        )
-        if knobs.softcap > 0:
-            z.div_(knobs.softcap).tanh_().mul_(knobs.softcap)
-        is_here, column = _column(target - first, stop - first)
-        target_logit = torch.where(is_here, z.gather(1, column).squeeze(1), target_logit)
-        if knobs.with_logit_sum:
-            total += z.sum(1) if columns is None else z @ columns[first:stop]
-        if knobs.with_top:
-            largest, at = z.max(1)
-            # nan counts as the largest, as in torch.max, and so stays in `peak`
-            wins = (largest > peak) | (largest.isnan() & ~peak.isnan())
-            top = torch.where(wins, at + first, top)
-            higher = torch.maximum(peak, largest)
-        else:
-            higher = torch.maximum(peak, z.amax(1))
-        base = higher.masked_fill(higher == -torch.inf, 0)  # a row of -inf so far
-        z.sub_(base.unsqueeze(1))
-        shift = (peak - base).masked_fill_(peak == -torch.inf, 0)
-        shrink = shift.exp()
-        if raised is not None:
-            # sum of exp(z - base) * (z - base): never positive, so nothing cancels in the entropy
-            power = torch.exp(z.clamp_(min=LOG_ZERO), out=window(raised, rows, stop - first))
-            moment = shrink * (moment + shift * mass) + z.mul_(power).sum(1)
-            mass = mass * shrink + power.sum(1)
-        else:
-            mass = mass * shrink + z.exp_().sum(1)
-        peak = higher
-    log_mass = mass.log()
-    return Rows(
-        # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
-        nll=(peak - target_logit) + log_mass,
-        lse=peak + log_mass,
-        logit_sum=total if knobs.with_logit_sum else total.new_empty(0),
-        entropy=log_mass - moment / mass if knobs.with_entropy else moment.new_empty(0),
-        top=top if knobs.with_top else top.new_empty(0),
-    )
-
-
-def _width(dtype: torch.dtype, rows: int, weight: Tensor, knobs: Knobs, *, forward: bool) -> int:
-    """Choose the piece's width by the number of all rows, ignored ones included."""
+def _width(dtype: torch.dtype, rows: int, weight: Tensor, given: Settings, *, forward: bool) -> int:
+    """Choose the width of a block by the number of all rows, ignored ones included."""
     per_logit = reference_bytes_per_logit(
-        dtype.itemsize, knobs.softcap > 0, not forward, knobs.with_entropy
+        dtype.itemsize, given.softcap > 0, not forward, given.with_entropy
     )
-    return reference_width(rows, weight.shape[0], knobs.workspace, per_logit, weight.device.type)
+    return reference_columns(rows, len(weight), given.workspace, per_logit, weight.device.type)
 
 
 def _scaled_products(
-    given: Sequence[Any],  # hidden, weight, up and low, in a wide dtype
-    bias: Tensor | None,
-    first: int,
-    knobs: Knobs,
+    given: Operands,  # of which hidden and low are wide
+    block: Block,
+    scale: float,
     out: Tensor,
-) -> None:
-    """Write u = scale * (hidden @ weight.T + low @ up.T + bias) of one piece into `out`."""
-    hidden, weight, up, low = given
-    torch.mm(hidden, weight.t(), out=out)
-    if low is not None:
-        out.addmm_(low, up.t())
-    if bias is not None:
-        out.add_(bias[first : first + out.shape[1]])
-    if knobs.scale != 1:
-        out.mul_(knobs.scale)
+) -> tuple[Tensor, Any]:
+    """Write scale * (hidden @ weight.T + low @ up.T + bias) of a block of classes into `out`.
+
+    Returns the block's rows of weight and up in the wide dtype.
+    """
+    here, dtype = slice(block.first, block.stop), out.dtype
+    weight = given.weight[here].to(dtype)
+    up = None if given.up is None else given.up[here].to(dtype)
+    torch.mm(given.hidden, weight.t(), out=out)
+    if given.low is not None and up is not None:
+        out.addmm_(given.low, up.t())
+    if given.bias is not None:
+        out.add_(given.bias[here])
+    if scale != 1:
+        out.mul_(scale)
+    return weight, up
 
 
 def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Say which rows have their target in this piece, and give a column safe to index with."""
+    """Return which rows have their target in this block, and a column safe to index with."""
     is_here = (column >= 0) & (column < width)
     return is_here, column.clamp(0, width - 1).unsqueeze(1)
-
-
-def _subtract_at_target(g: Tensor, column: Tensor, amount: Tensor) -> None:
-    """Subtract `amount` at each row's target where it lies in this piece."""
-    is_here, safe = _column(column, g.shape[1])
-    at_target = g.gather(1, safe).squeeze(1)
-    g.scatter_(1, safe, torch.where(is_here, at_target - amount, at_target).unsqueeze(1))
-
-
-def _widened(part: Tensor | None, first: int, stop: int, dtype: torch.dtype) -> Tensor | None:
-    return None if part is None else part[first:stop].to(dtype)
 
 
 def _round(g: Tensor, dtype: torch.dtype) -> None:

@@ -1,35 +1,230 @@
-"""Tile shapes per GPU, and how much of the logits the engines hold at once."""
+"""Every size of a block in this folder: of rows, of classes, of a tile, of a launch.
+
+Axis letters of this folder: N rows (tokens), D depth (hidden size), V vocabulary (classes), R rows
+of a block, W classes of a block. Engines walk over the rows or over the vocabulary in blocks, so
+that the transient is R x V or N x W, and N x V only where a workspace has room for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import sympy
 import torch
+from torch import Tensor
 
 from ..device import processors
-from .pieces import MIB
+from ..sizes import Size
+
+MIB = 2**20
+# The narrowest block of classes. A smaller workspace is exceeded rather than refused.
+MIN_WIDTH = 64
+# A workspace of at most this much is spent on vectors and one narrow block; sums and blocks then
+# live inside the weight gradient, where it is wide enough.
+MINIMAL_BYTES = 8 * MIB
+SPARE_BYTES = 4 * MIB
+# The widest block of G inside the weight gradient, as a share of the budget outside it.
+INSIDE_WIDTH = 3072
+
+
+def spans(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """Cut [first, stop) into spans of `width`; the last one may be shorter."""
+    for start in range(first, stop, width):
+        yield start, min(start + width, stop)
+
+
+def window(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """View the start of a flat buffer as a contiguous (rows, width) matrix."""
+    return buffer[: rows * width].view(rows, width)
+
+
+def is_minimal(workspace: int) -> bool:
+    """Return whether a workspace is too small for anything but the minimal mode."""
+    return 0 < workspace <= MINIMAL_BYTES
+
+
+def _round_down(value: int, step: int) -> int:
+    return max(step, value // step * step)
+
+
+def _half_vocab(vocab: int) -> int:
+    """Return the widest block allowed: half the vocabulary, so that no buffer is N x V."""
+    return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
+
+
+# On a CPU a block should stay in the cache between the product and the passes over it; elsewhere it
+# should be large enough to hide the launches.
+REFERENCE_AUTO_BYTES = {"cpu": 8 * MIB}
+REFERENCE_AUTO_BYTES_ELSEWHERE = 64 * MIB
+REFERENCE_AUTO_COLUMNS = 256
+# Rows of the lowest block: the weight is read once per block.
+REFERENCE_MIN_ROWS = 64
+
+
+def reference_bytes_per_logit(
+    itemsize: int,  # bytes of one input element: 2 and 4 compute in fp32, 8 in fp64
+    has_softcap: bool,  # backward then keeps the slope beside the product
+    with_gradient: bool,  # backward; 16-bit inputs then also need the rounded gradient
+    with_entropy: bool = False,  # both passes then keep a second block
+) -> int:
+    """Return the bytes the engine `reference` holds per element of a block."""
+    wide = max(itemsize, 4)
+    if not with_gradient:
+        return wide * (1 + with_entropy)
+    return wide * (1 + has_softcap + with_entropy) + (2 if itemsize == 2 else 0)
+
+
+def reference_columns(
+    rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
+) -> int:
+    """Choose the width of a block of classes within the workspace; 0 means automatic."""
+    automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
+    budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
+    width = budget // (bytes_per_logit * max(rows, 1))
+    return min(_round_down(width, MIN_WIDTH), _half_vocab(vocab))
+
+
+def reference_rows(
+    rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
+) -> sympy.Expr:
+    """Return how many rows of wide logits live at once, at most half; workspace 0 is automatic."""
+    budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
+    fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
+    return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
+
+
+# `library`, automatic workspace: at least 64 MiB and at least 16 KiB per row. 16 KiB per row is a
+# strip of 2048 fp32 products (8 KiB) next to a gradient block of 4096 columns in bf16 (8 KiB),
+# about 6 % of what the bf16 logits of a 128k vocabulary take. Measured on an H200, forward +
+# backward: strip 1024 / 2048 / 4096 with that block take 61.4 / 59.8 / 60.1 ms at N, D, V = 16384,
+# 2048, 128256 and 70.9 / 69.5 / 68.5 ms at 8192, 2304, 256000; strips of 256 take 72 and 87 ms.
+# Narrower blocks lose twice: the fp32 sum of the hidden gradient is read and written once per block
+# (8ND bytes), and a short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the
+# results.
+LIBRARY_AUTO_BYTES = 64 * MIB
+LIBRARY_AUTO_BYTES_PER_ROW = 16 * 1024
+# Rows of the lowest block of an adapted head: the weight is read once per block.
+LIBRARY_MIN_ROWS = 128
+# Numbers per row that are kept between strips; the widest strip of a program, and its warps.
+LIBRARY_STATE = 5
+LIBRARY_MAX_BLOCK = 2048
+LIBRARY_WARPS = 4
+# What one wave of a weight-gradient product and one pass over the fp32 hidden gradient cost on an
+# H200, per row. Only their ratio matters.
+_SECONDS_PER_WAVE = 2 * 128 * 256 * 132 / 790e12
+_SECONDS_PER_BYTE = 1 / 4.28e12
+
+
+class Widths(NamedTuple):
+    """Columns of products (`strip`) and of gradients (`block`) that are alive at once."""
+
+    strip: int
+    block: int
+
+
+@lru_cache(maxsize=1024)
+def library_widths(
+    rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
+) -> Widths:
+    """Choose the widths of strips and blocks within the workspace; 0 means automatic.
+
+    16-bit inputs: a strip of fp32 products (4 bytes per element) next to a block of gradients in
+    the input dtype (2 bytes); the strip gets half of the budget. fp32 inputs: the gradient replaces
+    the product in place, so strip and block are one buffer. The block is then narrowed to where
+    the weight-gradient product fills whole waves of multiprocessors.
+    """
+    budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
+    per_row = budget // max(rows, 1)
+    widest = _half_vocab(vocab)
+    if itemsize == 4:
+        width = _whole_waves(min(per_row // 4, widest), depth, vocab, processors)
+        return Widths(width, width)
+    strip = per_row // 8
+    strip = min(_round_down(strip, 256 if strip >= 256 else MIN_WIDTH), widest)
+    limit = max(strip, min((per_row - 4 * strip) // 2, widest))
+    return Widths(strip, max(strip, _whole_waves(limit, depth, vocab, processors)))
+
+
+def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
+    """Return the cheapest width in (limit / 2, limit] by the model of `_block_seconds`."""
+    if limit < 256:
+        return _round_down(limit, MIN_WIDTH)
+    step = 128 * -(-limit // (128 * 64))  # at most 64 candidates
+    candidates = range(_round_down(limit, step), limit // 2, -step)
+    return min(
+        candidates or (limit,),
+        key=lambda width: -(-vocab // width) * _block_seconds(width, depth, processors),
+    )
+
+
+def _block_seconds(width: int, depth: int, processors: int) -> float:
+    """Model one block's weight-gradient product in 128 x 256 tiles, plus its hidden-gradient sum.
+
+    Both are per row. The other two products cost the same per column at any width considered.
+    """
+    tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
+    return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
+
+
+def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
+    """Return how many rows a block has under a LoRA part: products, and G next to them in 16 bits.
+
+    Automatic: three sixteenths of what all logits take in the head's dtype, up to 544 MiB.
+    """
+    n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
+    share = sympy.Rational(*AUTO_SHARE) * itemsize * n * vocab
+    budget = workspace or sympy.Max(LIBRARY_AUTO_BYTES, sympy.Min(share, AUTO_BYTES))
+    fitting = sympy.floor(budget / (per_logit * vocab))
+    least = 1 if workspace else LIBRARY_MIN_ROWS
+    return sympy.Min(sympy.Max(fitting, least), sympy.ceiling(n / 2))
+
+
+def library_block(width: int) -> int:
+    """Return the columns a program handles at once: 128 for strips of 64, 2048 at most."""
+    return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
+
 
 # Forward: bytes of statistics, and of gathered rows, for one group of rows.
 FORWARD_BYTES = int(7.5 * MIB)
 
-# Backward, automatic workspace. 13.5 KiB per row is a piece of 6912 columns in 16 bits.
-FUSED_AUTO_BYTES = 64 * MIB
-FUSED_AUTO_BYTES_PER_ROW = 13824
-# The narrowest piece; a smaller workspace is exceeded rather than refused.
-FUSED_MIN_WIDTH = 256
+# Backward by blocks of classes, automatic workspace. 13.5 KiB per row is a block of 6912 columns in
+# 16 bits.
+HOPPER_AUTO_BYTES = 64 * MIB
+HOPPER_AUTO_BYTES_PER_ROW = 13824
+# The narrowest of these blocks; a smaller workspace is exceeded rather than refused.
+HOPPER_MIN_WIDTH = 256
+# Blocks of rows, automatic workspace: three sixteenths of what all logits would take (X and its
+# statistics are then under a fifth of them), up to AUTO_BYTES or, where that is more, an eighth: dC
+# is rounded once per block, and its error is 3.6e-3 at most over eight. Every block reads and
+# writes dC once more, so blocks of TALL_ROWS are taken where they are at most a sixth of all rows,
+# or a quarter that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200
+# in blocks of 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384
+# x 2048. A backward that recomputes logits takes a quarter up to AGAIN_BYTES: 62.5 and 61.7 ms at
+# 8192 x 4096 x 151936. So does a filter, whose blocks have two dozen launches each.
+AUTO_BYTES = 544 * MIB
+AGAIN_BYTES = 608 * MIB
+LEAST_BYTES = 160 * MIB
+AUTO_SHARE = (3, 16)
+AUTO_PIECES = 8
+TALL_ROWS = 2048
 
-
-# A workspace of at most this much is spent on vectors and one narrow piece; sums and pieces then
-# live inside the weight gradient, where it is wide enough.
-MINIMAL_BYTES = 8 * MIB
-SPARE_BYTES = 4 * MIB
-# The widest piece of G inside the weight gradient, as a share of the budget outside it.
-INSIDE_WIDTH = 3072
+# A sum is shared by at most so many programs, in blocks of at most so many rows, and at most so
+# many bytes of it are kept; what stands around the sum of a tile takes as long as some steps of it.
+MOST_SPLITS = 4
+PARTS_BYTES = 32 * MIB
+TALLEST_SPLIT = 2048
+TILE_STEPS = 3
+# Elements that a program scales at a time, and programs per multiprocessor.
+SCALED = 4096
+SCALING_PROGRAMS = 8
+# Elements that are widened at a time if a gradient is scaled elsewhere, outside a compiled graph.
+CHUNK = 1 << 22
 
 
 class Shapes(NamedTuple):
-    """Tiles, warps and pipeline stages of the fused kernels on one kind of GPU.
+    """Tiles, warps and pipeline stages of the kernels on one kind of GPU.
 
     `rows` x `columns` is an output tile and `step` a step along the summed axis. `programs` is how
     many run at a time: one per multiprocessor.
@@ -73,31 +268,29 @@ def shapes_for_programs(programs: int) -> Shapes:
     return Shapes(128, 256, 64, 8, 3, True, programs)
 
 
-class RowGroups(NamedTuple):
-    """How forward walks over the rows: `total` groups of `size` rows each, the last one shorter."""
-
-    size: int
-    total: int
+def row_block(depth: int, shapes: Shapes) -> int:
+    """Return how many features of a row a program copies at a time."""
+    return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())
 
 
-def row_groups(rows: int, fitting: int, shapes: Shapes) -> RowGroups:
-    """Cut the rows into groups of at most `fitting`, in even shares of whole row blocks."""
-    blocks = -(-rows // shapes.rows)
-    count = -(-blocks // max(1, fitting // shapes.rows))
-    return RowGroups(-(-blocks // count) * shapes.rows, count)
+def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
+    """Return how many rows a forward has statistics of at once: whole tiles, in even shares."""
+    tiles = -(-rows // shapes.rows)
+    count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
+    return -(-tiles // count) * shapes.rows
 
 
 @lru_cache(maxsize=1024)
-def piece_width(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
+def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
     """Choose how many columns of G backward holds at once.
 
     Within the budget, and at most half the vocabulary, the width whose launches leave the fewest
     multiprocessors idle in their last waves. A workspace of 0 is automatic.
     """
     step = shapes.columns
-    budget = workspace or max(FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW * rows)
+    budget = workspace or max(HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW * rows)
     limit = budget // (2 * max(rows, 1))
-    limit = min(max(limit // step * step, FUSED_MIN_WIDTH, step), -(-vocab // (2 * step)) * step)
+    limit = min(max(limit // step * step, HOPPER_MIN_WIDTH, step), -(-vocab // (2 * step)) * step)
     coarse = step * -(-limit // (step * 64))
     candidates = range(limit, max(limit // 2, step - 1), -coarse)
     return min(candidates, key=lambda width: _units(rows, depth, vocab, width, shapes))
@@ -106,11 +299,11 @@ def piece_width(rows: int, depth: int, vocab: int, workspace: int, shapes: Shape
 def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
     """Model the time of backward, in steps of one output tile along the summed axis."""
     whole, rest = divmod(vocab, width)
-    units = whole * _piece_units(rows, depth, width, shapes)
-    return units + (_piece_units(rows, depth, rest, shapes) if rest else 0)
+    units = whole * _block_units(rows, depth, width, shapes)
+    return units + (_block_units(rows, depth, rest, shapes) if rest else 0)
 
 
-def _piece_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
+def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
     row_blocks = -(-rows // shapes.rows)
     depth_blocks = -(-depth // shapes.columns)
     # The epilogue of a tile of G costs about as much as 256 steps of its sum.
@@ -126,16 +319,11 @@ def _piece_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
     return logits + last + 200
 
 
-def is_minimal(workspace: int) -> bool:
-    """Say whether a workspace is too small for anything but the minimal mode."""
-    return 0 < workspace <= MINIMAL_BYTES
-
-
 class Room(NamedTuple):
     """Where a minimal backward works: the rows of the weight gradient from `first_column` on.
 
     Example: with 8 rows of 4 features, columns of G take twice the bytes of columns of the weight
-    gradient, so a piece that ends at the last column leaves room for one third of what is left.
+    gradient, so a block that ends at the last column leaves room for one third of what is left.
     """
 
     first_column: int
@@ -166,3 +354,105 @@ def room_inside(
     first = (vocab - taken) // step * step
     spare = max(SPARE_BYTES // (2 * rows) // step * step, step)
     return Room(first, width, spare, rows, depth, vocab, step)
+
+
+def auto_bytes(rows: sympy.Expr, width: int, tallest: int) -> sympy.Expr:
+    """Return the bytes that X may take by itself, for N rows of `width` logits.
+
+    A quarter of all rows may be a block of TALL_ROWS where that takes at most `tallest` bytes.
+    """
+    logits = 2 * rows * width
+    most = sympy.Max(AUTO_BYTES, logits / AUTO_PIECES)
+    least = sympy.Min(LEAST_BYTES, logits / 2)
+    usual = sympy.Max(least, sympy.Min(most, logits * sympy.Rational(*AUTO_SHARE)))
+    tall = 2 * TALL_ROWS * width
+    many = (4 if tall <= tallest else 6) * TALL_ROWS
+    return sympy.Piecewise((sympy.Max(usual, tall), rows >= many), (usual, True))
+
+
+@lru_cache(maxsize=1024)
+def hopper_rows(
+    rows: int,
+    vocab: int,
+    workspace: int,  # 0 is automatic
+    tile: int,  # rows of a tile of logits
+    columns: int,  # of that
+    *,
+    blocks: int = 0,  # tiles; at most so many to a block, if not 0
+    tallest: int = AUTO_BYTES,
+) -> int:
+    """Return how many rows a block has: whole tiles, in even shares."""
+    width = -(-vocab // columns) * columns
+    budget = workspace or int(auto_bytes(sympy.Integer(rows), width, tallest))
+    fitting = max(budget // (2 * width) // tile, 1)
+    fitting = min(fitting, blocks or fitting)
+    blocks = -(-rows // tile)
+    return -(-blocks // -(-blocks // fitting)) * tile
+
+
+@lru_cache(maxsize=1024)
+def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
+    """Return over how many programs the sum of a tile of dE is shared.
+
+    A tile of dE sums over the vocabulary, and a block of few rows has few of them: one program
+    would be at its tile when all others are done with dC.
+    """
+    if rows > TALLEST_SPLIT:
+        return 1
+    columns = -(-depth // shapes.columns)
+    hidden_tiles = -(-rows // shapes.rows) * columns
+    hidden_steps = -(-vocab // shapes.step)
+    weight_tiles = -(-vocab // shapes.rows) * columns if needs_weight else 0
+    # What stands around the sum of a tile takes as long as some steps of it.
+    weight_steps = weight_tiles * (-(-rows // shapes.step) + TILE_STEPS)
+
+    def time(splits: int) -> float:
+        longest = -(-hidden_tiles * splits // shapes.programs) * -(-hidden_steps // splits)
+        all_steps = hidden_tiles * (hidden_steps + splits * TILE_STEPS) + weight_steps
+        return max(longest, all_steps / shapes.programs)
+
+    fitting = [n for n in range(1, MOST_SPLITS + 1) if 4 * (n - 1) * rows * depth <= PARTS_BYTES]
+    return min(fitting, key=time)
+
+
+# Rows and tiles of statistics that a program merges at a time; tiles of rows whose tiles of G are
+# computed next to each other.
+ROWS = 8
+TILES = 128
+GROUP = 16
+
+# Under a gradient filter: tiles of rows in a block of rows, a bit each of a word of 16.
+FILTER_BLOCKS = 16
+# Share of tiles that may count; the packed ones take as much of the bytes of X.
+DENSE_SHARE = 0.5
+# Columns of a step of a program that scores, its stages and warps, and how many of them share a
+# multiprocessor: of `mass` and, with more registers, of `block`.
+STRIP, SCORE_STAGES, SCORE_WARPS, SCORE_PROGRAMS = 64, 3, 4, (4, 3)
+# Rows that a program ranks; levels and chunks that one sums at a time; tiles that one lists; rows
+# that one restores.
+RANKED, SOME, CHUNKS, LISTED, RESTORED = 16, 8, 8, 512, 8
+# Columns of a strip that is packed, strips of a program, and its warps.
+PACKED, STRIPS, PACK_WARPS = 64, 4, 4
+# Bytes of the sums of what levels drop, on any GPU, and of dE's shares; shares of tiles a program.
+LEVELS_BYTES = 16 << 20
+SHARES_BYTES = 64 << 20
+ITEMS = 4
+# Tiles of the products: two programs share a multiprocessor, so that one multiplies while the other
+# reads and writes its dC. Each sums over few rows.
+COLUMNS, WARPS, STAGES, PROGRAMS = 128, 4, 5, 2
+
+
+def filter_shapes(shapes: Shapes) -> Shapes:
+    """Return the tiles of a filter's products on a GPU where those without a filter are given."""
+    if shapes.is_interpreted:
+        return shapes
+    return shapes._replace(
+        columns=COLUMNS, warps=WARPS, stages=STAGES, programs=PROGRAMS * shapes.programs
+    )
+
+
+def filter_constants(shapes: Shapes) -> dict[str, Any]:
+    """Return the constants of these products, and their launch."""
+    constants = shapes.constants(shapes.columns)
+    parts = 4 if shapes.columns >= 256 else 2
+    return {**constants, "TILE": shapes.rows, "PARTS": parts}

@@ -258,7 +258,7 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
     hidden, folded = info.value(chain.head.hidden), fold(chain)
     sizes = map(compat.size_hint, info.value(group[0].target or chain.node).shape)
     rows = max(math.prod(sizes), 1)
-    height = op_folder.rows_of_a_piece(
+    height = op_folder.rows_of_a_block(
         rows,
         shard,
         dtype=chain.head.compute_dtype,

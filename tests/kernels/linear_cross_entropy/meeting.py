@@ -11,11 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import Shard, sharded_total, total_reference
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals
+from memeff_compile.kernels.linear_cross_entropy import (
+    Shard,
+    vocabulary_parallel,
+)
+from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
+from tests.kernels.linear_cross_entropy.engines import Found, reference
 
 IGNORED = -100
-Engine = Callable[[Loss], Totals]
+Engine = Callable[[ScalarLoss], Found]
 
 
 @dataclass
@@ -43,7 +47,7 @@ class Meeting:
             self.lock.acquire()
         return every
 
-    def run(self, walk: Callable[[int], Totals]) -> list[Totals]:
+    def run(self, walk: Callable[[int], Found]) -> list[Found]:
         found: list[Any] = [None] * self.ranks
 
         def one(rank: int) -> None:
@@ -65,19 +69,19 @@ class Meeting:
         return found
 
 
-def part_of(given: Loss, shard: Shard, gather: Any) -> Loss:
+def part_of(given: ScalarLoss, shard: Shard, gather: Any) -> ScalarLoss:
     mine = slice(shard.first, shard.first + shard.columns)
     bias = None if given.bias is None else given.bias[mine]
-    return sharded_total.of_rank(
+    return vocabulary_parallel.loss_of_rank(
         given._replace(weight=given.weight[mine], bias=bias), shard, gather
     )
 
 
-def together(given: Loss, *engines: Engine) -> tuple[list[Tensor], int]:
+def together(given: ScalarLoss, *engines: Engine) -> tuple[list[Tensor], int]:
     """What ranks with these engines find together, and how often they met."""
     meeting, classes = Meeting(len(engines)), given.weight.shape[0]
 
-    def walk(rank: int) -> Totals:
+    def walk(rank: int) -> Found:
         shard = Shard(rank, len(engines), classes)
         return engines[rank](part_of(given, shard, lambda said: meeting.gather(rank, said)))
 
@@ -91,19 +95,19 @@ def together(given: Loss, *engines: Engine) -> tuple[list[Tensor], int]:
     return found, len(meeting.sizes[0])
 
 
-def whole(given: Loss) -> list[Tensor]:
+def whole(given: ScalarLoss) -> list[Tensor]:
     """What one process finds in fp64."""
-    return [part for part in total_reference.run(cast_to(given, torch.float64)) if part is not None]
+    return [part for part in reference.total(cast_to(given, torch.float64)) if part is not None]
 
 
-def moved_to(given: Loss, device: str) -> Loss:
+def moved_to(given: ScalarLoss, device: str) -> ScalarLoss:
     moved = {
         name: each.to(device) for name, each in given._asdict().items() if isinstance(each, Tensor)
     }
     return given._replace(**moved)
 
 
-def cast_to(given: Loss, dtype: torch.dtype) -> Loss:
+def cast_to(given: ScalarLoss, dtype: torch.dtype) -> ScalarLoss:
     bias = None if given.bias is None else given.bias.to(dtype)
     return given._replace(hidden=given.hidden.to(dtype), weight=given.weight.to(dtype), bias=bias)
 
@@ -117,7 +121,7 @@ def loss_of(
     lowest: int = 0,
     highest: int | None = None,
     **settings: Any,
-) -> Loss:
+) -> ScalarLoss:
     draw = torch.Generator().manual_seed(vocab)
 
     def random(*shape: int) -> Tensor:
@@ -128,7 +132,7 @@ def loss_of(
     how = {"ignore_index": IGNORED, "scale": 0.7, "softcap": 0.0, "workspace": 1} | settings
     norm = (target != IGNORED).sum()
     tensors = (random(rows, 16), random(vocab, 16), random(vocab), target, None, norm)
-    return Loss(*tensors, **how, output_mask=(True, True, True))
+    return ScalarLoss(*tensors, **how, output_mask=(True, True, True))
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], budget: float) -> None:

@@ -14,10 +14,9 @@ from memeff_compile.kernels.linear_cross_entropy import (
     bytes_after,
     linear_cross_entropy_adapted,
     linear_cross_entropy_adapted_total,
-    total_hybrid,
 )
-from memeff_compile.kernels.linear_cross_entropy.adapted_total import by_recomputing
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
+from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
+from tests.kernels.linear_cross_entropy.engines import library
 from tests.support.oracles import CASES, Case, assert_matches_oracle, make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +68,7 @@ def test_a_step_takes_no_more_than_the_formula_says(low_dtype: torch.dtype) -> N
         return torch.cuda.max_memory_allocated() - resident - returned
 
     step()
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "engine": "hybrid", "device_type": "cuda"}
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "engine": "library", "device_type": "cuda"}
     bound = int(bytes_after(rows, depth + RANK, vocab, **how))
     assert step() <= bound + 2**20
     assert bound < 2 * rows * vocab
@@ -90,7 +89,7 @@ def test_a_total_equals_what_two_passes_give(
     assert target is not None
     rows, of = target.numel(), dtype if dtype == torch.float32 else low_dtype
     low, up = (torch.randn(n, RANK, device="cuda").to(of) for n in (rows, weight.shape[0]))
-    given = Loss(
+    given = ScalarLoss(
         *(hidden.reshape(rows, -1), weight, bias, target.reshape(-1)),
         torch.rand(rows, device="cuda"),
         torch.tensor(7.0, device="cuda"),
@@ -98,8 +97,8 @@ def test_a_total_equals_what_two_passes_give(
         *(1.5, 5.0, workspace),
         (True, False, True, True, True),
     )._replace(low=low, up=up)
-    total, found = total_hybrid.run(given)
-    expected, wanted = by_recomputing(given)
+    total, *found = library.total(given)
+    expected, *wanted = library.in_two_walks(given)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=0)
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours is None) == (theirs is None)

@@ -1,4 +1,4 @@
-"""Engine H with a low-rank part of the head, its kernels run by Triton's interpreter."""
+"""`library` with a low-rank part of the head, its kernels run by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import hybrid, total_hybrid
-from memeff_compile.kernels.linear_cross_entropy.adapted_total import by_recomputing
-from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
+from memeff_compile.kernels.linear_cross_entropy import adapted_total_bytes
+from memeff_compile.kernels.linear_cross_entropy.call import (
+    Operands,
+    RowGradients,
+    Saved,
+    ScalarLoss,
+    Settings,
+)
+from tests.kernels.linear_cross_entropy.engines import library, reference
 from tests.support.live_bytes import LiveBytes
 from tests.support.oracles import CASES, Case, assert_matches_oracle, make_inputs
 
@@ -22,14 +27,14 @@ NARROW_PIECES = 21 * 64 * 6
 PLAIN, EVERYTHING = CASES[0], CASES[-1]
 
 
-class _EngineH(torch.autograd.Function):
+class _Library(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *tensors, knobs = args
         given = Operands(*tensors).flat()
-        found = hybrid.forward(given, knobs)
+        found = library.forward(given, knobs)
         ctx.save_for_backward(*given, found.lse, found.entropy)
         ctx.mark_non_differentiable(found.top)
         ctx.knobs, ctx.shapes = knobs, (tensors[0].shape, tensors[5].shape)
@@ -40,7 +45,7 @@ class _EngineH(torch.autograd.Function):
         flat = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
         *tensors, lse, entropy = ctx.saved_tensors
         given, mask = Operands(*tensors), (True, True, tensors[2] is not None, True, True)
-        found = hybrid.backward(flat, given, Kept(lse, entropy), ctx.knobs, mask)
+        found = library.backward(flat, given, Saved(lse, entropy), ctx.knobs, mask)
         of_hidden, of_weight, of_bias, of_low, of_up = found
         assert of_hidden is not None
         assert of_low is not None
@@ -48,11 +53,11 @@ class _EngineH(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, of_low, of_up, None
 
 
-def engine_h(dtype: torch.dtype | None) -> Any:
+def call_library(dtype: torch.dtype | None) -> Any:
     def call(hidden: Tensor, weight: Tensor, *others: Any, **arguments: Any) -> tuple[Tensor, ...]:
         low, up = (each[..., -RANK:].to(dtype or each.dtype) for each in (hidden, weight))
-        given = hidden[..., :-RANK], weight[:, :-RANK], *others, low, up, Knobs(**arguments)
-        found: tuple[Tensor, ...] = _EngineH.apply(*given)
+        given = hidden[..., :-RANK], weight[:, :-RANK], *others, low, up, Settings(**arguments)
+        found: tuple[Tensor, ...] = _Library.apply(*given)
         return found
 
     return call
@@ -74,7 +79,7 @@ def test_values_and_gradients_match_the_oracle(
     case: Case, dtype: torch.dtype, low_dtype: torch.dtype | None
 ) -> None:
     inputs = make_inputs(case, dtype=dtype, kind="peaked")
-    assert_matches_oracle(engine_h(low_dtype), inputs, case.arguments(NARROW_PIECES), slack=2)
+    assert_matches_oracle(call_library(low_dtype), inputs, case.arguments(NARROW_PIECES), slack=2)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -92,12 +97,12 @@ def test_values_and_gradients_match_the_oracle(
 def test_the_total_and_its_gradients_equal_those_of_two_passes(
     workspace: int, dtype: torch.dtype, low_dtype: torch.dtype, scale: float, softcap: float
 ) -> None:
-    """A walk over the rows against engine R's forward and backward."""
+    """A walk over the rows against the reference's forward and backward."""
     case = Case("bias", has_bias=True, ignored_share=0.3)
     inputs = make_inputs(case, dtype=dtype, kind="peaked")
     hidden, weight, bias, target, _ = inputs.tensors()
     low, up = (torch.randn(n, RANK).to(low_dtype) for n in (target.numel(), weight.shape[0]))
-    given = Loss(
+    given = ScalarLoss(
         *(hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1)),
         torch.rand(target.numel()),
         torch.tensor(7.0),
@@ -105,8 +110,8 @@ def test_the_total_and_its_gradients_equal_those_of_two_passes(
         *(scale, softcap, workspace),
         (True, False, True, True, True),
     )._replace(low=low, up=up)
-    total, found = total_hybrid.run(given)
-    expected, wanted = by_recomputing(given)
+    total, *found = library.total(given)
+    expected, *wanted = reference.in_two_walks(given)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
     for ours, theirs, of in zip(found, wanted, given.operands.trained, strict=True):
         assert (ours is None) == (theirs is None)
@@ -123,13 +128,11 @@ def test_the_formula_bounds_what_a_total_holds() -> None:
     hidden, weight, _, target, _ = inputs.tensors()
     low, up = torch.randn(rows, RANK), torch.randn(vocab, RANK)
     workspace = 8 * vocab * 4
-    given = Loss(hidden, weight, None, target, None, None, None, 1.0, 0.0, workspace, _FROZEN)
+    given = ScalarLoss(hidden, weight, None, target, None, None, None, 1.0, 0.0, workspace, _FROZEN)
     with LiveBytes() as counted:
-        _, found = total_hybrid.run(given._replace(low=low, up=up))
+        found = library.total(given._replace(low=low, up=up))
     returned = sum(each.untyped_storage().nbytes() for each in found if each is not None)
-    bound = total_hybrid.adapted_total_bytes(
-        rows, vocab, RANK, dtype=torch.float32, workspace=workspace
-    )
+    bound = adapted_total_bytes(rows, vocab, RANK, dtype=torch.float32, workspace=workspace)
     assert counted.peak - returned <= int(bound) + 64 * rows
     assert int(bound) < rows * vocab
 
@@ -145,12 +148,12 @@ def test_a_frozen_weight_has_no_gradient_and_changes_no_other() -> None:
     low, up = hidden[:, -RANK:].contiguous(), weight[:, -RANK:].contiguous()
     given, knobs = (
         Operands(hidden, weight, *others, low, up),
-        Knobs(**PLAIN.arguments(NARROW_PIECES)),
+        Settings(**PLAIN.arguments(NARROW_PIECES)),
     )
-    rows = hybrid.forward(given, knobs)
-    made_of = RowGradients(*inputs.cotangents()), given, Kept(rows.lse, rows.entropy), knobs
-    whole = hybrid.backward(*made_of, (True, True, False, True, True))
-    some = hybrid.backward(*made_of, (True, False, False, True, True))
+    rows = library.forward(given, knobs)
+    made_of = RowGradients(*inputs.cotangents()), given, Saved(rows.lse, rows.entropy), knobs
+    whole = library.backward(*made_of, (True, True, False, True, True))
+    some = library.backward(*made_of, (True, False, False, True, True))
     assert some[1] is None
     for place in (0, 3, 4):
         ours, theirs = some[place], whole[place]

@@ -13,9 +13,9 @@ import memeff_compile
 import memeff_compile.kernels.linear_cross_entropy as op_folder
 from memeff_compile.errors import DoubleBackwardError
 from memeff_compile.kernels.linear_cross_entropy import (
-    adapted_total,
     linear_cross_entropy_adapted_total,
     makes_gradients_in_forward_adapted,
+    walk,
 )
 from tests.support.captured_graphs import compare_with_eager
 
@@ -132,7 +132,7 @@ def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
         return makes_gradients_in_forward_adapted(torch.device(device), dtype, **settings)
 
     assert not asked("cpu", torch.float32)
-    monkeypatch.setattr(adapted_total, "kernels_serve", lambda *_: True)
+    monkeypatch.setattr(walk, "kernels_serve", lambda *_: True)
     assert asked("cpu", torch.float32)
     assert asked("cpu", torch.bfloat16, workspace=2**30)
     assert not asked("cpu", torch.float16)
@@ -145,7 +145,7 @@ def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_pass_asks_for_it_where_the_head_is_frozen(
     frozen: bool, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapted_total, "tuned", lambda *_: "forward")
+    monkeypatch.setattr(walk, "tuned", lambda *_: "forward")
     hidden, weight, bias, target, *_ = inputs(torch.float64, torch.float64)
     a, b = torch.randn(RANK, 13).double(), torch.randn(101, RANK).double()
     class_weight = torch.rand(101, dtype=torch.float64)
@@ -165,8 +165,8 @@ def test_the_pass_asks_for_it_where_the_head_is_frozen(
 
 
 def test_the_report_counts_a_piece_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapted_total, "tuned", lambda *_: "forward")
-    monkeypatch.setattr(op_folder, "engine_for", lambda *_, **__: "hybrid")
+    monkeypatch.setattr(walk, "tuned", lambda *_: "forward")
+    monkeypatch.setattr(op_folder, "engine_for", lambda *_, **__: "library")
     hidden, weight, _, target, low, up = inputs(torch.float64, torch.float64, has_bias=False)
 
     def function(h: Tensor, w: Tensor, low: Tensor, up: Tensor, y: Tensor) -> Tensor:

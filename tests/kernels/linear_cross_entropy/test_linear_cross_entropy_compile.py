@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from memeff_compile.kernels.linear_cross_entropy import linear_cross_entropy
+from memeff_compile.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+)
 from tests.support.oracles import CASES, Case, Inputs, make_inputs, values_and_gradients
 
 PLAIN = CASES[0]

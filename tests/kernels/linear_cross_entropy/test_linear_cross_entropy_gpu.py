@@ -1,4 +1,4 @@
-"""Engine H on a real GPU: hostile data, repeatability, CUDA graphs, 64-bit offsets, the workspace."""
+"""`library` on a real GPU: hostile data, repeatability, CUDA graphs, 64-bit offsets, the workspace."""
 
 from __future__ import annotations
 

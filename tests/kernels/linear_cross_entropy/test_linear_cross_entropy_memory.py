@@ -12,19 +12,28 @@ import torch
 from memeff_compile.kernels.linear_cross_entropy import (
     bytes_after,
     bytes_before,
-    reference,
     total_bytes,
-    total_fused,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
-from memeff_compile.kernels.linear_cross_entropy.pieces import hybrid_widths, reference_width, spans
-from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
-from memeff_compile.kernels.linear_cross_entropy.total_fused import (
+from memeff_compile.kernels.linear_cross_entropy import (
+    hopper as hopper_module,
+)
+from memeff_compile.kernels.linear_cross_entropy.call import (
+    Operands,
+    RowGradients,
+    Saved,
+    ScalarLoss,
+    Settings,
+)
+from memeff_compile.kernels.linear_cross_entropy.shapes import (
     AGAIN_BYTES,
-    piece_rows,
+    hopper_rows,
+    library_widths,
+    reference_columns,
+    shapes_for_programs,
+    spans,
     splits_of,
 )
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
+from tests.kernels.linear_cross_entropy.engines import reference
 from tests.support.live_bytes import LiveBytes
 from tests.support.oracles import Case, Inputs, make_inputs
 
@@ -32,13 +41,13 @@ MIB = 2**20
 N, D, V = sympy.symbols("N D V", positive=True, integer=True)
 
 
-def run(inputs: Inputs, knobs: Knobs) -> tuple[LiveBytes, LiveBytes, int]:
-    """Run engine R both ways; return the counts and the bytes of the returned gradients."""
+def run(inputs: Inputs, knobs: Settings) -> tuple[LiveBytes, LiveBytes, int]:
+    """Run the reference both ways; return the counts and the bytes of the returned gradients."""
     with LiveBytes() as forward:
         outputs = reference.forward(Operands(*inputs.tensors()), knobs)
     grads = RowGradients(*inputs.cotangents())
     mask = (True, True, inputs.bias is not None)
-    kept = Kept(outputs.lse, outputs.entropy)
+    kept = Saved(outputs.lse, outputs.entropy)
     with LiveBytes() as backward:
         gradients = reference.backward(grads, Operands(*inputs.tensors()), kept, knobs, mask)
     returned = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
@@ -56,7 +65,7 @@ def test_formula_bounds_what_is_allocated(
     rows, depth, vocab = 200, 16, 24_000
     case = Case("memory", ignored_share=ignored_share, softcap=softcap, with_entropy=entropy)
     inputs = make_inputs(case, shape=(rows,), depth=depth, vocab=vocab, dtype=dtype)
-    knobs = Knobs(**case.arguments(workspace))
+    knobs = Settings(**case.arguments(workspace))
     forward, backward, returned = run(inputs, knobs)
     formula = bytes_after(
         N,
@@ -92,7 +101,7 @@ def test_no_tensor_is_as_large_as_the_logits(
         with_top=every_row,
     )
     inputs = make_inputs(case, shape=(rows,), depth=8, vocab=vocab, dtype=dtype)
-    knobs = Knobs(**case.arguments(10**12))
+    knobs = Settings(**case.arguments(10**12))
     forward, backward, _ = run(inputs, knobs)
     assert max(forward.largest, backward.largest) < rows * vocab
 
@@ -129,7 +138,7 @@ def test_before_counts_bytes_per_logit(settings: dict[str, Any], per_logit: int)
 
 def test_hybrid_takes_a_fifteenth_of_compiled_logits_at_gemma_2_2b() -> None:
     sizes = {"dtype": torch.bfloat16}
-    after = bytes_after(8192, 2304, 256_000, **sizes, engine="hybrid", device_type="cuda")
+    after = bytes_after(8192, 2304, 256_000, **sizes, engine="library", device_type="cuda")
     before = bytes_before(8192, 2304, 256_000, **sizes)
     assert after < 201 * MIB
     assert after < before / 15
@@ -141,13 +150,13 @@ def test_a_backward_by_pieces_of_rows_stays_within_the_formula() -> None:
         (1, 300, 8192, 100_000), (64, 4096), (65, 50257, 151936)
     ):
         tile = shapes.rows, shapes.columns
-        height = piece_rows(rows, vocab, 0, *tile, tallest=AGAIN_BYTES)
+        height = hopper_rows(rows, vocab, 0, *tile, tallest=AGAIN_BYTES)
         if (rows, vocab) == (8192, 151936):  # a quarter, where gradients in the forward take less
-            assert piece_rows(rows, vocab, 0, *tile) < height == 2048
+            assert hopper_rows(rows, vocab, 0, *tile) < height == 2048
         splits = splits_of(height, depth, vocab, shapes, needs_weight=True)
         width = -(-vocab // shapes.columns) * shapes.columns
         used = 2 * height * (width + depth) + 4 * (splits - 1) * height * depth + 24 * rows
-        sizes = {"dtype": torch.bfloat16, "engine": "fused", "device_type": "cuda"}
+        sizes = {"dtype": torch.bfloat16, "engine": "hopper", "device_type": "cuda"}
         assert used <= bytes_after(rows, depth, vocab, **sizes)
 
 
@@ -159,7 +168,7 @@ def test_hybrid_widths_stay_within_the_workspace(dtype: torch.dtype, workspace: 
         D,
         V,
         dtype=dtype,
-        engine="hybrid",
+        engine="library",
         device_type="cuda",
         workspace=workspace,
         training=False,
@@ -170,7 +179,7 @@ def test_hybrid_widths_stay_within_the_workspace(dtype: torch.dtype, workspace: 
         (64, 2048, 2304, 8192),
         (1, 65, 1000, 50257, 128256, 256_000),
     ):
-        strip, piece = hybrid_widths(rows, depth, vocab, workspace, dtype.itemsize, 132)
+        strip, piece = library_widths(rows, depth, vocab, workspace, dtype.itemsize, 132)
         used = rows * (4 * strip + (2 * piece if dtype.itemsize == 2 else 0))
         assert used <= bound(rows, depth, vocab)
         assert 64 <= strip <= piece
@@ -186,13 +195,13 @@ def test_hybrid_widths_stay_within_the_workspace(dtype: torch.dtype, workspace: 
 def test_hybrid_widths_of_the_models_we_measure(
     rows: int, depth: int, vocab: int, expected: tuple[int, int]
 ) -> None:
-    assert hybrid_widths(rows, depth, vocab, 0, 2, 132) == expected
+    assert library_widths(rows, depth, vocab, 0, 2, 132) == expected
 
 
 def test_a_workspace_too_small_for_any_piece_gets_the_smallest() -> None:
-    assert hybrid_widths(8192, 2304, 256_000, 1, 2, 132) == (64, 64)
-    assert hybrid_widths(8192, 2304, 256_000, 1, 4, 132) == (64, 64)
-    assert reference_width(8192, 256_000, 1, 4, "cpu") == 64
+    assert library_widths(8192, 2304, 256_000, 1, 2, 132) == (64, 64)
+    assert library_widths(8192, 2304, 256_000, 1, 4, 132) == (64, 64)
+    assert reference_columns(8192, 256_000, 1, 4, "cpu") == 64
 
 
 def test_spans_cover_the_vocabulary_once() -> None:
@@ -204,7 +213,7 @@ def test_a_filter_that_a_call_switches_off_takes_no_more_than_the_formula_says()
     """Label smoothing and entropies are exact, in pieces that no filter bounds."""
     sizes, how = (65536, 4096, 128256), {"dtype": torch.bfloat16, "device_type": "cuda"}
     exact, *filtered = (
-        bytes_after(*sizes, engine="fused", gradient_filter=each, **how)
+        bytes_after(*sizes, engine="hopper", gradient_filter=each, **how)
         for each in ("exact", "mass", "block")
     )
     assert min(filtered) >= exact
@@ -223,18 +232,18 @@ def test_a_filter_that_a_call_switches_off_takes_no_more_than_the_formula_says()
     ],
     ids=str,
 )
-def test_what_engine_t_holds_is_within_the_formula(
+def test_what_hopper_holds_is_within_the_formula(
     size: tuple[int, int, int], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers are made where nothing is computed; of a filter the sorted words come to them."""
     rows, depth, vocab = size
-    monkeypatch.setattr(total_fused, "shapes_for", lambda _: shapes_for_programs(132))
+    monkeypatch.setattr(hopper_module, "shapes_for", lambda _: shapes_for_programs(132))
     device, half = torch.device("meta"), torch.bfloat16
     hidden, weight = (torch.empty(n, depth, device=device, dtype=half) for n in (rows, vocab))
     target = torch.empty(rows, device=device, dtype=torch.int64)
     settings = {"scale": 1.0, "softcap": 0.0, "workspace": 0, "output_mask": (True, True, False)}
-    walk = total_fused._Total(
-        Loss(hidden, weight, None, target, None, None, None, gradient_filter=how, **settings)
+    walk = hopper_module.Total(
+        ScalarLoss(hidden, weight, None, target, None, None, None, gradient_filter=how, **settings)
     )
     owners = [walk, *([walk.filter] if walk.filter else [])]
     assert len(owners) == 1 + (how == "mass")
@@ -246,7 +255,7 @@ def test_what_engine_t_holds_is_within_the_formula(
     held = sum(part.nbytes for part in found.values() if isinstance(part, torch.Tensor))
     held += (2 + 8) * vocab * (how == "mass")
     with monkeypatch.context() as patched:
-        patched.setattr("memeff_compile.kernels.linear_cross_entropy.total.kernels_serve", _yes)
+        patched.setattr("memeff_compile.kernels.linear_cross_entropy.memory.kernels_serve", _yes)
         bound = total_bytes(*size, dtype=half, device=device, gradient_filter=how)
     assert held <= int(bound) + 64 * rows
     assert how == "exact" or int(bound) < 2 * held

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.ops.filter_activity import measure
 from memeff_compile.errors import (
     DoubleBackwardError,
     MemeffError,
@@ -25,7 +26,6 @@ from memeff_compile.kernels.linear_cross_entropy import (
     linear_cross_entropy_backward,
     supports,
 )
-from memeff_compile.kernels.linear_cross_entropy.activity import measure
 from tests.support.oracles import CASES, Case, Inputs, make_inputs, values_and_gradients
 
 PLAIN = CASES[0]
@@ -269,17 +269,26 @@ def test_supports_accepts_what_the_caller_will_cast() -> None:
     assert "int8" in refused
 
 
-def test_engines_are_described() -> None:
-    assert set(ENGINES) == {"fused", "hybrid", "reference"}
+def test_engines_are_described_and_have_one_interface() -> None:
+    pytest.importorskip("triton")
+    assert set(ENGINES) == {"hopper", "library", "reference"}
+    for name, engine in ENGINES.items():
+        assert engine.name == name
+        assert str(engine) == f"{engine.how} ({engine.needs})"
+        assert all(
+            callable(getattr(engine.module, each)) for each in ("forward", "backward", "total")
+        )
 
 
 def test_engine_of_a_planned_hopper_depends_on_what_is_asked() -> None:
     device, half = torch.device("cuda", 0), torch.bfloat16
     with planned_for(device):
-        assert engine_for(device, half, 64) == "fused"
-        assert engine_for(device, half, 60) == "hybrid"
-        assert engine_for(device, torch.float32, 64) == "hybrid"
-        assert engine_for(device, half, 64, with_top=True) == "hybrid"
+        assert engine_for(device, half, 64) == "hopper"
+        assert engine_for(device, half, 60) == "library"
+        assert engine_for(device, torch.float32, 64) == "library"
+        assert engine_for(device, half, 64, with_top=True) == "library"
+        assert engine_for(device, half, 64, is_adapted=True) == "library"
+        assert engine_for(device, half, 64, is_contiguous=False) == "library"
         assert engine_for(device, torch.float64, 64) == "reference"
 
 

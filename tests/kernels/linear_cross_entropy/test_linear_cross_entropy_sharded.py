@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,14 @@ from torch import Tensor
 
 from memeff_compile.errors import TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels import linear_cross_entropy as op_folder
-from memeff_compile.kernels.linear_cross_entropy import Shard, fused, hybrid, row_pieces
-from memeff_compile.kernels.linear_cross_entropy import op as rows_op
+from memeff_compile.kernels.linear_cross_entropy import (
+    Shard,
+    walk,
+)
+from memeff_compile.kernels.linear_cross_entropy import (
+    op as rows_op,
+)
+from tests.kernels.linear_cross_entropy.engines import by_classes, by_rows, library
 
 N, D = 14, 8
 DEFAULTS: dict[str, Any] = {
@@ -214,10 +219,10 @@ def test_a_target_is_judged_by_the_classes_of_all_ranks() -> None:
 
 
 ENGINES = {
-    "hybrid": (hybrid, torch.float32, 2e-5),
-    "fused": (fused, torch.float16, 4e-3),
+    "library": (library, torch.float32, 2e-5),
+    "hopper": (by_classes, torch.float16, 4e-3),
     "by pieces of rows": (
-        SimpleNamespace(forward=fused.forward, backward=row_pieces.backward),
+        by_rows,
         *(torch.float16, 4e-3),
     ),
 }
@@ -226,7 +231,7 @@ ENGINES = {
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [*((name, asked) for name in ENGINES for asked in ("plain", "all")), ("hybrid", "top")],
+    [*((name, asked) for name in ENGINES for asked in ("plain", "all")), ("library", "top")],
 )
 def test_every_engine_serves_shards(
     monkeypatch: pytest.MonkeyPatch, name: str, settings: str
@@ -242,8 +247,7 @@ def test_every_engine_serves_shards(
         exact.factors = [each.double() for each in exact.factors]
         whole_values, whole_gradients = exact.whole()
         with monkeypatch.context() as patch:
-            patch.setattr(rows_op, "_engine", lambda *_: engine)
-            patch.setattr(rows_op.row_pieces, "serves", lambda *_: False)
+            patch.setattr(walk, "engine_of", lambda *_, **__: engine)
             values, gradients = case.merged(2)
         both = zip((*values, *gradients), (*whole_values, *whole_gradients), strict=True)
         for mine, whole in both:

@@ -1,14 +1,15 @@
-"""Widths of pieces, groups of rows, and room inside a gradient: plain arithmetic, no Triton."""
+"""Widths of blocks, blocks of rows, and room inside a gradient: plain arithmetic, no Triton."""
 
 from __future__ import annotations
 
 import pytest
 
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
-    FUSED_AUTO_BYTES_PER_ROW,
-    piece_width,
+    FORWARD_BYTES,
+    HOPPER_AUTO_BYTES_PER_ROW,
+    forward_rows,
+    hopper_columns,
     room_inside,
-    row_groups,
     shapes_for_programs,
 )
 
@@ -17,11 +18,12 @@ HOPPER = shapes_for_programs(132)
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 8192, 100_000])
 @pytest.mark.parametrize("fitting", [1, 300, 5000])
-def test_groups_cover_the_rows_in_whole_blocks(rows: int, fitting: int) -> None:
-    groups = row_groups(rows, fitting, HOPPER)
-    assert groups.size % 128 == 0
-    assert groups.size <= max(128, fitting)
-    assert (groups.total - 1) * groups.size < rows <= groups.total * groups.size
+def test_blocks_of_a_forward_are_whole_tiles_in_even_shares(rows: int, fitting: int) -> None:
+    size = forward_rows(rows, FORWARD_BYTES // fitting, HOPPER)
+    assert size % 128 == 0
+    assert size <= max(128, fitting + 1)
+    blocks = -(-rows // size)
+    assert blocks * size - rows < blocks * 128
 
 
 @pytest.mark.parametrize("workspace", [0, 1, 2**26, 2**40])
@@ -29,9 +31,9 @@ def test_groups_cover_the_rows_in_whole_blocks(rows: int, fitting: int) -> None:
 def test_a_piece_fits_the_workspace_or_is_the_narrowest(
     rows: int, vocab: int, workspace: int
 ) -> None:
-    width = piece_width(rows, 2304, vocab, workspace, HOPPER)
+    width = hopper_columns(rows, 2304, vocab, workspace, HOPPER)
     assert width % 256 == 0
-    budget = workspace or max(2**26, FUSED_AUTO_BYTES_PER_ROW * rows)
+    budget = workspace or max(2**26, HOPPER_AUTO_BYTES_PER_ROW * rows)
     assert width == 256 or 2 * rows * width <= budget
     assert width <= max(256, vocab // 2 + 256)
 

@@ -1,4 +1,4 @@
-"""Engine T on a real GPU: one process with a whole head, and ranks with parts of one that meet."""
+"""`hopper` on a real GPU: one process with a whole head, and ranks with parts of one that meet."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from memeff_compile.kernels.linear_cross_entropy import total_fused
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
+from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
+from tests.kernels.linear_cross_entropy.engines import hopper
 from tests.kernels.linear_cross_entropy.meeting import (
     assert_close,
     cast_to,
@@ -33,13 +33,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def check(given: Loss, ranks: int) -> None:
+def check(given: ScalarLoss, ranks: int) -> None:
     given = moved_to(given, "cuda")
     expected = whole(given)
     if ranks == 1:
-        found = [part for part in total_fused.run(given) if part is not None]
+        found = [part for part in hopper.total(given) if part is not None]
     else:
-        found, _ = together(given, *ranks * [total_fused.run])
+        found, _ = together(given, *ranks * [hopper.total])
     assert_close(found, expected, 1e-2)
 
 
@@ -50,5 +50,5 @@ def test_gradients_are_those_of_the_whole_head(case: dict[str, Any], ranks: int)
 
 
 @pytest.mark.parametrize("given", list(hostile()))
-def test_ranks_with_nothing_of_a_row(given: Loss) -> None:
+def test_ranks_with_nothing_of_a_row(given: ScalarLoss) -> None:
     check(cast_to(given, torch.bfloat16), 2)

@@ -1,4 +1,4 @@
-"""Engine T on a CPU: its kernels under Triton's interpreter, in fp32 and on tiles of 32 x 64."""
+"""`hopper` on a CPU: its kernels under Triton's interpreter, in fp32 and on tiles of 32 x 64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ import sympy
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference
-from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
+from memeff_compile.kernels.linear_cross_entropy import (
+    hopper as hopper_module,
+)
+from memeff_compile.kernels.linear_cross_entropy import (
+    memory,
+    shapes,
+)
+from memeff_compile.kernels.linear_cross_entropy import op as rows_op
+from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
+from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs, splits_of
+from tests.kernels.linear_cross_entropy.engines import hopper, reference
 
 pytestmark = pytest.mark.interpreter
 
@@ -38,9 +46,9 @@ def _both(
     assert hidden is not None
     assert target is not None
     norm = (target != IGNORED).sum()
-    found = total_fused.run(Loss(hidden, weight, bias, target, row_weight, norm, *settings))
+    found = hopper.total(ScalarLoss(hidden, weight, bias, target, row_weight, norm, *settings))
     wide = [None if part is None else part.double() for part in (hidden, weight, bias)]
-    expected = total_reference.run(Loss(*wide, target, row_weight, norm, *settings))
+    expected = reference.total(ScalarLoss(*wide, target, row_weight, norm, *settings))
     return found, expected
 
 
@@ -106,8 +114,8 @@ def test_logits_far_above_the_target_are_computed_again() -> None:
 def test_a_row_of_nan_stays_in_its_row_and_spoils_the_weight() -> None:
     hidden, weight, bias, target = _inputs()
     hidden[3] = torch.nan
-    given = Loss(hidden, weight, bias, target, None, None, IGNORED, 1.0, 0.0, 1, ALL)
-    total, grad_hidden, grad_weight, _ = total_fused.run(given)
+    given = ScalarLoss(hidden, weight, bias, target, None, None, IGNORED, 1.0, 0.0, 1, ALL)
+    total, grad_hidden, grad_weight, _ = hopper.total(given)
     assert total.isnan()
     assert grad_hidden is not None
     assert grad_weight is not None
@@ -120,7 +128,7 @@ def test_a_row_of_nan_stays_in_its_row_and_spoils_the_weight() -> None:
 def test_runs_agree_bit_for_bit() -> None:
     inputs = _inputs(ignored=0.3)
     first, second = (
-        total_fused.run(Loss(*inputs, None, None, IGNORED, 1.0, 0.0, 1, ALL)) for _ in range(2)
+        hopper.total(ScalarLoss(*inputs, None, None, IGNORED, 1.0, 0.0, 1, ALL)) for _ in range(2)
     )
     for one, other in zip(first, second, strict=True):
         assert one is not None
@@ -147,15 +155,15 @@ def _gradient(dtype: torch.dtype, count: int) -> Tensor:
 def test_a_gradient_times_a_number_is_what_torch_makes_of_it(
     is_in_place: bool, by: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(total_fused, "SCALED", 64)
-    monkeypatch.setattr(total_fused, "processors", lambda _: 1)
+    monkeypatch.setattr(hopper_module, "SCALED", 64)
+    monkeypatch.setattr(hopper_module, "processors", lambda _: 1)
     gradient, factor = _gradient(dtype, 64 * 19 + 5), torch.tensor(by)
     before = gradient.clone()
     expected = (gradient.float() * factor).to(dtype)
     out = gradient if is_in_place else torch.full_like(gradient, 7)
-    assert total_fused.scales(gradient, factor, out)
+    assert rows_op._scales(gradient, factor, out)
     version = out._version
-    total_fused.scale_into(gradient, factor, out)
+    hopper_module.scale_into(gradient, factor, out)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(9), expected.nan_to_num(9))
     assert out._version > version
@@ -168,21 +176,21 @@ def test_a_factor_of_one_in_place_reads_and_writes_nothing() -> None:
     seen = torch.full((32,), 0x7F800001, dtype=torch.int32)
     memory = seen.clone().view(torch.float32)
     assert not torch.equal((memory * 1.0).view(torch.int32), seen)
-    total_fused.scale_into(memory, torch.tensor(1.0), memory)
+    hopper_module.scale_into(memory, torch.tensor(1.0), memory)
     assert torch.equal(memory.view(torch.int32), seen)
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_gradients_of_few_elements_are_scaled(count: int) -> None:
     gradient = torch.full((count,), 3.0)
-    total_fused.scale_into(gradient, torch.tensor(2.0), gradient)
+    hopper_module.scale_into(gradient, torch.tensor(2.0), gradient)
     assert torch.equal(gradient, torch.full((count,), 6.0))
 
 
 def test_what_scaling_declines() -> None:
     by, gradient = torch.tensor(2.0), torch.ones(4, 6)
-    assert not total_fused.scales(gradient.double(), by.double(), gradient.double())
-    assert not total_fused.scales(gradient.t(), by, gradient.t())
+    assert not rows_op._scales(gradient.double(), by.double(), gradient.double())
+    assert not rows_op._scales(gradient.t(), by, gradient.t())
 
 
 # --- pieces -----------------------------------------------------------------------------------
@@ -190,16 +198,16 @@ def test_what_scaling_declines() -> None:
 
 def test_a_piece_of_rows_stays_in_the_workspace_and_pieces_are_even() -> None:
     for rows, vocab in ((8192, 128256), (8192, 256000), (4096, 151936), (10007, 152064)):
-        height = total_fused.piece_rows(rows, vocab, 0, 128, 256)
+        height = shapes.hopper_rows(rows, vocab, 0, 128, 256)
         width = -(-vocab // 256) * 256
-        assert 2 * height * width <= total_fused.AUTO_BYTES
+        assert 2 * height * width <= shapes.AUTO_BYTES
         assert 2 * height * width <= 2 * rows * width / (4 if vocab == 128256 else 5)
         pieces = -(-rows // height)
         assert height - 128 < rows / pieces <= height
-    assert total_fused.piece_rows(5, 1000, 0, 128, 256) == 128
+    assert shapes.hopper_rows(5, 1000, 0, 128, 256) == 128
     # Of few rows half are taken: the weight's gradient is read and written once per piece.
-    assert total_fused.piece_rows(1024, 128256, 0, 128, 256) == 512
-    assert total_fused.piece_rows(8192, 128256, 256 << 20, 128, 256) == 1024
+    assert shapes.hopper_rows(1024, 128256, 0, 128, 256) == 512
+    assert shapes.hopper_rows(8192, 128256, 256 << 20, 128, 256) == 1024
 
 
 @pytest.mark.parametrize(
@@ -218,10 +226,10 @@ def test_a_piece_of_rows_stays_in_the_workspace_and_pieces_are_even() -> None:
     ],
 )
 def test_pieces_are_as_tall_as_memory_allows(rows: int, vocab: int, height: int) -> None:
-    found = total_fused.piece_rows(rows, vocab, 0, 128, 256)
+    found = shapes.hopper_rows(rows, vocab, 0, 128, 256)
     assert found == height
     for depth, is_plain in ((4096, True), (2048, False)):
-        held = total_fused.bytes_held(sympy.Integer(rows), depth, vocab, 0, is_plain=is_plain)
+        held = memory.hopper_bytes(sympy.Integer(rows), depth, vocab, 0, is_plain=is_plain)
         stats = 8 * -(-vocab // (256 if is_plain else 128))
         width = -(-vocab // 256) * 256
         assert held >= found * (2 * width + stats + 2 * depth)
@@ -239,10 +247,9 @@ def test_pieces_are_as_tall_as_memory_allows(rows: int, vocab: int, height: int)
     ],
 )
 def test_the_sums_of_few_tiles_are_shared(rows: int, depth: int, vocab: int, splits: int) -> None:
-    shapes = shapes_for_programs(132)
-    found = total_fused.splits_of(rows, depth, vocab, shapes, needs_weight=True)
+    found = splits_of(rows, depth, vocab, shapes_for_programs(132), needs_weight=True)
     assert found == splits
     for n in (sympy.Integer(rows), sympy.Symbol("N")):
-        budget, tallest = 2 * rows * (vocab + 255), total_fused.AUTO_BYTES
-        kept = total_fused.parts_bytes(n, depth, vocab, budget, tallest)
+        budget, tallest = 2 * rows * (vocab + 255), shapes.AUTO_BYTES
+        kept = memory._parts_bytes(n, depth, vocab, budget, tallest)
         assert kept >= 4 * (splits - 1) * rows * depth

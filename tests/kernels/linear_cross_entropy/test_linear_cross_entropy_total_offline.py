@@ -1,4 +1,4 @@
-"""Engine T compiled for a GPU that is not there: no spills, shared memory in bounds."""
+"""`hopper` compiled for a GPU that is not there: no spills, shared memory in bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EPILOGUES = {
 
 
 def _compile(name: str, constants: dict[str, Any], *, warps: int, stages: int) -> Any:
-    from memeff_compile.kernels.linear_cross_entropy import total_kernels
+    from memeff_compile.kernels.linear_cross_entropy import hopper_kernels
 
     rows, columns, step = 128, constants.get("BN", 256), 64
     blocks = {
@@ -54,7 +54,7 @@ def _compile(name: str, constants: dict[str, Any], *, warps: int, stages: int) -
             return f"*{kind}"
         return "fp32" if argument in ("scale", "softcap") else "i32"
 
-    kernel = getattr(total_kernels, f"_linear_cross_entropy_total_{name}_kernel")
+    kernel = getattr(hopper_kernels, f"_linear_cross_entropy_hopper_{name}_kernel")
     return compile_for(HOPPER, kernel, constants, type_of, num_warps=warps, num_stages=stages)
 
 
@@ -138,7 +138,7 @@ def _shared_addresses(ptx: str) -> tuple[set[int], set[int]]:
 def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int) -> None:
     import triton
 
-    from memeff_compile.kernels.linear_cross_entropy import total_products_kernels
+    from memeff_compile.kernels._triton import specialized_products_kernels
     from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
     shapes = shapes_for_programs(132)
@@ -179,7 +179,7 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
         constants["splits"] = 1
     compiled = compile_for(
         HOPPER,
-        total_products_kernels._linear_cross_entropy_total_specialized_products_kernel,
+        specialized_products_kernels._linear_cross_entropy_hopper_specialized_products_kernel,
         constants,
         type_of,
         num_warps=shapes.warps,
@@ -203,9 +203,9 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
     [
         ("base", {"BLOCK": 4096, "HAS_RANKS": False}),
         ("base", {"BLOCK": 4096, "HAS_RANKS": True}),
-        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": False, "HAS_RANKS": False}),
-        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": False}),
-        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
+        ("loss", {"ROWS": 8, "TILES": 128, "FINAL": False, "HAS_RANKS": False}),
+        ("loss", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": False}),
+        ("loss", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
         ("ranks", {"ROWS": 8}),
         ("scale_rows", {"PAD": 128, "BLOCK": 4096}),
         ("bias", {"BLOCK": 128, "ROWS": 64}),
@@ -222,7 +222,7 @@ def test_helpers_compile_within_the_limits(name: str, sizes: dict[str, Any]) -> 
     ("name", "sizes"),
     [
         ("base", {"BLOCK": 16, "HAS_RANKS": True}),
-        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
+        ("loss", {"ROWS": 8, "TILES": 128, "FINAL": True, "HAS_RANKS": True}),
         ("ranks", {"ROWS": 8}),
     ],
     ids=["base", "rows", "ranks"],
@@ -237,13 +237,13 @@ def test_helpers_over_ranks_compile_for_sizes_of_one(name: str, sizes: dict[str,
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["copy", "in place"])
 def test_scaling_compiles_within_the_limits(is_in_place: bool, kind: str) -> None:
-    from memeff_compile.kernels.linear_cross_entropy import total_fused, total_kernels
+    from memeff_compile.kernels.linear_cross_entropy import hopper_kernels, shapes
 
     types = {"gradient_ptr": f"*{kind}", "out_ptr": f"*{kind}", "by_ptr": "*fp32", "count": "i32"}
     compiled = compile_for(
         HOPPER,
-        total_kernels._linear_cross_entropy_total_scale_kernel,
-        {"IN_PLACE": is_in_place, "BLOCK": total_fused.SCALED},
+        hopper_kernels._linear_cross_entropy_hopper_scale_kernel,
+        {"IN_PLACE": is_in_place, "BLOCK": shapes.SCALED},
         types.get,
         lambda argument: argument == "count",
         num_warps=4,

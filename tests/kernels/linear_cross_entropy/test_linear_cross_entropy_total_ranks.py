@@ -11,17 +11,19 @@ from torch import Tensor
 from memeff_compile.errors import TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels.linear_cross_entropy import (
     Shard,
+    call,
     linear_cross_entropy_total_shard,
     makes_gradients_in_forward,
     makes_gradients_in_forward_over_ranks,
-    ranks,
-    rows_of_a_piece,
-    sharded_total,
-    total,
-    total_fused,
-    total_reference,
+    rows_of_a_block,
+    vocabulary_parallel,
+    walk,
 )
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals
+from memeff_compile.kernels.linear_cross_entropy import (
+    hopper as hopper_module,
+)
+from memeff_compile.kernels.linear_cross_entropy.call import ScalarLoss
+from tests.kernels.linear_cross_entropy.engines import Found, hopper, reference
 from tests.kernels.linear_cross_entropy.meeting import (
     IGNORED,
     Engine,
@@ -48,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", [total_reference.run, total.by_recomputing])
+@pytest.mark.parametrize("engine", [reference.total, reference.in_two_walks])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     "cuts",
@@ -67,27 +69,27 @@ def test_parts_of_a_weight_are_the_whole_head(
         how = {"dtype": torch.float64, "device": torch.device("cpu")}
         how |= {"workspace": given.workspace, "has_softcap": given.softcap > 0}
         rows = given.target.numel()
-        assert met == -(-rows // rows_of_a_piece(rows, Shard(0, count, vocab), **how))
+        assert met == -(-rows // rows_of_a_block(rows, Shard(0, count, vocab), **how))
 
 
 def test_row_weights_count_and_a_sum_needs_no_norm() -> None:
     given = loss_of(ignored=0.3)
     weights = torch.rand(37, dtype=torch.float64) * (given.target != IGNORED)
     given = given._replace(row_weight=weights, norm=None)
-    for engine in (total_reference.run, total.by_recomputing):
+    for engine in (reference.total, reference.in_two_walks):
         assert_close(together(given, engine, engine)[0], whole(given), 1e-12)
 
 
 @pytest.mark.parametrize("given", list(hostile()))
-def test_ranks_with_nothing_of_a_row_give_what_one_process_does(given: Loss) -> None:
-    for engine in (total_reference.run, total.by_recomputing):
+def test_ranks_with_nothing_of_a_row_give_what_one_process_does(given: ScalarLoss) -> None:
+    for engine in (reference.total, reference.in_two_walks):
         assert_close(together(given, engine, engine)[0], whole(given), 1e-12)
 
 
 def test_a_row_of_nan_stays_in_its_row() -> None:
     given = loss_of()
     given.hidden[3] = torch.nan
-    for engine in (total_reference.run, total.by_recomputing):
+    for engine in (reference.total, reference.in_two_walks):
         (value, of_hidden, *_), _ = together(given, engine, engine)
         assert value.isnan()
         assert of_hidden[3].isnan().all()
@@ -98,12 +100,12 @@ def test_ranks_meet_as_often_whatever_their_targets() -> None:
     """A piece of which no row counts is met over all the same."""
     given, meeting = loss_of(), Meeting(2)
 
-    def walk(rank: int) -> Totals:
+    def walk(rank: int) -> Found:
         mine = given
         if rank == 1:
             mine = given._replace(target=torch.full_like(given.target, IGNORED))
         shard = Shard(rank, 2, 41)
-        return total_reference.run(part_of(mine, shard, lambda said: meeting.gather(rank, said)))
+        return reference.total(part_of(mine, shard, lambda said: meeting.gather(rank, said)))
 
     meeting.run(walk)
     assert len(meeting.sizes[0]) == 37
@@ -113,24 +115,24 @@ def test_a_column_of_a_target_elsewhere_is_never_taken_for_an_ignored_one() -> N
     """Ranks of more than a hundred classes, of which some would be written as -100."""
     given = loss_of(64, 230, lowest=200, highest=220)
     local = part_of(given, Shard(0, 2, 230), None)
-    assert bool((local.target == ranks.ELSEWHERE - 98).any())
-    column, here, elsewhere = ranks.own_columns(local.target)
+    assert bool((local.target == call.ELSEWHERE - 98).any())
+    column, here, elsewhere = call.own_columns(local.target)
     assert bool(elsewhere.all())
     assert not here.any()
     assert bool(((column >= 0) & (column < 115)).all())
-    assert_close(together(given, *2 * [total_reference.run])[0], whole(given), 1e-12)
+    assert_close(together(given, *2 * [reference.total])[0], whole(given), 1e-12)
 
 
 def test_pieces_follow_from_nothing_that_a_rank_has_for_itself() -> None:
     cuda, how = torch.device("cuda"), {"dtype": torch.bfloat16, "workspace": 0}
     for rows, classes, count in ((8192, 128256, 2), (8192, 128257, 3), (5000, 50257, 4)):
         heights = {
-            rows_of_a_piece(rows, Shard(rank, count, classes), device=cuda, **how)
+            rows_of_a_block(rows, Shard(rank, count, classes), device=cuda, **how)
             for rank in range(count)
         }
         assert len(heights) == 1
-        assert heights.pop() % 128 == 0  # whole tiles of engine T
-    assert rows_of_a_piece(8192, Shard(0, 2, 128256), device=cuda, **how) == 2048
+        assert heights.pop() % 128 == 0  # whole tiles of `hopper`
+    assert rows_of_a_block(8192, Shard(0, 2, 128256), device=cuda, **how) == 2048
 
 
 def test_which_form_is_taken_depends_on_no_table_and_no_kind_of_gpu(
@@ -140,8 +142,8 @@ def test_which_form_is_taken_depends_on_no_table_and_no_kind_of_gpu(
         raise AssertionError("a rank's own")
 
     for name in ("tuned", "kernels_serve"):
-        monkeypatch.setattr(total, name, asked)
-    monkeypatch.setattr(total.rows_op, "engine_for", asked)
+        monkeypatch.setattr(walk, name, asked)
+    monkeypatch.setattr(walk, "engine_for", asked)
     decide, cuda = makes_gradients_in_forward_over_ranks, torch.device("cuda")
     assert decide(cuda, torch.bfloat16, 64)
     assert not decide(cuda, torch.bfloat16, 63)
@@ -193,19 +195,19 @@ def test_no_rows_meet_nobody() -> None:
     assert not of_weight.any()
 
 
-def on_a_gpu(given: Loss) -> Totals:
+def on_a_gpu(given: ScalarLoss) -> Found:
     """Stands for the reference where looking at targets would wait for the GPU."""
-    return total_reference.run(given._replace(filter_level=1.0))
+    return reference.total(given._replace(filter_level=1.0))
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_rows = total_reference.kept_rows
+    kept_rows = walk.kept_rows
 
     def kept(target: Tensor, knobs: Any, *, forward: bool) -> Tensor | None:
         return None if knobs.filter_level else kept_rows(target, knobs, forward=forward)
 
-    monkeypatch.setattr(total_reference, "kept_rows", kept)
+    monkeypatch.setattr(reference.module, "kept_rows", kept)
 
 
 @pytest.mark.usefixtures("gpus")
@@ -213,18 +215,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_have_rows_in_one_order(ignored: float) -> None:
     """Whether they leave ignored ones out, compute them last, or all rows before the first meeting."""
     given = loss_of(ignored=ignored, workspace=5 * 8 * 14)
-    found, met = together(given, total_reference.run, total.by_recomputing, on_a_gpu)
+    found, met = together(given, reference.total, reference.in_two_walks, on_a_gpu)
     assert met == 8
     assert_close(found, whole(given), 1e-12)
 
 
-# --- engine T, in the interpreter ---------------------------------------------------------------
+# --- `hopper`, in the interpreter ---------------------------------------------------------------
 
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of one tile of the interpreter's."""
-    monkeypatch.setattr(sharded_total, "rows_of_a_piece", lambda *_, **__: 32)
+    monkeypatch.setattr(vocabulary_parallel, "rows_of_a_block", lambda *_, **__: 32)
 
 
 INTERPRETED: dict[str, dict[str, Any]] = {
@@ -253,26 +255,26 @@ INTERPRETED: dict[str, dict[str, Any]] = {
         for count in (2, 3, 4)
     ],
 )
-def test_engine_t_of_every_rank_gives_the_whole_head(case: dict[str, Any], count: int) -> None:
+def test_hopper_of_every_rank_gives_the_whole_head(case: dict[str, Any], count: int) -> None:
     given = loss_of(**{"rows": 50, "vocab": 189, "dtype": torch.float32} | case)
-    found, met = together(given, *count * [total_fused.run])
+    found, met = together(given, *count * [hopper.total])
     assert_close(found, whole(given), 1e-5)
     assert met == -(-given.target.numel() // 32)
 
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles")
-def test_engine_t_in_bf16() -> None:
+def test_hopper_in_bf16() -> None:
     """The interpreter cuts off where a GPU rounds."""
     given = loss_of(50, 189, torch.bfloat16, ignored=0.3)
-    assert_close(together(given, *3 * [total_fused.run])[0], whole(given), 1e-2)
+    assert_close(together(given, *3 * [hopper.total])[0], whole(given), 1e-2)
 
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles")
-def test_all_ignored_in_engine_t() -> None:
+def test_all_ignored_in_hopper() -> None:
     given = loss_of(50, 189, torch.float32, ignored=1.0)
-    (value, *gradients), met = together(given, *2 * [total_fused.run])
+    (value, *gradients), met = together(given, *2 * [hopper.total])
     assert value.isnan()
     assert met == 2
     assert not any(part.any() for part in gradients)
@@ -281,9 +283,9 @@ def test_all_ignored_in_engine_t() -> None:
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles", "gpus")
 def test_ranks_may_have_engines_of_their_own() -> None:
-    """Engine T, one that recomputes and the reference say the same in the same order."""
+    """`hopper`, one that recomputes and the reference say the same in the same order."""
     given = loss_of(70, 189, torch.float32, ignored=0.3)
-    engines = (total_fused.run, total.by_recomputing, on_a_gpu)
+    engines = (hopper.total, reference.in_two_walks, on_a_gpu)
     assert_close(together(given, *engines)[0], whole(given), 1e-5)
 
 
@@ -291,19 +293,19 @@ def test_ranks_may_have_engines_of_their_own() -> None:
 @pytest.mark.usefixtures("tiles", "nan_filled_empty")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("given", list(hostile()))
-def test_engine_t_with_nothing_of_a_row(given: Loss, dtype: torch.dtype) -> None:
+def test_hopper_with_nothing_of_a_row(given: ScalarLoss, dtype: torch.dtype) -> None:
     """A target far below what another rank has would be times more than 16 bits hold."""
     given = cast_to(given, dtype)
     budget = 1e-5 if dtype == torch.float32 else 1e-2
-    assert_close(together(given, *2 * [total_fused.run])[0], whole(given), budget)
+    assert_close(together(given, *2 * [hopper.total])[0], whole(given), budget)
 
 
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("tiles")
-def test_a_row_of_nan_in_engine_t_stays_in_its_row_and_spoils_the_weight() -> None:
+def test_a_row_of_nan_in_hopper_stays_in_its_row_and_spoils_the_weight() -> None:
     given = loss_of(40, 189, torch.float32)
     given.hidden[3] = torch.nan
-    (value, of_hidden, of_weight, _), _ = together(given, *2 * [total_fused.run])
+    (value, of_hidden, of_weight, _), _ = together(given, *2 * [hopper.total])
     assert value.isnan()
     assert of_hidden[3].isnan().all()
     assert not of_hidden[[0, 1, 2, *range(4, 40)]].isnan().any()
@@ -318,15 +320,15 @@ def test_logits_far_from_zero_are_computed_once(
 ) -> None:
     """Where another rank has the target, some class of the rank's own says where logits lie."""
     seen: list[bool] = []
-    rows = total_fused._Total._rows
+    rows = hopper_module.Total._losses
 
     def watched(walk: Any, first: int, here: int, again: Tensor, *, is_final: bool) -> None:
         rows(walk, first, here, again, is_final=is_final)
         seen.append(bool(again.any()))
 
-    monkeypatch.setattr(total_fused._Total, "_rows", watched)
+    monkeypatch.setattr(hopper_module.Total, "_losses", watched)
     given = loss_of(40, 189, torch.float32)
     given.bias[:] += offset
-    assert_close(together(given, *2 * [total_fused.run])[0], whole(given), 1e-4)
+    assert_close(together(given, *2 * [hopper.total])[0], whole(given), 1e-4)
     assert seen
     assert not any(seen)

@@ -7,15 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from memeff_compile.cli import trials
 from memeff_compile.decisions import DECISIONS
 from memeff_compile.errors import TuneError
 from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels.device import machine_of, planned_for, speed_note
-from memeff_compile.kernels.linear_cross_entropy import (
-    engine_for,
-    op,
-    trials,
-)
+from memeff_compile.kernels.linear_cross_entropy import engine_for, walk
 
 GPU = torch.device("cuda", 0)
 HALF = torch.bfloat16
@@ -23,27 +20,27 @@ HALF = torch.bfloat16
 
 def measured(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     """Let the table say that an engine is the faster one."""
-    assert engine in DECISIONS[op.ENGINE].choices
-    monkeypatch.setattr(op, "tuned", lambda device, name, default: {op.ENGINE: engine}[name])
+    assert engine in DECISIONS[walk.ENGINE].choices
+    monkeypatch.setattr(walk, "tuned", lambda device, name, default: {walk.ENGINE: engine}[name])
 
 
 def test_without_a_measurement_the_default_decides() -> None:
     with planned_for(GPU):
-        assert engine_for(GPU, HALF, 64) == "fused"
+        assert engine_for(GPU, HALF, 64) == "hopper"
 
 
 def test_a_measured_engine_serves_what_both_could_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measured(monkeypatch, "hybrid")
+    measured(monkeypatch, "library")
     with planned_for(GPU):
-        assert engine_for(GPU, HALF, 64) == "hybrid"
+        assert engine_for(GPU, HALF, 64) == "library"
         assert engine_for(GPU, torch.float64, 64) == "reference"
-    measured(monkeypatch, "fused")
+    measured(monkeypatch, "hopper")
     with planned_for(GPU):
-        assert engine_for(GPU, HALF, 64) == "fused"
-        assert engine_for(GPU, HALF, 60) == "hybrid"
-        assert engine_for(GPU, HALF, 64, with_top=True) == "hybrid"
+        assert engine_for(GPU, HALF, 64) == "hopper"
+        assert engine_for(GPU, HALF, 60) == "library"
+        assert engine_for(GPU, HALF, 64, with_top=True) == "library"
     assert engine_for(torch.device("cpu"), HALF, 64) == "reference"
 
 
@@ -73,8 +70,8 @@ def test_trials_are_the_questions_of_the_table(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (140 * trials.GIB, 0))
     monkeypatch.setattr(trials, "gpu", lambda device: gpu_of((9, 0)))
     (question,) = trials.questions(GPU, quick=False)
-    assert question.name == op.ENGINE
-    assert question.options == DECISIONS[op.ENGINE].choices
+    assert question.name == walk.ENGINE
+    assert question.options == DECISIONS[walk.ENGINE].choices
     assert question.default in question.options
     monkeypatch.setattr(trials, "gpu", lambda device: gpu_of((8, 0)))
     assert list(trials.questions(GPU, quick=False)) == []  # one engine alone runs there

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memeff_compile.kernels.linear_cross_entropy import linear_cross_entropy
+from memeff_compile.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+)
 from tests.support import hostile_rows
 from tests.support.oracles import (
     CASES,

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `selected`: which columns of a piece of X count, and products of those alone.
+"""The kernels of `gradient_filter`: which classes of a block of rows count, and products of those.
 
-Rows of a piece are ranked by what they hold in light tiles, and TILE of them at a time are a block.
+Rows are ranked by their mass in light tiles, and TILE of them at a time are one of up to 16 blocks.
 A column counts in a block or it does not, so 16 blocks make a word of bits per column; columns in
 the order of their words make tiles that count whole or not at all. A tile that counts is packed,
 and its columns are rows of the weight and of its gradient, read and added to where they lie.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .._triton.products_kernels import dot
-from .fused_kernels import _halves, _rows_here
+from .hopper_kernels import _halves, _rows_here
 
 # A tile of statistics is light in a row if none of its probabilities reaches this.
 LIGHT = tl.constexpr(2.0**-10)
@@ -26,8 +26,8 @@ MOST = tl.constexpr(256.0)
 
 
 @triton.jit
-def _linear_cross_entropy_selected_weigh_kernel(
-    stats_ptr,  # (2, T, R) fp32: maximum, sum of exp2(z2 - base), as engine T has them
+def _linear_cross_entropy_filter_weigh_kernel(
+    stats_ptr,  # (2, T, R) fp32: maximum, sum of exp2(z2 - base), of `hopper`
     base_ptr,  # (R,) fp32
     kept_ptr,
     inverse_ptr,  # (R,) fp32 out: what |X| is times to be |p - 1(target)|, or less with a softcap
@@ -66,9 +66,9 @@ def _linear_cross_entropy_selected_weigh_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_selected_weigh_rows_kernel(
+def _linear_cross_entropy_filter_weigh_rows_kernel(
     x_ptr,  # (R, W): gradients of logits
-    row_values_ptr,  # (5, N) fp32, compact, as engine F has them
+    row_values_ptr,  # (5, N) fp32, compact, of `hopper`
     kept_ptr,
     inverse_ptr,  # (R,) fp32 out
     light_ptr,  # (R,) fp32 out
@@ -102,7 +102,7 @@ def _linear_cross_entropy_selected_weigh_rows_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_selected_rank_kernel(
+def _linear_cross_entropy_filter_rank_kernel(
     light_ptr,  # (R,) fp32
     here_ptr,
     rank_ptr,  # (R,) int32 out: the row of the piece that stands at each place
@@ -133,7 +133,7 @@ def _level(index, highest, C: tl.constexpr):
 
 
 @triton.jit
-def _linear_cross_entropy_selected_score_kernel(
+def _linear_cross_entropy_filter_score_kernel(
     x_ptr,  # (R, W)
     rank_ptr,
     here_ptr,
@@ -185,7 +185,7 @@ def _linear_cross_entropy_selected_score_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_selected_level_kernel(
+def _linear_cross_entropy_filter_level_kernel(
     part_ptr,  # (blocks, chunks, LEVELS, TILE) fp32
     x_ptr,  # (R, W)
     score_ptr,  # (blocks, V) fp32
@@ -238,7 +238,7 @@ def _linear_cross_entropy_selected_level_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_selected_word_kernel(
+def _linear_cross_entropy_filter_word_kernel(
     score_ptr,  # (blocks, V) fp32
     fits_ptr,  # (blocks, LEVELS) int32
     lost_ptr,  # (blocks, LEVELS, TILE) fp32
@@ -289,7 +289,7 @@ def _either(one, other):
 
 
 @triton.jit
-def _linear_cross_entropy_selected_tile_kernel(
+def _linear_cross_entropy_filter_tile_kernel(
     word_ptr,  # (V,) int16, sorted
     column_order_ptr,  # (V,) int64
     tile_word_ptr,  # (T,) int32 out
@@ -316,7 +316,7 @@ def _bits(words):
 
 
 @triton.jit
-def _linear_cross_entropy_selected_list_kernel(
+def _linear_cross_entropy_filter_list_kernel(
     tile_word_ptr,  # (T,) int32
     kept_ptr,
     active_ptr,  # (1,) int32 out: how many count
@@ -367,7 +367,7 @@ def _linear_cross_entropy_selected_list_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_selected_pack_kernel(
+def _linear_cross_entropy_filter_pack_kernel(
     x_ptr,  # (R, W)
     packed_ptr,  # (slots * TILE, TILE) out: columns of X, of the rows of a block
     slot_column_ptr,  # (slots * TILE,) int32 out: which ones; V or more behind the last
@@ -416,7 +416,7 @@ def _linear_cross_entropy_selected_pack_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_selected_restore_kernel(
+def _linear_cross_entropy_filter_restore_kernel(
     hidden_ptr,  # (R, D) rows of this piece
     stride_hidden_row,
     row_scale_ptr,  # (R,) fp32
@@ -499,7 +499,7 @@ def _part(tile, index: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _linear_cross_entropy_selected_products_kernel(
+def _linear_cross_entropy_filter_products_kernel(
     packed_by_step_desc,  # (slots * TILE, TILE), block BK x TILE
     packed_by_tile_desc,  # (slots * TILE, TILE), block TILE x BK
     ranked_desc,  # (R, D) rows times their scale, ranked, block BK x BN
@@ -600,7 +600,7 @@ def _linear_cross_entropy_selected_products_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_selected_rows_kernel(
+def _linear_cross_entropy_filter_rows_kernel(
     sums_ptr,  # (splits, R, D) fp32, ranked
     grad_hidden_ptr,  # (N, D) contiguous out, original rows
     rank_ptr,

@@ -1,4 +1,4 @@
-"""Engine H's Triton kernels compiled for GPUs that are not there: no spills, shared memory in bounds."""
+"""`library`'s Triton kernels compiled for GPUs that are not there: no spills, shared memory in bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = (
     "WITH_TOP",
 )
 POINTERS = {
-    "_linear_cross_entropy_statistics_kernel": {
+    "_linear_cross_entropy_library_statistics_kernel": {
         "s_ptr": "*fp32",
         "bias_ptr": "*{dtype}",
         "column_weight_ptr": "*fp32",
@@ -34,7 +34,7 @@ POINTERS = {
         "entropy_ptr": "*fp32",
         "top_ptr": "*i64",
     },
-    "_linear_cross_entropy_gradient_kernel": {
+    "_linear_cross_entropy_library_gradient_kernel": {
         "s_ptr": "*fp32",
         "g_ptr": "*{dtype}",
         "bias_ptr": "*{dtype}",
@@ -49,10 +49,10 @@ POINTERS = {
     },
 }
 NUMBERS = {
-    "_linear_cross_entropy_statistics_kernel": (
+    "_linear_cross_entropy_library_statistics_kernel": (
         *("first_column", "width", "vocab", "ignore_index", "scale", "softcap"),
     ),
-    "_linear_cross_entropy_gradient_kernel": (
+    "_linear_cross_entropy_library_gradient_kernel": (
         *("first_column", "width", "ignore_index", "scale", "softcap"),
     ),
 }
@@ -70,7 +70,7 @@ OPTIONAL = {
 def _compile(
     name: str, capability: int, dtype: str, block: int, *, everything: bool, aligned: bool
 ) -> Any:
-    from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
+    from memeff_compile.kernels.linear_cross_entropy import library_kernels, shapes
 
     constants: dict[str, Any] = dict.fromkeys(FLAGS, everything)
 
@@ -83,12 +83,12 @@ def _compile(
 
     return compile_for(
         capability,
-        getattr(hybrid_kernels, name),
+        getattr(library_kernels, name),
         {**constants, "HAS_IGNORE": True, "BLOCK": block},
         type_of,
         lambda argument: aligned and argument != "ignore_index",
         {"numbers": NUMBERS[name]},
-        num_warps=hybrid_kernels.WARPS,
+        num_warps=shapes.LIBRARY_WARPS,
     )
 
 
@@ -130,7 +130,7 @@ def test_gradients_in_fp32_of_a_head_in_16_bits_compile(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As beside an adapter in fp32."""
-    name = "_linear_cross_entropy_gradient_kernel"
+    name = "_linear_cross_entropy_library_gradient_kernel"
     monkeypatch.setitem(POINTERS[name], "g_ptr", "*fp32")
     kernel = _compile(name, capability, "bf16", 2048, everything=True, aligned=True)
     assert "ld.global.v4.b32" in within_limits(kernel, capability)

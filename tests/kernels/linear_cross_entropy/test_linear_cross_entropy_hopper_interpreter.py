@@ -1,4 +1,4 @@
-"""Engine F on a CPU: the same source, run by Triton's interpreter on tiles of 32 x 32.
+"""`hopper` on a CPU: the same source, run by Triton's interpreter on tiles of 32 x 32.
 
 The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of the
 gradient of the products; most cases therefore run in fp16.
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import (
-    fused,
-    row_pieces,
-    total_fused,
+    hopper as hopper_module,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
+from memeff_compile.kernels.linear_cross_entropy.call import Operands, RowGradients, Saved, Settings
 from memeff_compile.kernels.linear_cross_entropy.shapes import room_inside, shapes_for
+from tests.kernels.linear_cross_entropy.engines import by_classes, by_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
 pytestmark = pytest.mark.interpreter
@@ -46,16 +45,16 @@ SIZES: dict[str, Any] = {"shape": (2, 19), "depth": 24, "vocab": 201}
 SMALL_PIECES = 38 * 2 * 64
 
 
-class _EngineF(torch.autograd.Function):
+class _Hopper(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
-    backwards: Any = fused
+    backwards: Any = by_classes
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
-        rows = fused.forward(Operands(*flat), knobs)
+        rows = by_classes.forward(Operands(*flat), knobs)
         ctx.save_for_backward(*flat, rows.lse, rows.entropy)
         ctx.knobs, ctx.shape = knobs, hidden.shape
         wanted = zip(rows, knobs.wanted, strict=True)
@@ -68,24 +67,26 @@ class _EngineF(torch.autograd.Function):
         *flat, lse, entropy = ctx.saved_tensors
         operands = Operands(*flat)
         cotangents = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
-        kept = Kept(lse, entropy)
+        kept = Saved(lse, entropy)
         mask = (True, True, operands.bias is not None)
-        grad_hidden, grad_weight, grad_bias = _EngineF.backwards.backward(
+        grad_hidden, grad_weight, grad_bias = _Hopper.backwards.backward(
             cotangents, operands, kept, ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
 
 
-def engine_f(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
-    knobs = Knobs(**{name: value for name, value in arguments.items() if name in Knobs._fields})
-    results: tuple[Tensor, ...] = _EngineF.apply(*tensors, knobs)
+def call_hopper(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
+    knobs = Settings(
+        **{name: value for name, value in arguments.items() if name in Settings._fields}
+    )
+    results: tuple[Tensor, ...] = _Hopper.apply(*tensors, knobs)
     return results
 
 
 def _check(inputs: Inputs, case: Case, slack: float = 2, **changes: Any) -> None:
     arguments = {**case.arguments(SMALL_PIECES), **changes}
-    assert_matches_oracle(engine_f, inputs, arguments, slack=slack)
+    assert_matches_oracle(call_hopper, inputs, arguments, slack=slack)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -97,8 +98,8 @@ def test_values_and_gradients_match_the_oracle(case: Case) -> None:
 @pytest.fixture
 def pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the rows in pieces of 32, of which the last one is ragged."""
-    monkeypatch.setattr(_EngineF, "backwards", row_pieces)
-    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes, **limits: 32)
+    monkeypatch.setattr(_Hopper, "backwards", by_rows)
+    monkeypatch.setattr(hopper_module, "hopper_rows", lambda *sizes, **limits: 32)
 
 
 @pytest.mark.usefixtures("nan_filled_empty", "pieces_of_rows")
@@ -116,14 +117,14 @@ def test_pieces_of_rows_skip_gradients_that_nobody_needs(
 ) -> None:
     case = replace(PLAIN, ignored_share=share)
     inputs = make_inputs(case, shape=(75,), depth=24, vocab=201, dtype=torch.float16)
-    knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
+    knobs = Settings(-100, 1.0, 0.0, False, False, "exact", 0)
     operands = Operands(*inputs.tensors())
-    rows = fused.forward(operands, knobs)
+    rows = by_classes.forward(operands, knobs)
     nothing = torch.empty(0)
     grads = RowGradients(inputs.grad_nll, torch.zeros(75), nothing, nothing)
-    given = grads, operands, Kept(rows.lse, rows.entropy), knobs
-    both = row_pieces.backward(*given, (True, True, False))
-    one = row_pieces.backward(*given, (*needed, False))
+    given = grads, operands, Saved(rows.lse, rows.entropy), knobs
+    both = by_rows.backward(*given, (True, True, False))
+    one = by_rows.backward(*given, (*needed, False))
     for found, expected, is_needed in zip(one, both, (*needed, False), strict=True):
         assert (found is not None) == is_needed
         if found is not None and expected is not None:
@@ -136,7 +137,7 @@ def test_a_row_of_nan_stays_alone_in_a_ragged_piece() -> None:
     inputs.hidden.view(-1, 16)[35] = float("nan")
     hidden = inputs.hidden.requires_grad_()
     knobs = {**PLAIN.arguments(0), "with_entropy": True}
-    nll, _, _, entropy, *_ = engine_f(hidden, *inputs.tensors()[1:4], None, **knobs)
+    nll, _, _, entropy, *_ = call_hopper(hidden, *inputs.tensors()[1:4], None, **knobs)
     (nll + entropy).sum().backward()
     is_bad = [row == 35 for row in range(40)]
     assert nll.isnan().tolist() == entropy.isnan().tolist() == is_bad
@@ -155,7 +156,9 @@ def test_entropy_beside_classes_that_a_bias_forbids() -> None:
     for width in (100, 40):
         hidden = inputs.hidden.clone().requires_grad_()
         bias = inputs.bias[:width]
-        results = engine_f(hidden, operands[1][:width], bias, operands[3], None, **case.arguments())
+        results = call_hopper(
+            hidden, operands[1][:width], bias, operands[3], None, **case.arguments()
+        )
         torch.autograd.backward((results[0], results[3]), (inputs.grad_nll, inputs.grad_entropy))
         grads.append((results[0], results[3], hidden.grad))
     for masked, cut in zip(*grads, strict=True):
@@ -187,13 +190,13 @@ def test_minimal_workspace_matches_the_oracle(share: float) -> None:
 def test_poisoned_row_stays_visible_and_alone() -> None:
     inputs = make_inputs(PLAIN, shape=(20,), depth=16, vocab=100, dtype=torch.float16)
     inputs.hidden[3, 4] = float("nan")
-    knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
-    rows = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
+    knobs = Settings(-100, 1.0, 0.0, False, False, "exact", 0)
+    rows = by_classes.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
     assert rows.nll.isnan().tolist() == [row == 3 for row in range(20)]
 
 
 def test_poison_in_an_ignored_row_does_not_spread() -> None:
     inputs = make_inputs(PLAIN, shape=(20,), depth=16, vocab=100, dtype=torch.float16)
     inputs.hidden[3], inputs.target[3] = float("nan"), -100
-    results = engine_f(*inputs.tensors()[:4], None, **PLAIN.arguments(0))
+    results = call_hopper(*inputs.tensors()[:4], None, **PLAIN.arguments(0))
     assert bool(results[0].isfinite().all())

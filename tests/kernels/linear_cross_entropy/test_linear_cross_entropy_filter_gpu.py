@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import registry
+from benchmarks.ops import filter_activity
 from memeff_compile import linear_cross_entropy
-from memeff_compile.kernels.linear_cross_entropy import activity, selected
+from memeff_compile.kernels.linear_cross_entropy import gradient_filter
 from tests.support.oracles import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -34,8 +35,8 @@ def _gradients(inputs: tuple[Tensor, Tensor, Tensor], reduction: str, how: str) 
 def test_mass_keeps_its_bound(
     reduction: str, dense_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selected, "LEAST_DEPTH", 8)
-    monkeypatch.setattr(selected, "DENSE_SHARE", dense_share)
+    monkeypatch.setattr(gradient_filter, "LEAST_DEPTH", 8)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", dense_share)
     inputs = _inputs()
     hidden, weight, target = (part.detach() for part in inputs)
     counts = target != IGNORED
@@ -52,7 +53,7 @@ def test_mass_keeps_its_bound(
         assert relative_error(one * counts.sum(), other) < 2e-2
     for one, other in zip(found, _gradients(inputs, reduction, "mass"), strict=True):
         assert torch.equal(one, other)
-    seen = activity.measure(hidden, weight, target)
+    seen = filter_activity.measure(hidden, weight, target)
     assert float(seen.dropped.max()) <= 2.0**-6
     assert 0 < seen.active < 1
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two elementwise passes of `hybrid`: products to row statistics, products to gradients.
+"""The two elementwise passes of `library`: products to row statistics, products to gradients.
 
-Each program owns one row of an N x W piece of fp32 products, so nothing is summed across programs
+Each program owns one row of an N x W block of fp32 products, so nothing is summed across programs
 and every result is the same bit for bit from run to run. 16-bit vectors are widened right after
 each load: arithmetic is fp32 throughout, on the GPU and under Triton's interpreter alike.
 
@@ -15,12 +15,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Above every column of a piece.
+# Above every column of a strip.
 LAST = tl.constexpr(2**31 - 1)
-
-# A block of columns and the warps that share it: 16 fp32 elements per thread.
-MAX_BLOCK = 2048
-WARPS = 4
 
 
 @triton.jit
@@ -36,18 +32,18 @@ def _cap(u, softcap):
 
 
 @triton.jit
-def _linear_cross_entropy_statistics_kernel(
+def _linear_cross_entropy_library_statistics_kernel(
     s_ptr,  # (N, W) fp32 products
     stride_s_row,
     bias_ptr,  # (V,) or None
     column_weight_ptr,  # (V,) fp32 or None
     target_ptr,  # (N,) int32 or int64
     state_ptr,  # (N, 5) fp32: running maximum, mass, target logit, weighted sum of logits, moment
-    nll_ptr,  # (N,) fp32, written with the last piece
-    lse_ptr,  # (N,) fp32, written with the last piece
-    logit_sum_ptr,  # (N,) fp32 or None, written with the last piece
-    entropy_ptr,  # (N,) fp32 or None, written with the last piece
-    top_ptr,  # (N,) int64 or None, carried from piece to piece
+    nll_ptr,  # (N,) fp32, written with the last strip
+    lse_ptr,  # (N,) fp32, written with the last strip
+    logit_sum_ptr,  # (N,) fp32 or None, written with the last strip
+    entropy_ptr,  # (N,) fp32 or None, written with the last strip
+    top_ptr,  # (N,) int64 or None, carried from strip to strip
     numbers,
     C: tl.constexpr,
 ):
@@ -151,7 +147,7 @@ def _linear_cross_entropy_statistics_kernel(
 
 
 @triton.jit
-def _linear_cross_entropy_gradient_kernel(
+def _linear_cross_entropy_library_gradient_kernel(
     s_ptr,  # (N, W) fp32 products
     stride_s_row,
     g_ptr,  # (N, W) gradients in the input dtype; may be s_ptr itself for fp32
@@ -212,8 +208,3 @@ def _linear_cross_entropy_gradient_kernel(
             g += grad_logit_sum
     g = tl.where(mask, g * slope, 0.0)
     tl.store(g_ptr + row * stride_g_row + offs, g.to(g_ptr.dtype.element_ty), mask=in_piece)
-
-
-def block_for(width: int) -> int:
-    """Return the columns a program handles at once: 128 for pieces of 64, 2048 at most."""
-    return min(MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))

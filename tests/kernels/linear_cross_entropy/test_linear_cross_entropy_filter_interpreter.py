@@ -1,4 +1,4 @@
-"""A gradient filter on pieces of engine T, under Triton's interpreter: fp32, tiles of 32 x 32."""
+"""A gradient filter on pieces of `hopper`, under Triton's interpreter: fp32, tiles of 32 x 32."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.ops import filter_activity
 from memeff_compile.kernels.linear_cross_entropy import (
-    activity,
-    row_pieces,
-    selected,
-    total_fused,
-    total_reference,
+    gradient_filter,
 )
-from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals
+from memeff_compile.kernels.linear_cross_entropy import (
+    hopper as hopper_module,
+)
+from memeff_compile.kernels.linear_cross_entropy.call import (
+    Operands,
+    RowGradients,
+    Saved,
+    ScalarLoss,
+    Settings,
+)
+from tests.kernels.linear_cross_entropy.engines import Found, by_rows, hopper, reference
 
 pytestmark = pytest.mark.interpreter
 
@@ -47,21 +53,21 @@ def _inputs(kind: str, ignored: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
 
 def _run(
     inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> tuple[Totals, total_fused._Total]:
-    walks: list[total_fused._Total] = []
+) -> tuple[Found, hopper_module.Total]:
+    walks: list[hopper_module.Total] = []
 
-    class Seen(total_fused._Total):
-        def __init__(self, given: Loss) -> None:
+    class Seen(hopper_module.Total):
+        def __init__(self, given: ScalarLoss) -> None:
             super().__init__(given)
             walks.append(self)
 
-    monkeypatch.setattr(total_fused, "_Total", Seen)
+    monkeypatch.setattr(hopper_module, "total", Seen)
     hidden, weight, target = inputs
     norm = (target != IGNORED).sum()
     given = {"scale": 1.0, "softcap": 0.0, "output_mask": (True, True, False)}
     given |= {"sort_vocabulary": True} | settings
-    loss = Loss(hidden, weight, None, target, None, norm, IGNORED, workspace=0, **given)
-    return total_fused.run(loss), walks[0]
+    loss = ScalarLoss(hidden, weight, None, target, None, norm, IGNORED, workspace=0, **given)
+    return hopper.total(loss), walks[0]
 
 
 def _exact(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,8 +84,8 @@ def _exact(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tenso
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Filter rows of few features, in pieces of 64 rows, two blocks each; the last is ragged."""
-    monkeypatch.setattr(selected, "LEAST_DEPTH", 8)
-    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes, **limits: 64)
+    monkeypatch.setattr(gradient_filter, "LEAST_DEPTH", 8)
+    monkeypatch.setattr(hopper_module, "hopper_rows", lambda *sizes, **limits: 64)
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -96,7 +102,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 def test_no_row_loses_more_than_the_bound_of_mass(
     kind: str, ignored: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     inputs = _inputs(kind, ignored)
     tau = 2.0**-6
     found, walk = _run(inputs, monkeypatch, gradient_filter="mass")
@@ -125,7 +131,7 @@ def test_no_row_loses_more_than_the_bound_of_mass(
 def test_block_drops_what_is_below_eps_in_all_rows_of_a_block(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     inputs, eps = _inputs(kind), 2.0**-7
     found, walk = _run(inputs, monkeypatch, gradient_filter="block", filter_level=eps)
     away, _, weight = _exact(inputs)
@@ -146,7 +152,7 @@ def test_what_is_left_out_of_a_row_is_put_on_what_stays(
     how: str, level: float, scale: float, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A feature that all classes have alike says what a row of their gradients sums to."""
-    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("plain", 0.3)
     hidden, weight = hidden / scale, torch.cat([weight, torch.ones(VOCAB, 8)], 1)
     hidden = torch.cat([hidden, torch.zeros(ROWS, 8)], 1)
@@ -161,7 +167,7 @@ def test_what_is_left_out_of_a_row_is_put_on_what_stays(
     # Of the last piece: rows of which nearly nothing stays, or not the target, are left as they are.
     here = int(walk.filter.here)
     assert walk.selection.order is not None
-    rows = walk.selection.order[walk.height :][walk.filter.rank[:here].long()].long()
+    rows = walk.selection.order[walk.step :][walk.filter.rank[:here].long()].long()
     is_restored = walk.filter.restore[:here] > 1.0001
     assert float(is_restored.float().mean()) > 0.5
     sums = (found.grad_hidden - exact.grad_hidden)[rows, -8:] * int((target != IGNORED).sum())
@@ -192,7 +198,7 @@ def test_gradients_are_exact_where_nothing_may_be_lost(
     mask: tuple[bool, bool, bool], dense_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bias, softcap, scale, weights of rows, ignored rows: all of T's epilogue, packed or not."""
-    monkeypatch.setattr(selected, "DENSE_SHARE", dense_share)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", dense_share)
     hidden, weight, target = _inputs("plain", 0.3)
     source = torch.Generator().manual_seed(2)
     bias, weights = torch.randn(VOCAB, generator=source), torch.rand(ROWS, generator=source)
@@ -200,17 +206,17 @@ def test_gradients_are_exact_where_nothing_may_be_lost(
     settings = IGNORED, 1.5, 20.0, 0, mask
     given = hidden, weight, bias, target, weights, norm, *settings
     asked: list[tuple[bool, bool]] = []
-    plain = selected.Filter.add_products
+    plain = gradient_filter.Filter.add_products
 
     def seen(*arguments: Any) -> tuple[bool, bool]:
         asked.append(plain(*arguments))
         return asked[-1]
 
-    monkeypatch.setattr(selected.Filter, "add_products", seen)
-    found = total_fused.run(Loss(*given, "mass", 1e-7, True))
+    monkeypatch.setattr(gradient_filter.Filter, "add_products", seen)
+    found = hopper.total(ScalarLoss(*given, "mass", 1e-7, True))
     assert set(asked) == {mask[:2]}
     wide = [part.double() for part in (hidden, weight, bias)]
-    expected = total_reference.run(Loss(*wide, target, weights, norm, *settings))
+    expected = reference.total(ScalarLoss(*wide, target, weights, norm, *settings))
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
@@ -223,8 +229,8 @@ def _of_rows(
     of_lse: float = 1.0,
     **changes: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of engine F by pieces of rows; nll and lse each have one of their own."""
-    knobs = Knobs(IGNORED, 1.0, 0.0, True, False, "mass", 0, sort_vocabulary=True)
+    """Return the gradients of `hopper` by pieces of rows; nll and lse each have one of their own."""
+    knobs = Settings(IGNORED, 1.0, 0.0, True, False, "mass", 0, sort_vocabulary=True)
     knobs = knobs._replace(**changes)
     operands, source = Operands(*inputs[:2], None, inputs[2]), torch.Generator().manual_seed(4)
     cotangents = torch.rand(2, ROWS, generator=source)
@@ -233,7 +239,7 @@ def _of_rows(
     nothing = torch.empty(0)
     grads = RowGradients(*cotangents, nothing, nothing)
     lse = (inputs[0] @ inputs[1].t()).logsumexp(-1)
-    return row_pieces.backward(grads, operands, Kept(lse, nothing), knobs, (*needs, False))
+    return by_rows.backward(grads, operands, Saved(lse, nothing), knobs, (*needs, False))
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -253,7 +259,7 @@ def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_ask
     dense_share: float, parts: str, sorts: bool, of_lse: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By |p - 1(target)| of a loss whose lse has a gradient, too; in rows without one, nothing."""
-    monkeypatch.setattr(selected, "DENSE_SHARE", dense_share)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", dense_share)
     inputs, tau = _inputs("plain", 0.2), 2.0**-3
     exact = _of_rows(inputs, gradient_filter="exact", of_lse=of_lse)
     given: dict[str, Any] = {"filter_level": tau, "filter_parts": parts, "of_lse": of_lse}
@@ -274,7 +280,7 @@ def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_ask
 def test_a_row_of_nan_spoils_what_it_spoils_without_a_filter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("plain")
     hidden[3] = torch.nan
     found, _ = _run((hidden, weight, target), monkeypatch, gradient_filter="mass")
@@ -288,7 +294,7 @@ def test_a_row_of_nan_spoils_what_it_spoils_without_a_filter(
 def test_ids_in_any_order_give_like_tiles_and_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("flat among peaked")
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
     moved = torch.empty_like(order).scatter_(0, order, torch.arange(VOCAB))[target]
@@ -319,19 +325,19 @@ def test_runs_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_filter_leaves_out_is_measured_where_the_inputs_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
-    monkeypatch.setattr(activity, "engine_for", lambda *_: "fused")
-    monkeypatch.setattr(total_fused, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(filter_activity, "engine_for", lambda *_: "hopper")
+    monkeypatch.setattr(filter_activity, "DTYPES", (torch.float32,))
     devices: list[torch.device] = []
-    plain = activity.on_device
+    plain = filter_activity.on_device
 
     def entered(tensor: Tensor) -> Any:
         devices.append(tensor.device)
         return plain(tensor)
 
-    monkeypatch.setattr(activity, "on_device", entered)
+    monkeypatch.setattr(filter_activity, "on_device", entered)
     inputs = _inputs("plain", 0.3)
-    found = activity.measure(*inputs)
+    found = filter_activity.measure(*inputs)
     _, walk = _run(inputs, monkeypatch, gradient_filter="mass")
     assert walk.filter is not None
     assert devices == [inputs[0].device]
@@ -344,7 +350,7 @@ def test_what_a_filter_leaves_out_is_measured_where_the_inputs_are(
 def test_the_bound_of_mass_is_of_probabilities_whatever_logits_are_multiplied_with(
     scale: float, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("plain", 0.2)
     inputs, tau = (hidden / scale, weight, target), 2.0**-5
     given = {"scale": scale, "softcap": softcap}
@@ -361,18 +367,22 @@ def test_the_bound_of_mass_is_of_probabilities_whatever_logits_are_multiplied_wi
 def test_what_a_walk_holds_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when Python looks for cycles: autograd copies a gradient that somebody else holds."""
     held: list[weakref.ref[Any]] = []
-    plain = selected.Filter.add_products
+    plain = gradient_filter.Filter.add_products
 
-    def seen(self: selected.Filter, walk: total_fused.Walk, *given: Any) -> tuple[bool, bool]:
+    def seen(
+        self: gradient_filter.Filter, walk: hopper_module.ByRows, *given: Any
+    ) -> tuple[bool, bool]:
         held.extend(weakref.ref(each) for each in (self, walk, walk.x, walk.grad_weight))
         return plain(self, walk, *given)
 
-    monkeypatch.setattr(selected.Filter, "add_products", seen)
+    monkeypatch.setattr(gradient_filter.Filter, "add_products", seen)
     hidden, weight, target = _inputs("plain")
     settings = IGNORED, 1.0, 0.0, 0, (True, True, False)
     gc.disable()
     try:
-        found = total_fused.run(Loss(hidden, weight, None, target, None, None, *settings, "mass"))
+        found = hopper.total(
+            ScalarLoss(hidden, weight, None, target, None, None, *settings, "mass")
+        )
         left = [each() for each in held if each() is not None]
         assert held
         assert all(each is found.grad_weight for each in left)
@@ -384,7 +394,7 @@ def test_what_a_walk_holds_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_ragged_sizes_and_ignored_rows_lose_nothing_at_a_level_of_nothing(
     rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selected, "DENSE_SHARE", 1.0)
+    monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     source = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, DEPTH, generator=source) for size in (rows, vocab))
     for target in (torch.randint(vocab, (rows,), generator=source), torch.full((rows,), IGNORED)):

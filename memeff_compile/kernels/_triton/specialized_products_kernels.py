@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two products behind X, in Gluon: one warp loads, eight multiply.
+"""Two products of one matrix X, in Gluon: one warp loads, eight multiply.
 
 A tile of dC sums over few rows, so what stands around its sum is as long as the sum itself: here
 the warp that loads is ahead by whole stages, into the next tile, and asks for the old dC while the
@@ -8,7 +8,7 @@ sum runs; new dC leaves through the memory that the old one came in.
 
 from __future__ import annotations
 
-from .._triton.gluon import (
+from .gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -245,7 +245,7 @@ def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.cons
 
 
 @gluon.jit
-def _linear_cross_entropy_total_specialized_products_kernel(
+def _linear_cross_entropy_hopper_specialized_products_kernel(
     x_by_column_desc,  # (R, W), block BK x BM
     x_by_row_desc,  # (R, W), block BM x BK
     scaled_desc,  # (R, D) rows times their scale, block BK x BN
@@ -265,7 +265,7 @@ def _linear_cross_entropy_total_specialized_products_kernel(
     splits,  # S, programs that share the sum of a tile of dE
     C: gl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
 ):
-    """Write dE of this piece's rows and add what they give to dC, in one launch.
+    """Write dE of a block of rows and add their summand of dC, in one launch.
 
     The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
     rows and fill the multiprocessors beside and behind them. Programs take the next tile when they

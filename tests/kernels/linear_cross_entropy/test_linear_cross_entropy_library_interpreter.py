@@ -1,4 +1,4 @@
-"""Engine H's Triton kernels on a CPU: the same source, run by Triton's interpreter.
+"""`library`'s Triton kernels on a CPU: the same source, run by Triton's interpreter.
 
 The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of the
 gradient of the products; budgets are doubled to match.
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import hybrid
-from memeff_compile.kernels.linear_cross_entropy.call import Kept, Knobs, Operands, RowGradients
-from memeff_compile.kernels.linear_cross_entropy.pieces import hybrid_widths
+from memeff_compile.kernels.linear_cross_entropy.call import Operands, RowGradients, Saved, Settings
+from memeff_compile.kernels.linear_cross_entropy.shapes import library_widths
+from tests.kernels.linear_cross_entropy.engines import library
 from tests.support import hostile_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
@@ -38,14 +38,14 @@ FORMS = [
 ]
 
 
-class _EngineH(torch.autograd.Function):
+class _Library(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
-        found = hybrid.forward(Operands(*flat), knobs)
+        found = library.forward(Operands(*flat), knobs)
         ctx.save_for_backward(*flat, found.lse, found.entropy)
         ctx.mark_non_differentiable(found.top)
         ctx.knobs, ctx.shape, ctx.has_bias = knobs, hidden.shape, bias is not None
@@ -56,27 +56,27 @@ class _EngineH(torch.autograd.Function):
         flat_grads = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
         mask = (True, True, ctx.has_bias)
         *flat, lse, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight, grad_bias = hybrid.backward(
-            flat_grads, Operands(*flat), Kept(lse, entropy), ctx.knobs, mask
+        grad_hidden, grad_weight, grad_bias = library.backward(
+            flat_grads, Operands(*flat), Saved(lse, entropy), ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
 
 
-def engine_h(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
-    knobs = Knobs(**arguments)
-    results: tuple[Tensor, ...] = _EngineH.apply(*tensors, knobs)
+def call_library(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
+    knobs = Settings(**arguments)
+    results: tuple[Tensor, ...] = _Library.apply(*tensors, knobs)
     return results
 
 
 def _check(inputs: Inputs, case: Case, workspace: int = NARROW_PIECES) -> None:
-    assert_matches_oracle(engine_h, inputs, case.arguments(workspace), slack=2)
+    assert_matches_oracle(call_library, inputs, case.arguments(workspace), slack=2)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
 @pytest.mark.parametrize(("case", "dtype"), FORMS)
 def test_values_and_gradients_match_the_oracle(case: Case, dtype: torch.dtype) -> None:
-    assert hybrid_widths(21, 13, 201, NARROW_PIECES, dtype.itemsize, 132).strip == 64
+    assert library_widths(21, 13, 201, NARROW_PIECES, dtype.itemsize, 132).strip == 64
     _check(make_inputs(case, dtype=dtype, kind="peaked"), case)
 
 
@@ -94,7 +94,7 @@ def test_poisoned_row_stays_visible() -> None:
         inputs.hidden[row, 4] = float(poison)
     arguments = CASES[0].arguments(NARROW_PIECES)
     hidden = inputs.hidden.requires_grad_()
-    nll, *_ = engine_h(hidden, inputs.weight, None, inputs.target, None, **arguments)
+    nll, *_ = call_library(hidden, inputs.weight, None, inputs.target, None, **arguments)
     nll.sum().backward()
     assert hidden.grad is not None
     assert nll.isnan().tolist() == [True, True, True, False]
@@ -103,7 +103,7 @@ def test_poisoned_row_stays_visible() -> None:
 
 @pytest.mark.parametrize("name", hostile_rows.ROWS)
 def test_entropy_and_top_of_a_hostile_row_equal_eager(name: str) -> None:
-    hostile_rows.check(engine_h, name, torch.float32)
+    hostile_rows.check(call_library, name, torch.float32)
 
 
 def test_columns_masked_by_bias_get_no_gradient() -> None:
@@ -119,7 +119,7 @@ def test_out_of_range_target_reads_nothing_and_gives_nan() -> None:
     inputs = make_inputs(CASES[0], shape=(3,))
     inputs.target[1] = 10**12
     arguments = CASES[0].arguments(NARROW_PIECES)
-    nll, *_ = engine_h(*inputs.tensors(), **arguments)
+    nll, *_ = call_library(*inputs.tensors(), **arguments)
     assert nll.isnan().tolist() == [False, True, False]
 
 
@@ -139,13 +139,13 @@ def test_strided_inputs_match_the_oracle() -> None:
 def test_frozen_inputs_are_skipped(mask: tuple[bool, bool, bool]) -> None:
     case = Case("bias", has_bias=True)
     inputs = make_inputs(case, shape=(6,))
-    knobs = Knobs(**case.arguments(NARROW_PIECES))
+    knobs = Settings(**case.arguments(NARROW_PIECES))
     operands = Operands(*inputs.tensors())
-    rows = hybrid.forward(operands, knobs)
-    given = operands, Kept(rows.lse, rows.entropy), knobs
+    rows = library.forward(operands, knobs)
+    given = operands, Saved(rows.lse, rows.entropy), knobs
     grads = RowGradients(*inputs.cotangents())
-    wanted = hybrid.backward(grads, *given, (True, True, True))
-    found = hybrid.backward(grads, *given, mask)
+    wanted = library.backward(grads, *given, (True, True, True))
+    found = library.backward(grads, *given, mask)
     for flag, some, all_of in zip(mask, found, wanted, strict=True):
         assert (some is not None) == flag
         assert some is None or (all_of is not None and torch.equal(some, all_of))

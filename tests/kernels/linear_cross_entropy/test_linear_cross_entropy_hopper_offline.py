@@ -1,4 +1,4 @@
-"""Engine F compiled for a GPU that is not there: no spills, shared memory in bounds."""
+"""`hopper` compiled for a GPU that is not there: no spills, shared memory in bounds."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ PARTS = {
 def _blocks(name: str, shapes: Any, columns: int) -> dict[str, list[int]]:
     """Return the block of each tile descriptor that a kernel takes."""
     rows, step = shapes.rows, shapes.step
-    if name.endswith("forward_kernel"):
+    if name.endswith("statistics_kernel"):
         return {"hidden_desc": [rows, step], "weight_desc": [columns, step]}
-    if name.endswith("dense_gradient_kernel"):
+    if name.endswith("hopper_gradient_kernel"):
         return {
             "hidden_desc": [rows, step],
             "weight_desc": [columns, step],
@@ -67,9 +67,9 @@ def _blocks(name: str, shapes: Any, columns: int) -> dict[str, list[int]]:
 def _compile(
     name: str, capability: int, constants: dict[str, Any], *, warps: int, stages: int, dtype: str
 ) -> Any:
-    from memeff_compile.kernels.linear_cross_entropy import fused_kernels
+    from memeff_compile.kernels.linear_cross_entropy import hopper_kernels
 
-    kernel = getattr(fused_kernels, name)
+    kernel = getattr(hopper_kernels, name)
     shapes = _shapes(capability)
 
     def type_of(argument: str) -> str | None:
@@ -109,11 +109,11 @@ def _check(kernel: Any, capability: int, *, multiplies: bool) -> None:
 
 
 PRODUCTS = [
-    ("_linear_cross_entropy_forward_kernel", {}),
-    ("_linear_cross_entropy_dense_gradient_kernel", {"GATHER": False}),
-    ("_linear_cross_entropy_dense_gradient_kernel", {"GATHER": True}),
-    ("_linear_cross_entropy_dense_products_kernel", {"GATHER": False}),
-    ("_linear_cross_entropy_dense_products_kernel", {"GATHER": True}),
+    ("_linear_cross_entropy_hopper_statistics_kernel", {}),
+    ("_linear_cross_entropy_hopper_gradient_kernel", {"GATHER": False}),
+    ("_linear_cross_entropy_hopper_gradient_kernel", {"GATHER": True}),
+    ("_linear_cross_entropy_hopper_class_products_kernel", {"GATHER": False}),
+    ("_linear_cross_entropy_hopper_class_products_kernel", {"GATHER": True}),
 ]
 
 
@@ -121,9 +121,9 @@ def _cases(name: str, flags: dict[str, Any], epilogue: str) -> list[Any]:
     """Return a form to the end where none with its tiles is larger; the least of all are slow."""
     case = name, flags, epilogue
     is_least, is_largest = False, True
-    if "forward" in name:
+    if "statistics" in name:
         is_largest = epilogue == "everything"
-    elif "dense_gradient" in name:
+    elif "hopper_gradient" in name:
         is_least = epilogue == "plain" and flags["GATHER"]
         is_largest = epilogue == ("everything" if flags["GATHER"] else "entropy")
     else:
@@ -148,7 +148,7 @@ def _product(name: str, flags: dict[str, Any], capability: int, epilogue: str) -
     shapes = _shapes(capability)
     is_plain = epilogue in ("plain", "entropy")
     columns, warps = shapes.columns, shapes.warps
-    if name.endswith("dense_gradient_kernel"):
+    if name.endswith("hopper_gradient_kernel"):
         columns = shapes.gradient_columns(is_plain=is_plain and not flags["GATHER"])
     constants = {
         **dict.fromkeys(EPILOGUE, epilogue == "everything"),
@@ -189,12 +189,12 @@ def test_product_compiles_for_sizes_of_one(
 
 
 SMALL = [
-    ("_linear_cross_entropy_compact_kernel", {"BLOCK": 2048}, 8),
-    ("_linear_cross_entropy_gather_kernel", {"PAD": 128, "BLOCK": 4096}, 4),
-    ("_linear_cross_entropy_scatter_kernel", {"BLOCK": 4096}, 4),
-    ("_linear_cross_entropy_cotangents_kernel", {"BLOCK": 512}, 4),
-    ("_linear_cross_entropy_rows_kernel", {"ROWS": 8, "TILES": 128}, 4),
-    ("_linear_cross_entropy_column_sums_kernel", {"BLOCK": 128, "ROWS": 64}, 4),
+    ("_linear_cross_entropy_hopper_compact_kernel", {"BLOCK": 2048}, 8),
+    ("_linear_cross_entropy_hopper_gather_kernel", {"PAD": 128, "BLOCK": 4096}, 4),
+    ("_linear_cross_entropy_hopper_scatter_kernel", {"BLOCK": 4096}, 4),
+    ("_linear_cross_entropy_hopper_cotangents_kernel", {"BLOCK": 512}, 4),
+    ("_linear_cross_entropy_hopper_merge_kernel", {"ROWS": 8, "TILES": 128}, 4),
+    ("_linear_cross_entropy_hopper_class_sums_kernel", {"BLOCK": 128, "ROWS": 64}, 4),
 ]
 
 

@@ -1,8 +1,8 @@
-"""What `tune` runs to choose between engines of this op on one GPU, and how it knows them right.
+"""The trials of `tune` for the loss: which engine computes it, and how it is known to be right.
 
 Head and loss in bf16, forward and backward, on random numbers, with some targets ignored. Numbers
 are checked first, on a shape that is small in the hidden size alone, so that every engine walks
-over pieces of its own width: against `reference` in fp32.
+over blocks of its own width: against `reference` in fp32.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...decisions import Question, Workload
-from ...errors import TuneError
-from ..device import gpu
-from . import fused, hybrid, reference
-from .call import Kept, Knobs, Operands, RowGradients
-from .op import ENGINE
+from ..decisions import Question, Workload
+from ..errors import TuneError
+from ..kernels.device import gpu
+from ..kernels.linear_cross_entropy import ENGINES, walk
+from ..kernels.linear_cross_entropy.call import Operands, RowGradients, Saved, Settings
 
 IGNORED = -100
 GIB = 2**30
@@ -59,7 +58,7 @@ def questions(device: torch.device, *, quick: bool) -> Iterator[Question]:
     def losses() -> Sequence[Workload]:
         return [Loss(device, shape) for shape in shapes]
 
-    yield Question(ENGINE, "fused", ("fused", "hybrid"), _loss_check(device), losses)
+    yield Question(walk.ENGINE, "hopper", ("hopper", "library"), _loss_check(device), losses)
 
 
 def _fitting(device: torch.device, shapes: Sequence[Shape]) -> Sequence[Shape]:
@@ -87,7 +86,7 @@ class Loss:
         ignored = torch.arange(shape.rows, device=device) % 8 == 0
         self.target = target.masked_fill(ignored, IGNORED)
         self.grad_nll = torch.full((shape.rows,), 1.0 / shape.rows, device=device)
-        self.knobs = Knobs(IGNORED, 1.0, 0.0, False, False, "exact", 0)
+        self.settings = Settings(IGNORED, 1.0, 0.0, False, False, "exact", 0)
 
     def run(self, engine: str) -> Sequence[Tensor]:
         """Return nll and the gradients of hidden and weight, as one engine computes them."""
@@ -101,10 +100,10 @@ class Loss:
         operands = Operands(hidden, weight, None, self.target)
         nothing, mask = self.grad_nll.new_empty(0), (True, True, False)
         grads = RowGradients(self.grad_nll, torch.zeros_like(self.grad_nll), nothing, nothing)
-        module: Any = {"fused": fused, "hybrid": hybrid}.get(engine, reference)
-        rows = module.forward(operands, self.knobs)
-        kept = Kept(rows.lse, nothing)
-        found = module.backward(grads, operands, kept, self.knobs, mask)
+        module = ENGINES[engine].module
+        rows = walk.forward(module, operands, self.settings)
+        saved = Saved(rows.lse, nothing)
+        found = walk.backward(module, grads, operands, saved, self.settings, mask)
         return [rows.nll, *(part for part in found if part is not None)]
 
 

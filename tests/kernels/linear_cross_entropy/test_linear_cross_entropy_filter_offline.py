@@ -1,4 +1,4 @@
-"""The filter on pieces of engine T compiled for GPUs that are not there: no spills, room enough."""
+"""The filter on pieces of `hopper` compiled for GPUs that are not there: no spills, room enough."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HELPERS = {
 
 
 def _compile(capability: int, name: str, constants: dict[str, Any], warps: int, stages: int) -> Any:
-    from memeff_compile.kernels.linear_cross_entropy import selected_kernels
+    from memeff_compile.kernels.linear_cross_entropy import gradient_filter_kernels
 
     columns = constants.get("BN", 128)
     blocks = {
@@ -55,7 +55,7 @@ def _compile(capability: int, name: str, constants: dict[str, Any], warps: int, 
         return "fp32" if argument in ("scale", "highest", "limit") else "i32"
 
     name = name.split()[0]
-    kernel = getattr(selected_kernels, f"_linear_cross_entropy_selected_{name}_kernel")
+    kernel = getattr(gradient_filter_kernels, f"_linear_cross_entropy_filter_{name}_kernel")
     aligned = ("depth", "width", "columns_here")
     return compile_for(
         *(capability, kernel, constants, type_of, lambda argument: argument in aligned),
@@ -83,12 +83,15 @@ def test_helpers_compile_within_the_limits(name: str, capability: int) -> None:
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
 def test_products_compile_within_the_limits(needs: tuple[bool, bool]) -> None:
-    from memeff_compile.kernels.linear_cross_entropy import selected
-    from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
+    from memeff_compile.kernels.linear_cross_entropy.shapes import (
+        filter_constants,
+        filter_shapes,
+        shapes_for_programs,
+    )
 
-    shapes = selected.products_shapes(shapes_for_programs(132))
+    shapes = filter_shapes(shapes_for_programs(132))
     constants = {"NEEDS_HIDDEN": needs[0], "NEEDS_WEIGHT": needs[1]}
-    constants |= selected.products_constants(shapes)
+    constants |= filter_constants(shapes)
     ptx = within_limits(_compile(90, "products", constants, shapes.warps, shapes.stages), 90)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx

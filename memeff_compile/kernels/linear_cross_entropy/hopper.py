@@ -1,0 +1,797 @@
+"""The engine `hopper`: every product of the head in Triton, on tensor cores of capability 9.0.
+
+Forward, by rows: tiles of logits become a maximum and a sum per row and tile, merged in a fixed
+order; the tile that holds a row's target stores its logit. Logits are written nowhere.
+
+Backward, by rows: tiles of logits again, this time written as G = dloss/dlogits in 16 bits, R rows
+by the whole vocabulary; then dE of these rows, complete, and their summand of dC, which is rounded
+once per block of rows. Or by classes, which takes less memory and serves a given workspace and
+fp16: dC of W columns complete in one write, and dE += G C in fp32, by one reduction per element and
+launch. In the minimal workspace G and the fp32 sums lie inside the gradient of the weight.
+
+A loss that is one number, by rows, in three products: a product writes X, probabilities up to a
+factor per row, in 16 bits with fp32 statistics from the same registers; once a row's log-sum-exp is
+known, its factor goes into the matrices that X is multiplied with. X costs 2RV bytes. Rows whose
+logits lie far from where they were expected are computed again, which the GPU decides.
+
+Ignored rows are left out before anything is computed, by an order of rows that the GPU builds. No
+call waits for the GPU or reads a value on the host. bf16 and fp16 (bf16 by rows), a depth that is a
+multiple of 8, a contiguous weight.
+
+Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * blocks / 4.28e12; in
+one walk 3 * 2NDV / 700e12. Floors of that at 790e12 and predictions: N, D, V = 8192, 4096, 128256:
+32.7 and 38 ms; 8192, 2304, 256000: 36.7 and 45 ms; 16384, 2048, 128256: 32.7 and 39 ms.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._triton import compat as triton_compat
+from .._triton.compat import described
+from .._triton.launch import run_kernel, start
+from ..device import on_device, processors
+from . import hopper_kernels as kernels
+from .call import (
+    Gradients,
+    LossAndGradients,
+    Operands,
+    Ranks,
+    RowGradients,
+    RowResults,
+    Saved,
+    ScalarLoss,
+    Settings,
+    vector,
+)
+from .gradient_filter import Filter, leaves_out, run_filter
+from .shapes import (
+    AGAIN_BYTES,
+    AUTO_BYTES,
+    FILTER_BLOCKS,
+    GROUP,
+    ROWS,
+    SCALED,
+    SCALING_PROGRAMS,
+    TILES,
+    Shapes,
+    forward_rows,
+    hopper_columns,
+    hopper_rows,
+    is_minimal,
+    room_inside,
+    row_block,
+    shapes_for,
+    spans,
+    splits_of,
+)
+from .walk import Block, Differentiating, Statistics
+
+
+class Selection(NamedTuple):
+    """The rows that count, in order, as the kernels read them.
+
+    `order`, `place` and `kept` are None where every row counts.
+    """
+
+    target: Tensor  # (N,) int32, compact, -1 for a row without a target
+    order: Tensor | None = None  # (N,) int32: original row of each compact row
+    place: Tensor | None = None  # (N,) int32: compact row of each original row, or -1
+    kept: Tensor | None = None  # (1,) int32
+
+
+def select_rows(target: Tensor, settings: Settings) -> Selection:
+    """Leave out the rows whose target is ignored, unless something else of them counts."""
+    target = target.contiguous()
+    rows, ignore_index = target.numel(), settings.ignore_index
+    if ignore_index is None or settings.keeps_ignored_rows:
+        if ignore_index is not None:
+            target = target.masked_fill(target == ignore_index, -1)
+        return Selection(target.to(torch.int32))
+    compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
+    kept = target.new_empty(1, dtype=torch.int32)
+    run_kernel(
+        kernels._linear_cross_entropy_hopper_compact_kernel,
+        (1,),
+        *(target, order, place, compact, kept, rows, ignore_index),
+        BLOCK=2048,
+        num_warps=8,
+    )
+    return Selection(compact, order, place, kept)
+
+
+def _with_order(selection: Selection) -> Selection:
+    """Return a selection with an order, whichever rows count."""
+    if selection.kept is not None:
+        return selection
+    rows = torch.arange(len(selection.target), device=selection.target.device, dtype=torch.int32)
+    return Selection(selection.target, rows, rows, rows.new_full((1,), len(rows)))
+
+
+def _gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes: Shapes) -> None:
+    """Copy the compact rows from `first` on into `out`."""
+    rows, depth = out.shape
+    run_kernel(
+        kernels._linear_cross_entropy_hopper_gather_kernel,
+        (rows,),
+        *(hidden, hidden.stride(0), out, selection.order, selection.kept, first, depth),
+        PAD=max(shapes.rows, shapes.step),
+        BLOCK=row_block(depth, shapes),
+    )
+
+
+class Forward(Statistics):
+    """A walk over the rows that makes statistics of tiles, and merges them."""
+
+    def __init__(self, given: Operands, settings: Settings) -> None:
+        self.given = given._replace(
+            hidden=_aligned(given.hidden),
+            bias=vector(given.bias, None),
+            column_weight=vector(given.column_weight, torch.float32),
+        )
+        hidden, weight, self.settings = self.given.hidden, given.weight, settings
+        (self.extent, depth), self.shapes = hidden.shape, shapes_for(hidden.device)
+        self.selection = select_rows(given.target, settings)
+        self.tiles = -(-len(weight) // self.shapes.columns)
+        planes = 2 + settings.with_logit_sum + settings.with_entropy
+        self.is_compact = self.selection.kept is not None
+        bytes_per_row = 4 * planes * self.tiles + (2 * depth if self.is_compact else 0)
+        self.step = forward_rows(self.extent, bytes_per_row, self.shapes)
+        self.stats = hidden.new_empty((planes, self.tiles, self.step), dtype=torch.float32)
+        self.gathered = hidden.new_empty((self.step, depth)) if self.is_compact else hidden
+        # Ignored rows, which no kernel writes, are zero.
+        self.found = RowResults.new(hidden, (self.extent,), settings, of_zeros=self.is_compact)
+        self.target_logit = torch.full((self.extent,), float("nan"), device=hidden.device)
+        self.hidden_desc = tiles_of(self.gathered, self.shapes.rows, self.shapes.step)
+        self.weight_desc = tiles_of(weight, self.shapes.columns, self.shapes.step)
+
+    def statistics(self, block: Block) -> None:
+        given, settings, shapes, found = self.given, self.settings, self.shapes, self.found
+        selection, first, here = self.selection, block.first, block.stop - block.first
+        if self.is_compact:
+            _gather(given.hidden, self.gathered[:here], selection, first, shapes)
+        start(
+            kernels._linear_cross_entropy_hopper_statistics_kernel,
+            (shapes.programs,),
+            *(self.hidden_desc, self.weight_desc, given.bias, given.column_weight),
+            *(selection.target, selection.kept, self.stats, self.target_logit),
+            *(first, 0 if self.is_compact else first, here, *given.weight.shape),
+            *(settings.scale, settings.softcap),
+            **given.flags(settings),
+            HAS_KEPT=self.is_compact,
+            FLATTEN=shapes.flatten,
+            **shapes.constants(shapes.columns),
+        )
+        start(
+            kernels._linear_cross_entropy_hopper_merge_kernel,
+            (-(-here // ROWS),),
+            *(self.stats, self.target_logit, selection.target, selection.order, selection.kept),
+            *(found.nll, found.lse, found.logit_sum if settings.with_logit_sum else None),
+            *(found.entropy if settings.with_entropy else None, first, here, self.tiles),
+            HAS_KEPT=self.is_compact,
+            WITH_LOGIT_SUM=settings.with_logit_sum,
+            WITH_ENTROPY=settings.with_entropy,
+            ROWS=ROWS,
+            TILES=TILES,
+            num_warps=4,
+        )
+
+    def results(self) -> RowResults:
+        return self.found
+
+
+class _Gradient:
+    """Writes G of some rows and classes, of which statistics are known."""
+
+    def __init__(
+        self,
+        grads: RowGradients,
+        given: Operands,
+        saved: Saved,
+        settings: Settings,
+        selection: Selection,
+    ) -> None:
+        self.settings, self.selection, self.weight = settings, selection, given.weight
+        self.values = _row_values(grads, saved, selection, settings)
+        column_weight = vector(given.column_weight, torch.float32)
+        self.vectors = (vector(given.bias, None), column_weight, selection.target, self.values)
+        self.flags, self.shapes = given.flags(settings), shapes_for(given.hidden.device)
+        self.columns = self.shapes.gradient_columns(is_plain=_is_plain(given.bias, settings))
+
+    def write(
+        self,
+        hidden: Tensor | None,  # rows of the hidden states, or None where they are not gathered
+        g: Tensor,  # written
+        columns: int,  # of a tile of G
+        at: tuple[int, int, int, int],  # first row of G, rows, first column, columns
+        *,
+        # where hidden states lie that are not gathered, their order, and from one to the next
+        where: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
+    ) -> None:
+        """Compute logits again and write their gradient."""
+        shapes, settings, kept = self.shapes, self.settings, self.selection.kept
+        start(
+            kernels._linear_cross_entropy_hopper_gradient_kernel,
+            (shapes.programs,),
+            *(tiles_of(hidden, shapes.rows, shapes.step), *where),
+            *(tiles_of(self.weight, columns, shapes.step), tiles_of(g, shapes.rows, columns // 4)),
+            *(self.vectors, kept, *at, self.values.shape[1], *self.weight.shape),
+            (settings.scale, settings.softcap),
+            GATHER=hidden is None,
+            HAS_KEPT=kept is not None,
+            GROUP=GROUP,
+            FLATTEN=shapes.flatten and hidden is not None,
+            **shapes.constants(columns),
+            **self.flags,
+        )
+
+
+class BackwardByClasses(Differentiating):
+    """A walk over the classes: dC of a block complete, and dE added up in fp32."""
+
+    def __init__(
+        self,
+        grads: RowGradients,
+        given: Operands,
+        saved: Saved,
+        settings: Settings,
+        output_mask: Sequence[bool],
+    ) -> None:
+        hidden, self.weight = _aligned(given.hidden), given.weight
+        shapes = self.shapes = shapes_for(hidden.device)
+        (self.rows, self.depth), self.extent = hidden.shape, len(given.weight)
+        of_hidden, of_weight, of_bias = output_mask[:3]
+        self.selection = select_rows(given.target, settings)
+        self.grad_weight = torch.empty_like(given.weight) if of_weight else None
+        bias = given.bias
+        self.grad_bias = torch.empty_like(bias) if of_bias and bias is not None else None
+        # The hidden gradient's own memory holds the gathered rows until it is written.
+        self.original = self.hidden = hidden
+        if self.selection.kept is not None:
+            self.hidden = hidden.new_empty(hidden.shape)
+            _gather(hidden, self.hidden, self.selection, 0, shapes)
+        self.gradient = _Gradient(grads, given, saved, settings, self.selection)
+        size = (self.rows, self.depth, self.extent)
+        self.step = hopper_columns(*size, settings.workspace, shapes)
+        self.inside = None
+        if is_minimal(settings.workspace) and self.grad_weight is not None:
+            self.inside = room_inside(*size, shapes, needs_hidden=of_hidden)
+        # fp32 sums of the hidden gradient
+        self.sums: Tensor | None = None
+        if self.inside is not None and self.grad_weight is not None:
+            room = self.grad_weight.view(-1)[self.inside.first_column * self.depth :]
+            if of_hidden:
+                self.sums = room[: 2 * hidden.numel()].view(torch.float32).view(hidden.shape)
+            self.buffer = room[2 * hidden.numel() if of_hidden else 0 :]
+        else:
+            if of_hidden:
+                self.sums = hidden.new_empty(hidden.shape, dtype=torch.float32)
+            self.buffer = hidden.new_empty(self.rows * self.step)
+        self.adds = self.gathers = False
+        self.writes_weight = True
+        self.grad_hidden: Tensor | None = None
+
+    def blocks(self) -> Iterator[Block]:
+        if self.inside is not None:
+            yield from self._blocks_inside()
+            return
+        for block in super().blocks():
+            yield block
+            self.adds = True
+        self._finish_hidden()
+
+    def _blocks_inside(self) -> Iterator[Block]:
+        """Work in the last rows of the weight gradient, and compute those rows last.
+
+        Their part of the hidden gradient comes first, before they are anything but scratch; so
+        their logits are computed twice. When the hidden gradient is done, its sums make room, and
+        G retreats before the rows that are being written.
+        """
+        room = self.inside
+        assert room is not None
+        assert self.grad_weight is not None
+        if self.sums is not None:
+            self.writes_weight = False
+            for first, stop in spans(room.first_column, self.extent, room.width):
+                yield Block(0, first, stop)
+                self.adds = True
+            self.writes_weight = True
+        for first, stop in spans(0, room.first_column, room.width):
+            yield Block(0, first, stop)
+            self.adds = True
+        self._finish_hidden()
+        self.sums, self.adds = None, False
+        flat, first = self.grad_weight.view(-1), room.first_column
+        spare = flat.new_empty(self.rows * room.spare_width)
+        # From here on the gathered rows are gone: the hidden gradient lies where they were.
+        self.gathers = self.selection.kept is not None
+        while first < self.extent:
+            width = room.retreating_width(first)
+            if width:
+                self.buffer = flat[-self.rows * width :]
+            else:
+                width, self.buffer = room.spare_width, spare
+            yield Block(0, first, min(first + width, self.extent))
+            first += width
+
+    def _finish_hidden(self) -> None:
+        """Round the sums of the hidden gradient."""
+        if self.sums is None:
+            return
+        if self.selection.place is None:
+            self.grad_hidden = self.sums.to(self.hidden.dtype)
+            return
+        kernels._linear_cross_entropy_hopper_scatter_kernel[(self.rows,)](
+            *(self.sums, self.hidden, self.selection.place, self.depth),
+            BLOCK=row_block(self.depth, self.shapes),
+        )
+        self.grad_hidden = self.hidden
+
+    def gradients(self, block: Block) -> None:
+        _, first, stop = block
+        shapes, selection, gathers = self.shapes, self.selection, self.gathers
+        tile, columns, step = shapes.rows, shapes.columns, shapes.step
+        width = -(-(stop - first) // columns) * columns
+        g = self.buffer[: self.rows * width].view(self.rows, width)
+        where = (
+            self.original if gathers else None,
+            selection.order if gathers else None,
+            self.original.stride(0),
+        )
+        hidden = None if gathers else self.hidden
+        g_columns = shapes.rows if gathers else self.gradient.columns
+        grad_weight = self.grad_weight if self.writes_weight else None
+        at = (0, self.rows, first, width)
+        self.gradient.write(hidden, g, g_columns, at, where=where)
+        if self.sums is not None or grad_weight is not None:
+            start(
+                kernels._linear_cross_entropy_hopper_class_products_kernel,
+                (shapes.programs,),
+                *(tiles_of(g, step, tile), tiles_of(g, tile, step)),
+                *(tiles_of(hidden, step, columns), *where, tiles_of(self.weight, step, columns)),
+                tiles_of(grad_weight, tile, columns // 4),
+                *(tiles_of(self.sums, tile, columns // 4), selection.kept, first, width),
+                *(self.rows, self.depth),
+                NEEDS_WEIGHT=grad_weight is not None,
+                NEEDS_HIDDEN=self.sums is not None,
+                ADD=self.adds,
+                GATHER=gathers,
+                **shapes.constants(columns),
+                HAS_KEPT=selection.kept is not None,
+            )
+        if self.grad_bias is not None and self.writes_weight:
+            kernels._linear_cross_entropy_hopper_class_sums_kernel[(-(-width // 128),)](
+                *(g, self.grad_bias, selection.kept, first, width, stop, self.rows),
+                HAS_KEPT=selection.kept is not None,
+                BLOCK=128,
+                ROWS=64,
+            )
+
+    def results(self) -> Gradients:
+        return Gradients(self.grad_hidden, self.grad_weight, self.grad_bias)
+
+
+class ByRows(Differentiating):
+    """A walk over blocks of R rows: X of a block, and the products that make gradients of it.
+
+    X, R by the vocabulary in whole tiles, is what the gradients of the block's logits are but for a
+    factor per row. `step` is R, `columns` the width of a tile of X and `tiles` their number.
+    """
+
+    tallest = AUTO_BYTES
+
+    def __init__(
+        self, given: Operands, settings: Settings, output_mask: Sequence[bool], *, height: int = 0
+    ) -> None:
+        """Allocate what the walk needs. A given height is whole tiles, as ranks agreed."""
+        hidden, weight, bias, target, *_ = given
+        hidden = _aligned(hidden)
+        self.hidden, self.weight, self.settings = hidden, weight, settings
+        self.bias = None if bias is None else bias.contiguous()
+        (self.extent, self.depth), self.vocab = hidden.shape, weight.shape[0]
+        self.shapes: Shapes = shapes_for(hidden.device)
+        of_hidden, of_weight, of_bias = output_mask[:3]
+        self.described: dict[tuple[Any, ...], Any] = {}
+        self.selection = select_rows(target, settings)
+        sizes = self.depth, self.vocab, settings.workspace
+        is_filtered = leaves_out(settings.gradient_filter, *sizes)
+        self.is_compact = self.selection.kept is not None
+        if is_filtered:
+            self.selection = _with_order(self.selection)
+        self.filter: Filter | None = None
+        self.cap = (settings.scale, settings.softcap)
+        self.flags = {
+            "HAS_BIAS": bias is not None,
+            "HAS_KEPT": self.selection.kept is not None,
+            "HAS_SOFTCAP": settings.softcap > 0,
+        }
+        tile = self.shapes.rows
+        self.columns = self.shapes.gradient_columns(is_plain=_is_plain(bias, settings))
+        self.step = height or hopper_rows(
+            *(self.extent, self.vocab, settings.workspace, tile, self.shapes.columns),
+            blocks=FILTER_BLOCKS if is_filtered else 0,
+            tallest=AGAIN_BYTES if is_filtered else self.tallest,
+        )
+        self.tiles = -(-self.vocab // self.columns)
+        self.width = self.tiles * self.columns
+
+        # Ignored rows, which no kernel writes, have a gradient of zero.
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        self.grad_hidden = new(hidden) if of_hidden else None
+        self.grad_weight = torch.empty_like(weight) if of_weight else None
+        self.bias_sums = None
+        if of_bias:
+            self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
+        self.x = hidden.new_empty((self.step, self.width))
+        self.row_scale = self.floats(self.step)
+        blocks = -(-self.extent // self.step)
+        tiles = -(-self.step // tile) * -(-self.depth // self.shapes.columns)
+        self.has_gluon = not self.shapes.is_interpreted and triton_compat.has_gluon()
+        self.splits, self.parts = 1, None
+        if self.has_gluon and of_hidden:
+            sizes = self.step, self.depth, self.vocab
+            self.splits = splits_of(*sizes, self.shapes, needs_weight=of_weight)
+        if self.splits > 1:
+            self.parts = self.floats(self.splits - 1, self.step, self.depth)
+        # Two launches of products a block, a filter's, and whether a base was far off; multiples of
+        # 16 bytes, so that every block's launches are compiled alike.
+        self.counters = hidden.new_zeros((4, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
+        if is_filtered:
+            self.filter = Filter(self, blocks)
+
+    def floats(self, *sizes: int) -> Tensor:
+        """Return memory for numbers in fp32."""
+        return self.hidden.new_empty(sizes, dtype=torch.float32)
+
+    @abstractmethod
+    def weigh(
+        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
+    ) -> None:
+        """Tell a filter what X of a row is times, what is light in it, and how many rows count."""
+
+    def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
+        """Describe a matrix to the kernels as tiles of this shape, once for all blocks."""
+        key = id(matrix), rows, columns, describe
+        if key not in self.described:
+            self.described[key] = (describe or tiles_of)(matrix, rows, columns)  # holds the matrix
+        return self.described[key]
+
+    def made(self) -> Gradients:
+        """Return the gradients that were asked for, after the last block."""
+        sums = self.bias_sums
+        of_bias = None if sums is None else sums.to(self.bias)
+        return Gradients(self.grad_hidden, self.grad_weight, of_bias)
+
+    def add_products(self, block: Block, factor: Tensor | None) -> None:
+        """Add the products of X to the gradients, by the kernels that this Triton has.
+
+        For dC X is multiplied with the factor, (R, D), which is zero after the last row. A filter
+        leaves out the tiles that it may.
+        """
+        index, first, here = block.number, block.first, block.stop - block.first
+        needs = self.grad_hidden is not None, self.grad_weight is not None
+        if self.filter is not None and any(needs):
+            filtered = self.filter.add_products(self, index, first, here)
+            whole = needs[0] and not filtered[0], needs[1] and not filtered[1]
+            self._multiply(block, 0, factor, filtered, self.filter.dense_kept[index])
+        else:
+            whole = needs
+        if any(whole):
+            self._multiply(block, 1, factor, whole, self.selection.kept)
+        if self.bias_sums is not None:
+            run_kernel(
+                kernels._linear_cross_entropy_hopper_bias_kernel,
+                (-(-self.vocab // 128),),
+                *(self.x, self.row_scale, self.bias_sums, self.selection.kept),
+                *(first, here, self.width, self.vocab),
+                BLOCK=128,
+                ROWS=64,
+                **self.flags,
+            )
+
+    def _multiply(
+        self,
+        block: Block,
+        launch: int,  # which one of the block's
+        factor: Tensor | None,
+        needs: tuple[bool, bool],  # which gradients are asked for, of hidden states and weight
+        kept: Tensor | None,  # how many rows count
+    ) -> None:
+        needs_hidden, needs_weight = needs
+        shapes, selection = self.shapes, self.selection
+        rows, columns, step = shapes.rows, shapes.columns, shapes.step
+        kernel: Any = kernels._linear_cross_entropy_hopper_products_kernel
+        describe: Any = None
+        parts, splits, constants = [], [], shapes.constants(columns)
+        if self.has_gluon:
+            from .._triton import specialized_products_kernels as specialized
+            from .._triton.gluon import tiles_of as describe
+
+            kernel = specialized._linear_cross_entropy_hopper_specialized_products_kernel
+            parts, splits = [self.parts], [self.splits]
+            del constants["num_stages"]  # it has stages of its own
+        # What is not asked for is not read; something has to stand there.
+        scaled = self.weight if factor is None else factor
+        written = self.x if self.grad_weight is None else self.grad_weight
+        wide = step, columns
+        run_kernel(
+            kernel,
+            (shapes.programs,),
+            self.tiles_of(self.x, step, rows, describe),
+            self.tiles_of(self.x, rows, step, describe),
+            self.tiles_of(scaled, *wide, describe),
+            self.tiles_of(self.weight, *wide, describe),
+            self.tiles_of(written, rows, columns // 4, describe),
+            *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
+            *(self.counters[launch, block.number], block.first, block.stop - block.first),
+            *(self.width, self.vocab, self.depth, *splits),
+            ADD=block.number > 0,
+            MAY_REST=block.number > 0 or kept is not self.selection.kept,
+            HAS_PARTS=self.parts is not None,
+            NEEDS_WEIGHT=needs_weight,
+            NEEDS_HIDDEN=needs_hidden,
+            STAGES=shapes.stages,
+            WARPS=shapes.warps,
+            **constants,
+            **self.flags,
+        )
+
+
+class BackwardByRows(ByRows):
+    """The walk whose X is G itself, with a factor of 1 per row."""
+
+    tallest = AGAIN_BYTES
+
+    def __init__(
+        self,
+        grads: RowGradients,
+        given: Operands,
+        saved: Saved,
+        settings: Settings,
+        output_mask: Sequence[bool],
+    ) -> None:
+        super().__init__(given, settings, output_mask)
+        self.gradient = _Gradient(grads, given, saved, settings, self.selection)
+        self.row_scale.fill_(1.0)
+        self.gathered: Tensor | None = None
+        if self.is_compact:
+            self.gathered = self.hidden.new_empty((self.step, self.depth))
+
+    def gradients(self, block: Block) -> None:
+        first, here = block.first, block.stop - block.first
+        hidden = self.hidden[first : block.stop]
+        if self.gathered is not None:
+            hidden = self.gathered[:here]
+            _gather(self.hidden, hidden, self.selection, first, self.shapes)
+        self.gradient.write(hidden, self.x, self.columns, (first, here, 0, self.width))
+        if self.filter is not None:
+            self.filter.choose(self, hidden, block.number, first, here)
+        # Rows after the last are zero in G, and after the end of what is multiplied with it.
+        self.add_products(block, hidden)
+
+    def weigh(
+        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
+    ) -> None:
+        run_filter(
+            "weigh_rows",
+            (here,),
+            *(self.x, self.gradient.values, self.selection.kept, inverse, light, rows_here),
+            *(first, here, self.extent, self.width, self.settings.scale),
+            HAS_KEPT=True,
+            BLOCK=4096,
+        )
+
+    def results(self) -> Gradients:
+        return self.made()
+
+
+class Total(ByRows, Statistics):
+    """The walk that computes logits once, and their gradients from them."""
+
+    def __init__(self, given: ScalarLoss) -> None:
+        self.given, self.ranks = given, given.ranks
+        height = 0 if self.ranks is None else self.ranks.height
+        operands = Operands(*given[:4])
+        super().__init__(operands, given.settings, given.output_mask, height=height)
+        self.factor = given.row_gradients(torch.float32)
+        # Ignored rows, which no kernel writes, have a loss of zero.
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        self.nll = new(self.hidden[:, 0], dtype=torch.float32)
+        self.stats = self.floats(2, self.tiles, self.step)
+        self.base, self.target_logit = self.floats(self.step), self.floats(self.step)
+        self.scaled: Tensor | None = None
+        if self.grad_weight is not None or self.is_compact:
+            self.scaled = self.hidden.new_empty((self.step, self.depth))
+        self.own = None if self.ranks is None else self.floats(2 * self.step)
+
+    def statistics(self, block: Block) -> None:
+        index, first, here = block.number, block.first, block.stop - block.first
+        selection, again = self.selection, self.counters[3, index]
+        self.rows_here = self.hidden[first : first + here]
+        if self.is_compact:
+            assert self.scaled is not None
+            self.rows_here = self.scaled[:here]
+            _gather(self.hidden, self.rows_here, selection, first, self.shapes)
+        run_kernel(
+            kernels._linear_cross_entropy_hopper_base_kernel,
+            (here,),
+            *(self.rows_here, self.rows_here.stride(0), self.weight, self.bias),
+            *(selection.target, selection.kept),
+            *(self.base, first, here, self.vocab, self.depth, *self.cap),
+            BLOCK=row_block(self.depth, self.shapes),
+            HAS_RANKS=self.ranks is not None,
+            **self.flags,
+        )
+        self._logits(first, here, None)
+        self._losses(first, here, again, is_final=False)
+        self._logits(first, here, again)
+        self._losses(first, here, again, is_final=True)
+
+    def _logits(self, first: int, here: int, again: Tensor | None) -> None:
+        shapes, selection = self.shapes, self.selection
+        gathered = self.scaled if self.is_compact else self.hidden
+        assert gathered is not None
+        run_kernel(
+            kernels._linear_cross_entropy_hopper_logits_kernel,
+            (shapes.programs,),
+            self.tiles_of(gathered, shapes.rows, shapes.step),
+            self.tiles_of(self.weight, self.columns, shapes.step),
+            self.tiles_of(self.x, shapes.rows, self.columns // 4),
+            *(self.bias, selection.target, selection.kept, again),
+            *(self.base, self.stats, self.target_logit),
+            *(first, 0 if self.is_compact else first, here, self.vocab, self.depth, *self.cap),
+            HAS_AGAIN=again is not None,
+            FLATTEN=shapes.flatten,
+            **shapes.constants(self.columns),
+            **self.flags,
+        )
+
+    def _losses(self, first: int, here: int, again: Tensor, *, is_final: bool) -> None:
+        selection = self.selection
+        run_kernel(
+            kernels._linear_cross_entropy_hopper_loss_kernel,
+            (-(-here // ROWS),),
+            *(self.stats, self.target_logit, selection.target, selection.order, selection.kept),
+            *(self.factor, self.base, again, self.row_scale, self.x, self.nll, self.own),
+            *(first, here, self.tiles, self.width, self.vocab, *self.cap),
+            FINAL=is_final,
+            HAS_RANKS=self.ranks is not None,
+            ROWS=ROWS,
+            TILES=TILES,
+            num_warps=4,
+            **self.flags,
+        )
+
+    def meet(self, block: Block, ranks: Ranks) -> None:
+        """Tell the other ranks the statistics of these rows, and finish the rows with theirs."""
+        assert self.own is not None
+        first, here, selection = block.first, block.stop - block.first, self.selection
+        every = ranks.gather(self.own[: 2 * here].view(2, here))
+        run_kernel(
+            kernels._linear_cross_entropy_hopper_ranks_kernel,
+            (-(-here // ROWS),),
+            *(every, self.target_logit, selection.target, ranks.owner, selection.order),
+            *(selection.kept, self.factor, self.row_scale, self.x, self.nll),
+            *(first, here, self.width, ranks.rank, ranks.ranks, *self.cap),
+            ROWS=ROWS,
+            num_warps=4,
+            **self.flags,
+        )
+
+    def gradients(self, block: Block) -> None:
+        index, first, here = block.number, block.first, block.stop - block.first
+        hidden, rows = self.rows_here, self.shapes.rows
+        if self.filter is not None:
+            self.filter.choose(self, hidden, index, first, here)
+        if self.grad_weight is not None:
+            assert self.scaled is not None
+            run_kernel(
+                kernels._linear_cross_entropy_hopper_scale_rows_kernel,
+                (min(-(-here // rows) * rows, self.step),),
+                *(hidden, hidden.stride(0), self.row_scale, self.selection.kept, self.scaled),
+                *(first, here, self.depth),
+                PAD=rows,
+                BLOCK=row_block(self.depth, self.shapes),
+                **self.flags,
+            )
+        self.add_products(block, self.scaled)
+
+    def weigh(
+        self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
+    ) -> None:
+        run_filter(
+            "weigh",
+            (-(-here // ROWS),),
+            *(self.stats, self.base, self.selection.kept, inverse, light, rows_here),
+            *(first, here, self.tiles, self.settings.scale),
+            HAS_KEPT=True,
+            ROWS=ROWS,
+            TILES=TILES,
+        )
+
+    def results(self) -> LossAndGradients:
+        return LossAndGradients(self.given.total_of(self.nll), *self.made())
+
+
+def backward(
+    grads: RowGradients,
+    given: Operands,
+    saved: Saved,
+    settings: Settings,
+    output_mask: Sequence[bool],
+) -> BackwardByRows | BackwardByClasses:
+    """Return the walk that makes the gradients that `output_mask` asks for.
+
+    Blocks of rows are faster and take more memory, so they serve the automatic workspace.
+    """
+    is_filtered = leaves_out(settings.gradient_filter, given.hidden.shape[1], len(given.weight), 0)
+    is_by_rows = is_filtered or triton_compat.has_gluon()
+    if is_by_rows and not settings.workspace and given.hidden.dtype == torch.bfloat16:
+        return BackwardByRows(grads, given, saved, settings, output_mask)
+    return BackwardByClasses(grads, given, saved, settings, output_mask)
+
+
+forward, total = Forward, Total
+
+
+def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
+    """Write gradient * by, in fp32 and rounded once, to `out`, which may be `gradient`.
+
+    The number is read on the GPU; all are contiguous. In place, a factor of 1 costs a launch.
+    """
+    count, is_in_place = gradient.numel(), out is gradient
+    if not count:
+        return
+    programs = min(-(-count // SCALED), SCALING_PROGRAMS * processors(gradient.device))
+    with on_device(gradient):
+        run_kernel(
+            kernels._linear_cross_entropy_hopper_scale_kernel,
+            (programs,),
+            *(gradient, by, out, count),
+            IN_PLACE=is_in_place,
+            BLOCK=SCALED,
+            num_warps=4,
+        )
+    torch.autograd.graph.increment_version(out)
+
+
+def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
+    """Return whether a tile of G needs no registers beyond those of the plain loss."""
+    return bias is None and not (settings.softcap or settings.with_logit_sum)
+
+
+def _row_values(
+    grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
+) -> Tensor:
+    """Gather what a row of G needs of the rows that count, (5, N) fp32 in compact order."""
+    rows = saved.lse.numel()
+    values = saved.lse.new_empty((5, rows))
+    block = 512
+    kernels._linear_cross_entropy_hopper_cotangents_kernel[(-(-rows // block),)](
+        *(selection.order, selection.kept, selection.target, saved.lse.contiguous()),
+        *(grads.nll.contiguous(), grads.lse.contiguous()),
+        grads.logit_sum.contiguous() if settings.with_logit_sum else None,
+        grads.entropy.contiguous() if settings.with_entropy else None,
+        *(saved.entropy.contiguous() if settings.with_entropy else None, values, rows),
+        HAS_KEPT=selection.kept is not None,
+        WITH_LOGIT_SUM=settings.with_logit_sum,
+        WITH_ENTROPY=settings.with_entropy,
+        BLOCK=block,
+    )
+    return values
+
+
+def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
+    """Describe a matrix to the kernels as tiles of this shape."""
+    return None if matrix is None else described(matrix, (rows, columns))
+
+
+def _aligned(hidden: Tensor) -> Tensor:
+    """Copy hidden states that cannot be read tile by tile: N x D, once."""
+    hidden = hidden.contiguous()
+    return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()

@@ -1,0 +1,315 @@
+"""A head of which every rank holds some classes: what ranks compute apart, and what together.
+
+Rank r of P has the rows of the weight that `torch.chunk` gives it. A loss per row: one op computes
+statistics of the rank's columns, k numbers per row; the statistics of all ranks are gathered, k x N
+numbers from each; another op merges them into the results of `linear_cross_entropy` for all
+classes:
+
+    stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
+    every = all_gather(stats)
+    nll, lse, logit_sum, entropy, top = linear_cross_entropy_merge(every, h, W_r, None, y, ...)
+
+Gradients come from `linear_cross_entropy_backward` with the log-sum-exp and entropy of all classes,
+so that its softmax is that of the whole head.
+
+A loss that is one number makes gradients as soon as a row's softmax is known, which no rank knows
+alone. So all ranks walk over the same blocks of rows and meet once per block: each computes its
+logits, tells the others two numbers per row (`call.Ranks`), and makes its gradients with theirs:
+
+    counts = all_gather(number of rows)
+    total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
+    total = linear_cross_entropy_total_agreed(total, all_gather(total))
+
+A compiler does not see that the op in the middle gathers, and could move it past other collectives,
+on each rank as its own sizes suggest. It keeps the order of those that it sees: the two around it,
+one number each, hold it where it is. All ranks get the first one's total.
+
+Ranks gather as many rows each, so they first gather how many they have; if these differ all of them
+raise. What is gathered, and how often, follows from rows, the classes of all ranks, dtype,
+workspace and the kind of device: engines may differ from rank to rank. Gradients are the rank's
+own: those of W_r, and the part of dh that W_r gives, which ranks have to add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import compat
+from ...errors import UnsupportedInputError
+from ..checks import wide
+from ..device import DEFAULT_PROCESSORS, where_it_runs
+from .call import (
+    ELSEWHERE,
+    IGNORED,
+    Operands,
+    Ranks,
+    RowGradients,
+    RowResults,
+    ScalarLoss,
+    Settings,
+    check_range,
+    merged,
+)
+from .gradient_filter import filter_level
+from .shapes import hopper_rows, reference_rows, shapes_for_programs
+from .walk import row_results
+
+_NO_COLUMN = -100  # the target of an ignored row, to a loss per row of one rank's columns
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as many bits
+_ROWS_AT_A_TIME = 512
+
+
+class Shard(NamedTuple):
+    """Which classes of a head a rank holds."""
+
+    rank: int
+    ranks: int
+    classes: int  # of all ranks
+
+    @property
+    def chunk(self) -> int:
+        """How many classes the first ranks hold; the last may hold fewer."""
+        return -(-self.classes // self.ranks)
+
+    @property
+    def first(self) -> int:
+        """The first class of this rank."""
+        return self.rank * self.chunk
+
+    @property
+    def columns(self) -> int:
+        """How many classes this rank holds."""
+        return max(0, min(self.chunk, self.classes - self.first))
+
+    @property
+    def leaves_some_empty(self) -> bool:
+        """Whether ranks are left without any class."""
+        return self.chunk * (self.ranks - 1) >= self.classes
+
+    def fault(self, rows: int) -> str | None:
+        """Return why a weight of so many rows is not this shard, or None."""
+        if 0 < rows == self.columns:
+            return None
+        return (
+            f"weight has {rows} rows; rank {self.rank} of {self.ranks} with {self.classes} classes "
+            f"holds {self.columns}, as torch.chunk cuts them. Shard the head with DTensor."
+        )
+
+    def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return targets as columns of this rank, and which rows have theirs here and elsewhere.
+
+        Rows with a target elsewhere get any column: they count, but its logit is not used.
+        """
+        here = (target >= self.first) & (target < self.first + self.columns)
+        if ignore_index is None:
+            return torch.where(here, target - self.first, 0), here, ~here
+        kept = target != ignore_index
+        here = here & kept
+        column = torch.where(here, target - self.first, torch.where(kept, 0, _NO_COLUMN))
+        return column.to(target.dtype), here, kept & ~here
+
+
+class Split(NamedTuple):
+    """A head over ranks: what this one holds, the dimension of the mesh, and the group's name."""
+
+    shard: Shard
+    dim: int
+    group: str
+
+
+def split_of(weight: Any) -> Split | str:
+    """Return how a DTensor is split over ranks by its rows, or how it is laid out otherwise.
+
+    The answer is the same on every rank, but for what the rank holds.
+    """
+    from torch.distributed.tensor import Shard as Rows
+
+    places = {i: p for i, p in enumerate(weight.placements) if not p.is_replicate()}
+    if len(places) != 1 or any(type(p) is not Rows or p.dim != 0 for p in places.values()):
+        return f"is laid out as {layout(weight)}, not split by its classes over one dimension"
+    (dim,), mesh = places, weight.device_mesh
+    shard = Shard(mesh.get_local_rank(dim), mesh.size(dim), weight.shape[0])
+    if shard.leaves_some_empty:
+        return f"has {shard.classes} classes for {shard.ranks} ranks, which leave ranks without any"
+    return Split(shard, dim, mesh.get_group(dim).group_name)
+
+
+def layout(tensor: Any) -> str:
+    """Return the layout of a DTensor in words."""
+    return f"({', '.join(map(repr, tensor.placements))})"
+
+
+def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
+    """Return what this rank holds; its gradient is a part of a sum over one mesh dimension."""
+    if summed is None:
+        return tensor.to_local()  # type: ignore[no-any-return]
+    from torch.distributed.tensor import Partial
+
+    places = [Partial() if i == summed else p for i, p in enumerate(tensor.placements)]
+    return tensor.to_local(grad_placements=places)  # type: ignore[no-any-return]
+
+
+class Part(NamedTuple):
+    """One rank's part of a loss per row."""
+
+    whole: Operands  # of the rank's rows of the weight; targets are classes of the whole head
+    settings: Settings  # of the whole head
+    shard: Shard
+
+    @property
+    def asked(self) -> tuple[bool, ...]:
+        """Whether sums of logits, entropies and likeliest classes are among the statistics."""
+        return self.settings.wanted[2:]
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a rank gives of each row: two for its likeliest class and the logit."""
+        return 2 + sum(self.asked) + self.asked[-1]
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Targets as columns of this rank, and which rows have theirs here and elsewhere."""
+        return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
+
+    @property
+    def own_settings(self) -> Settings:
+        """The settings of the loss of this rank's columns.
+
+        Of what a row may lose to the filter `mass`, each rank has its share.
+        """
+        settings = self.settings
+        ignored = None if settings.ignore_index is None else _NO_COLUMN
+        settings = settings._replace(ignore_index=ignored)
+        if settings.gradient_filter == "mass":
+            level = filter_level("mass", settings.filter_level) / self.shard.ranks
+            settings = settings._replace(filter_level=level)
+        return settings
+
+    def split(self, grads: RowGradients) -> RowGradients:
+        """Return the gradients of this rank's results, of those of the merged ones.
+
+        What pulls a target elsewhere up is another rank's; what pushes all classes down is not.
+        """
+        _, here, elsewhere = self.columns
+        of_lse = grads.lse + grads.nll.where(elsewhere, 0)
+        return grads._replace(nll=grads.nll.where(here, 0), lse=of_lse)
+
+
+def check_counts(counts: Tensor, rows: int) -> None:
+    """Refuse a rank's rows if another rank has more or fewer; all ranks do so alike."""
+    same = (counts == rows).all()
+    said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
+    needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."
+    if counts.device.type == "cuda":
+        compat.assert_on_device(same, f"{said}. {needed}")
+    elif not bool(same):
+        listed = ", ".join(map(str, counts.tolist()))
+        raise UnsupportedInputError(f"{said} ({listed}). {needed}")
+
+
+def statistics(part: Part, counts: Tensor | None) -> Tensor:
+    """Return the numbers that ranks merge, (k, ...), of this rank's columns."""
+    if counts is not None:
+        check_counts(counts, part.whole.target.numel())
+    ignore_index = part.settings.ignore_index
+    check_range(part.whole.target.reshape(-1), part.shard.classes, ignore_index)
+    column, here, _ = part.columns
+    own = part.whole._replace(target=column)
+    nll, lse, *others, top = row_results(own, part.own_settings.served())
+    wanted = [each for each, asked in zip(others, part.asked[:2], strict=True) if asked]
+    if part.asked[-1]:
+        bits = (top + part.shard.first).to(_INTEGERS[lse.dtype]).view(lse.dtype)
+        wanted += [_logits_of(part, top), bits]
+    stacked: Tensor = torch.stack([lse, nll.where(here, 0), *wanted])
+    return stacked
+
+
+def _logits_of(part: Part, column: Tensor) -> Tensor:
+    """Return the logit of one column for each row.
+
+    It is summed in one order whatever rank has it: equal classes of two ranks tie.
+    """
+    hidden, weight, bias, *_ = part.whole
+    dtype, rows = wide(hidden.dtype), column.numel()
+    blocks = zip(
+        hidden.reshape(rows, hidden.shape[-1]).split(_ROWS_AT_A_TIME),
+        column.reshape(rows).split(_ROWS_AT_A_TIME),
+        strict=True,
+    )
+    products = [(some.to(dtype) * weight[at].to(dtype)).sum(-1) for some, at in blocks]
+    found: Tensor = torch.cat(products).view(column.shape)
+    if bias is not None:
+        found = found + bias[column].to(dtype)
+    found, cap = found * part.settings.scale, part.settings.softcap
+    return (found / cap).tanh() * cap if cap > 0 else found
+
+
+def merge(part: Part, every: Tensor) -> RowResults:
+    """Return the results of the whole head from the statistics of all ranks, in their order."""
+    target, settings = part.whole.target, part.settings
+    numbers = iter(every.view(part.shard.ranks, part.numbers, *target.shape).unbind(1))
+    every_lse, every_nll = next(numbers), next(numbers)
+    kept = torch.ones_like(target, dtype=torch.bool)
+    if settings.ignore_index is not None:
+        kept = target != settings.ignore_index
+    owner = torch.where(kept, target, 0).long() // part.shard.chunk
+    lse, nll = merged(every_lse, every_nll, owner)
+    share = every_lse - lse  # the logarithm of the share of a rank's classes in the softmax
+    nothing = lse.new_empty(0)
+    logit_sum, entropy, top = nothing, nothing.clone(), nothing.long()
+    if settings.with_logit_sum:
+        logit_sum = next(numbers).sum(0)
+    if settings.with_entropy:
+        entropy = (share.exp() * (next(numbers) - share)).where(share > -torch.inf, 0).sum(0)
+    if settings.with_top:  # of equals the first rank's, which has the lower class
+        best = next(numbers).argmax(0, keepdim=True)
+        top = next(numbers).view(_INTEGERS[lse.dtype]).gather(0, best)[0].long()
+    if not settings.keeps_ignored_rows:
+        lse = lse.where(kept, 0)
+    return RowResults(nll.where(kept, 0), lse, logit_sum, entropy, top)
+
+
+def rows_of_a_block(
+    rows: int,  # at least one
+    shard: Shard,
+    *,
+    dtype: torch.dtype,  # of the hidden states
+    device: torch.device,  # of them, of which only the kind counts
+    workspace: int = 0,  # as for the op
+    has_softcap: bool = False,  # likewise
+) -> int:
+    """Return how many rows ranks meet about at a time: the blocks of every engine."""
+    kind = where_it_runs(device).type
+    if kind == "cuda":
+        # whole tiles of `hopper`, which has one size of them
+        tile = shapes_for_programs(DEFAULT_PROCESSORS)
+        return hopper_rows(rows, shard.chunk, workspace, tile.rows, tile.columns)
+    per_logit = max(dtype.itemsize, 4) * (1 + has_softcap)
+    return int(reference_rows(rows, shard.chunk, per_logit, workspace, kind))
+
+
+def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
+    """Return a flat request as the engine of one rank takes it; `gather` is as of `Ranks`."""
+    target, rows = whole.target, whole.target.numel()
+    owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
+    within = (target % shard.chunk).clamp(max=shard.columns - 1)
+    local = torch.where(owner == shard.rank, target - shard.first, ELSEWHERE - within)
+    if whole.ignore_index is not None:
+        local = local.masked_fill(target == whole.ignore_index, IGNORED)
+    height = rows_of_a_block(
+        max(rows, 1),
+        shard,
+        dtype=whole.hidden.dtype,
+        device=whole.hidden.device,
+        workspace=whole.workspace,
+        has_softcap=whole.softcap > 0,
+    )
+    return whole._replace(
+        target=local,
+        ignore_index=None if whole.ignore_index is None else IGNORED,
+        ranks=Ranks(shard.rank, shard.ranks, height, owner.to(torch.int32), gather),
+    )

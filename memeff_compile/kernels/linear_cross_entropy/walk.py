@@ -1,0 +1,406 @@
+"""The walk of a call: which engine computes it, in which order, and where ranks meet.
+
+An engine is a module with three callables. `forward`, `backward` and `total` take a request and
+return a `Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row is
+two walks: one makes statistics, and the other computes logits again to make gradients. A loss that
+is one number needs one walk over the rows, statistics and then gradients of a block, if an engine
+has it; ranks with other classes meet between the two.
+
+    engine      forward            backward                total
+    reference   classes            classes                 rows
+    library     classes            classes                 rows, of a frozen head with a LoRA part
+    hopper      rows               rows, or classes        rows
+
+Engines are loaded when they first run: of the kernels no module is imported before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import compat
+from ..device import gpu, kernels_serve, on_device, tuned, where_it_runs, without_autocast
+from .call import (
+    Gradients,
+    LossAndGradients,
+    Operands,
+    Ranks,
+    RowGradients,
+    RowResults,
+    Saved,
+    ScalarLoss,
+    Settings,
+    check_range,
+    counted_first,
+    own_columns,
+    zero_gradients,
+)
+from .shapes import is_minimal, spans
+
+ENGINE = "linear_cross_entropy.products"
+"""The decision that `tune` makes: which engine serves where "hopper" and "library" both could."""
+GRADIENTS = "linear_cross_entropy.gradients"
+"""The decision in which pass the gradients of a loss that is one number are made."""
+
+
+class Block(NamedTuple):
+    """Some rows, or some classes: those from `first` to before `stop`."""
+
+    number: int
+    first: int
+    stop: int
+
+
+class Walk(ABC):
+    """The blocks of a call, and an engine's work on each of them."""
+
+    extent: int  # rows or classes of the call
+    step: int  # of a block
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks in order."""
+        for number, (first, stop) in enumerate(spans(0, self.extent, self.step)):
+            yield Block(number, first, stop)
+
+    @abstractmethod
+    def results(self) -> Any:
+        """Return what the call asked for, after the last block."""
+
+
+class Statistics(Walk):
+    """A walk that computes logits, and from them what the losses of rows need."""
+
+    @abstractmethod
+    def statistics(self, block: Block) -> None:
+        """Compute the logits of a block and merge them into the statistics of its rows."""
+
+
+class Differentiating(Walk):
+    """A walk that makes gradients: of logits that it has, or that it computes again."""
+
+    @abstractmethod
+    def gradients(self, block: Block) -> None:
+        """Make the gradients of a block's logits, and add their products to the results."""
+
+
+class Call(NamedTuple):
+    """The properties of a call that its engine depends on."""
+
+    device: torch.device  # of the hidden states
+    dtype: torch.dtype  # likewise
+    depth: int  # likewise
+    with_top: bool  # whether the likeliest class of a row is asked for
+    is_adapted: bool  # whether the head has a LoRA part
+    is_contiguous: bool  # whether rows of the weight follow each other in memory
+
+
+class Engine(NamedTuple):
+    """A module that computes calls, and the calls that it can."""
+
+    name: str  # of its module
+    how: str
+    needs: str
+    serves: Callable[[Call], bool]
+    # whether it makes the gradients of one number in the walk that makes its loss: by the dtype,
+    # and whether the head has a LoRA part and a weight that is trained
+    has_one_walk: Callable[[torch.dtype, bool, bool], bool]
+    filters: tuple[torch.dtype, ...] = ()  # dtypes in which it has a gradient filter
+
+    def __str__(self) -> str:
+        return f"{self.how} ({self.needs})"
+
+    @property
+    def module(self) -> Any:
+        """The module, loaded."""
+        return importlib.import_module(f".{self.name}", __package__)
+
+
+def _hopper_serves(call: Call) -> bool:
+    return (
+        kernels_serve(call.device, call.dtype)
+        and call.dtype in (torch.bfloat16, torch.float16)
+        and call.depth % 8 == 0
+        and not call.with_top
+        and not call.is_adapted
+        and call.is_contiguous
+        and gpu(call.device).is_hopper
+        and tuned(where_it_runs(call.device), ENGINE, "hopper") == "hopper"
+    )
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            "hopper",
+            "products in Triton that keep only statistics and gradients of the logits",
+            "CUDA, compute capability 9.0; bf16, fp16",
+            _hopper_serves,
+            # fp16 has not the range for gradients that are scaled afterwards.
+            lambda dtype, is_adapted, trains_weight: dtype == torch.bfloat16,
+            filters=(torch.bfloat16,),
+        ),
+        Engine(
+            "library",
+            "library products in fp32 and one Triton pass per piece of the vocabulary",
+            "CUDA, compute capability 8.0 or later; bf16, fp16, fp32",
+            lambda call: kernels_serve(call.device, call.dtype),
+            # A trained head's gradient would be rounded, or kept in fp32, once per block.
+            lambda dtype, is_adapted, trains_weight: is_adapted and not trains_weight,
+        ),
+        Engine(
+            "reference",
+            "plain PyTorch, piece by piece over the vocabulary",
+            "any device, also fp64",
+            lambda call: True,
+            lambda dtype, is_adapted, trains_weight: not is_adapted,
+        ),
+    )
+}
+"""The engines by their names, the first that serves a call computes it."""
+
+
+def engine_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    depth: int = 8,
+    *,
+    with_top: bool = False,
+    is_adapted: bool = False,
+    is_contiguous: bool = True,
+) -> str:
+    """Return the name of the engine that serves a call: a key of `ENGINES`.
+
+    Device, dtype and depth are those of the hidden states; the others as of `Call`. If "hopper" and
+    "library" both could, the measurement of `tune` on that GPU decides.
+    """
+    call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
+    return next(name for name, engine in ENGINES.items() if engine.serves(call))
+
+
+def engine_of(given: Operands, *, with_top: bool = False) -> Engine:
+    """Return the engine that computes flat operands."""
+    hidden = given.hidden
+    name = engine_for(
+        *(hidden.device, hidden.dtype, hidden.shape[-1]),
+        with_top=with_top,
+        is_adapted=given.low is not None,
+        is_contiguous=_is_read_in_tiles(given.weight),
+    )
+    return ENGINES[name]
+
+
+def _is_read_in_tiles(weight: Tensor) -> bool:
+    """Return whether the GPU can load tiles of a weight from its memory by itself."""
+    return (
+        weight.stride() == (weight.shape[1], 1)
+        and weight.data_ptr() % 16 == 0
+        and weight.shape[0] < 2**30
+    )
+
+
+@compat.constant_in_traces
+def makes_gradients_in_forward(
+    device: torch.device,  # of the hidden states
+    dtype: torch.dtype,  # likewise
+    depth: int,  # likewise
+    *,
+    gradient_filter: str = "exact",  # as for `linear_cross_entropy`
+    filter_parts: str = "both",  # likewise
+    workspace: int = 0,  # likewise
+) -> bool:
+    """Return whether a loss that is one number is best computed in one walk.
+
+    A filter of one gradient alone and the minimal workspace belong to walks that recompute the
+    logits. fp16 has not the range for gradients that are scaled afterwards.
+    """
+    if filter_parts != "both" or is_minimal(workspace) or dtype == torch.float16:
+        return False
+    name = engine_for(device, dtype, depth)
+    if name == "reference" and gradient_filter != "exact":
+        return False
+    usual = "backward" if name == "reference" else "forward"
+    if tuned(where_it_runs(device), GRADIENTS, usual) != "forward":
+        return False
+    return ENGINES[name].has_one_walk(dtype, False, True)
+
+
+@compat.constant_in_traces
+def makes_gradients_in_forward_adapted(
+    device: torch.device,  # of the hidden states
+    dtype: torch.dtype,  # likewise
+    *,
+    trains_weight: bool,  # whether the head's own weight has a gradient
+    workspace: int = 0,  # as for the op
+) -> bool:
+    """Return whether such a loss of a head with a LoRA part is best computed in one walk.
+
+    A head's gradient would be rounded once per block, or kept in fp32. fp16 has not the range for
+    gradients that are scaled afterwards.
+    """
+    if trains_weight or is_minimal(workspace) or dtype == torch.float16:
+        return False
+    usual = "forward" if kernels_serve(device, dtype) else "backward"
+    return tuned(where_it_runs(device), GRADIENTS, usual) == "forward"
+
+
+@compat.constant_in_traces
+def makes_gradients_in_forward_over_ranks(
+    device: torch.device,  # as for `makes_gradients_in_forward`
+    dtype: torch.dtype,  # likewise
+    depth: int,  # likewise
+    *,
+    gradient_filter: str = "exact",  # likewise
+    filter_parts: str = "both",  # likewise
+    workspace: int = 0,  # likewise
+) -> bool:
+    """Return the same of a head that ranks hold in parts, alike on all of them whatever their GPUs.
+
+    A filter chooses tiles with the softmax of the whole head, which its walk does not have.
+    """
+    if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
+        return False
+    if where_it_runs(device).type == "cuda":
+        return dtype == torch.bfloat16 and depth % 8 == 0
+    return dtype != torch.float16
+
+
+def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
+    """Have an engine's module compute the results of every row."""
+    with on_device(given.hidden):
+        walk = engine.forward(given, settings)
+        for block in walk.blocks():
+            walk.statistics(block)
+        found: RowResults = walk.results()
+    return found
+
+
+def backward(
+    engine: Any,
+    grads: RowGradients,
+    given: Operands,
+    saved: Saved,
+    settings: Settings,
+    output_mask: Sequence[bool],
+) -> Gradients:
+    """Have an engine's module compute the gradients that `output_mask` asks for."""
+    with on_device(given.hidden):
+        walk = engine.backward(grads, given, saved, settings, output_mask)
+        for block in walk.blocks():
+            walk.gradients(block)
+        found: Gradients = walk.results()
+    return found
+
+
+def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
+    """Have an engine's module compute one number and its gradients in one walk.
+
+    A walk over ranks also has a step `meet`, which exchanges statistics of a block's rows.
+    """
+    with on_device(given.hidden):
+        walk = engine.total(given)
+        for block in walk.blocks():
+            walk.statistics(block)
+            if given.ranks is not None:
+                walk.meet(block, given.ranks)
+            walk.gradients(block)
+        found: LossAndGradients = walk.results()
+    return found
+
+
+def row_results(given: Operands, settings: Settings) -> RowResults:
+    """Compute the results of every row, of operands with any leading dimensions."""
+    target = given.target
+    if target.numel() == 0:
+        return RowResults.new(given.hidden, target.shape, settings)
+    with without_autocast(given.hidden.device.type):
+        flat = given.flat()
+        check_range(flat.target, given.weight.shape[0], settings.ignore_index)
+        engine = engine_of(flat, with_top=settings.with_top)
+        found = forward(engine.module, flat, settings)
+    parts = zip(found, settings.wanted, strict=True)
+    return RowResults(*(part.view(target.shape) if wanted else part for part, wanted in parts))
+
+
+def row_gradients(
+    grads: RowGradients,
+    given: Operands,
+    saved: Saved,
+    settings: Settings,
+    output_mask: Sequence[bool],
+) -> Gradients:
+    """Compute the gradients that `output_mask` asks for, of such operands; their rows are flat."""
+    rows = given.target.numel()
+    if rows == 0:
+        return zero_gradients(given, output_mask)
+    with without_autocast(given.hidden.device.type):
+        asked = zip(grads, settings.wanted, strict=False)
+        grads = RowGradients(*(grad.reshape(rows if wanted else 0) for grad, wanted in asked))
+        entropy = saved.entropy.reshape(rows if settings.with_entropy else 0)
+        saved, flat = Saved(saved.lse.reshape(rows), entropy), given.flat()
+        engine = engine_of(flat, with_top=settings.with_top)
+        return backward(engine.module, grads, flat, saved, settings, output_mask)
+
+
+def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
+    """Compute a flat request; if it is over ranks, its targets have been checked."""
+    operands = given.operands
+    if given.hidden.shape[0] == 0:
+        # A total of 0, or nan where a mean of no rows is asked for.
+        nothing = given.total_of(given.hidden.new_zeros(0, dtype=given.wide))
+        return LossAndGradients(nothing, *zero_gradients(operands, given.output_mask))
+    if given.ranks is None:
+        check_range(given.target, given.weight.shape[0], given.ignore_index)
+    engine, is_adapted = engine_of(operands), given.low is not None
+    if engine.has_one_walk(given.hidden.dtype, is_adapted, given.output_mask[1]):
+        return total(engine.module, given)
+    return in_two_walks(engine.module, given)
+
+
+def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
+    """Compute the same by an engine's forward and then its backward.
+
+    Ranks with other classes meet in between, as often as in one walk.
+    """
+    operands, settings, ranks = given.operands, given.settings, given.ranks
+    if ranks is not None:
+        target, here, elsewhere = own_columns(given.target)
+        operands = operands._replace(target=target)
+    found = forward(engine, operands, settings)
+    nll, lse = found.nll, found.lse
+    of_nll = given.row_gradients(nll.dtype)
+    grads = RowGradients(of_nll, torch.zeros_like(lse), found.logit_sum, found.entropy)
+    if ranks is not None:
+        # What pulls a target elsewhere up is another rank's; what pushes all classes down is not.
+        grads = grads._replace(nll=of_nll.where(here, 0), lse=of_nll.where(elsewhere, 0))
+        met = _met(ranks, lse, nll.where(here, 0), counted_first(given.target))
+        lse, nll = (each.where(here | elsewhere, 0) for each in met)
+    saved = Saved(lse, found.entropy)
+    gradients = backward(engine, grads, operands, saved, settings, given.output_mask)
+    return LossAndGradients(given.total_of(nll), *gradients)
+
+
+def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exps and losses of the whole head, met block by block in an order of rows."""
+    whole = torch.empty_like(lse), torch.empty_like(nll)
+    for at in order.split(ranks.height):
+        whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))
+    return whole
+
+
+def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
+    """Return the rows to compute on a CPU, or None if all of them are.
+
+    Some statistics are wanted of ignored rows too. On a GPU counting rows would wait for it.
+    """
+    wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
+    if wants_all or settings.ignore_index is None or target.device.type != "cpu":
+        return None
+    is_kept = target != settings.ignore_index
+    return None if bool(is_kept.all()) else is_kept.nonzero().squeeze(1)
