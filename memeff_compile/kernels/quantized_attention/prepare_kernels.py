@@ -156,7 +156,7 @@ def _look_kernel(
     chunk,  # keys per chunk, a multiple of KEYS
     chunks,
     looks,  # programs that look at keys and values: B * G * chunks; then come those of queries
-    shown,  # programs before those of signs
+    shown,  # programs before those of signs, which come with TURN
     C: tl.constexpr,
     # ROWS: queries per program; with SMOOTH_Q those that share a mean
     # SIGN_ROWS: rows of signs per program
@@ -185,7 +185,7 @@ def _look_kernel(
             _average_queries(q_rows, sample_ptr, scale, block, queries, C)
         else:
             _sample_queries(q_rows, sample_ptr, scale, block * stride_sampled, queries, C)
-    else:
+    elif C.TURN:
         _write_signs(signs_ptr, (program - shown) * C.SIGN_ROWS, C)
 
 
@@ -252,12 +252,15 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _write_turned(x, found_ptr, signs_ptr, C: tl.constexpr):
-    """Write the Hadamard transform of a vector."""
+    """Write a vector as codes are made of it: with TURN its Hadamard transform."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
-    for first in tl.static_range(0, C.DEPTH_BLOCK, C.SIGN_ROWS):
-        row = first + tl.arange(0, C.SIGN_ROWS)
-        signs = tl.load(signs_ptr + row[:, None] * C.DEPTH_BLOCK + depth[None, :]).to(tl.float32)
-        tl.store(found_ptr + row, tl.sum(signs * x[None, :], axis=1))
+    if C.TURN:
+        for first in tl.static_range(0, C.DEPTH_BLOCK, C.SIGN_ROWS):
+            row = first + tl.arange(0, C.SIGN_ROWS)
+            signs = tl.load(signs_ptr + row[:, None] * C.DEPTH_BLOCK + depth[None, :])
+            tl.store(found_ptr + row, tl.sum(signs.to(tl.float32) * x[None, :], axis=1))
+    else:
+        tl.store(found_ptr + depth, x)
 
 
 @triton.jit
@@ -291,9 +294,11 @@ def _settle_channels(
         energy = tl.sum(by_channel, axis=0)
         found = tl.where(shared > energy * (queries * LEAST_SHARE), found, 0.0)
         tl.store(found_ptr + C.DEPTH_BLOCK + depth, found)
-        _write_turned(found / evened, found_ptr + 4 * C.DEPTH_BLOCK, signs_ptr, C)
-        tl.debug_barrier()
-        found = tl.load(found_ptr + 4 * C.DEPTH_BLOCK + depth)
+        found /= evened
+        _write_turned(found, found_ptr + 4 * C.DEPTH_BLOCK, signs_ptr, C)
+        if C.TURN:
+            tl.debug_barrier()
+            found = tl.load(found_ptr + 4 * C.DEPTH_BLOCK + depth)
         size = tl.abs(found)
         largest = tl.max(size, axis=0)
         first_place = tl.argmax(size, axis=0)
@@ -375,17 +380,21 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
     else:  # the last key stands for those after it, which nobody reads
         place = tl.minimum(place, keys - 1)
         is_loaded = place >= 0
-    turned = tl.zeros((C.BLOCK, C.DEPTH_BLOCK), dtype=tl.float32)
-    for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
-        channel = start + tl.arange(0, C.TURNED)
-        x = _load_tile(k, place, is_loaded, channel, C)
-        x *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + channel)[None, :]
-        turned = _add_turned(turned, x, signs_ptr, start, C)
-    k = turned
-    if C.SMOOTH_K:
-        k -= tl.load(mean_ptr + 5 * C.DEPTH_BLOCK + depth)[None, :]
-        if C.HAS_KEY_MASK:
-            k = tl.where(is_place[:, None], k, 0.0)
+    if C.TURN:
+        turned = tl.zeros((C.BLOCK, C.DEPTH_BLOCK), dtype=tl.float32)
+        for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
+            channel = start + tl.arange(0, C.TURNED)
+            x = _load_tile(k, place, is_loaded, channel, C)
+            x *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + channel)[None, :]
+            turned = _add_turned(turned, x, signs_ptr, start, C)
+        k = turned - tl.load(mean_ptr + 5 * C.DEPTH_BLOCK + depth)[None, :]
+    else:
+        k = _load_tile(k, place, is_loaded, depth, C)
+        if C.SMOOTH_K:
+            k -= tl.load(mean_ptr + depth)[None, :]
+        k *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + depth)[None, :]
+    if C.HAS_KEY_MASK:
+        k = tl.where(is_place[:, None], k, 0.0)
     sizes = tl.max(_size_bits(k), axis=1)
     size = tl.max(sizes, axis=0).to(tl.float32, bitcast=True)
     k_scale = _scale_of(size, LEAST, C.LIMIT * C.KEY_STEPS)

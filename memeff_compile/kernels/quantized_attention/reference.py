@@ -99,12 +99,14 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     if settings.aligns:
         direction, of_mean = direction_of(q, k.shape[1])
         weight = weight * weights_of(of_mean, k)
-    if settings.turns:
+    if settings.evens:
         evened = evened_by(q, k, whole, sampled="q" not in settings.smooth)
         over = evened.repeat_interleave(repeat, 1)[:, :, None]
-        q, k, mean = turned(q / over), turned(k * evened[:, :, None]), mean / over
+        q, k, mean = q / over, k * evened[:, :, None], mean / over
+        direction = direction / evened
+    if settings.turns:
+        q, k, direction = turned(q), turned(k), turned(direction)
         q = q / q.shape[3]
-        direction = turned(direction / evened)
     of_queries, of_keys = groups_of(settings.granularity, q, k)
     q_scale = _largest(q, of_queries) / settings.limit
     if settings.starts:  # all scores of the mean fit into the start of a sum

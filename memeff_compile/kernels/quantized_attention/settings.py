@@ -62,12 +62,17 @@ class Settings:
         return self.granularity == "row" and "q" not in self.smooth
 
     @property
-    def turns(self) -> bool:
-        """Whether channels are evened and heads turned before they are coded, unlike in the paper.
-
-        Both are done to queries and undone to keys: scores stay.
-        """
+    def evens(self) -> bool:
+        """Whether channels get the same energy in queries and keys, unlike in the paper."""
         return self.granularity == "row"
+
+    @property
+    def turns(self) -> bool:
+        """Whether queries and keys are turned by a Hadamard transform before they are coded.
+
+        Scores stay. In 8 bits, where steps are fine anyway, it takes more time than there is.
+        """
+        return self.granularity == "row" and self.limit <= MOST_SMALL
 
     @property
     def steps(self) -> int:

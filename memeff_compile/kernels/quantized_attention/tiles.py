@@ -51,7 +51,7 @@ class Packed:
     counts: Tensor | None = None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
     # (B * G, 6, D) fp32, without `q_scale`: the fourth is by what queries are divided
     k_mean: Tensor | None = None
-    signs: Tensor | None = None  # (D, D) bf16, the same: what turns heads
+    signs: Tensor | None = None  # (D, D) bf16, what turns heads, or None
     q_mean: Tensor | None = None  # (B * H, query blocks, 2, D) fp32, with `correction`: the first
     is_scaled_per_key: bool = False  # whether each key has a scale
 
@@ -93,7 +93,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
     found = _empty(q, (batch, heads, groups, queries, keys, wide), settings)
     assert found.k_mean is not None
-    k_mean, signs = found.k_mean, found.signs
+    k_mean = found.k_mean
+    signs = k_mean if found.signs is None else found.signs
     sums = k_mean.new_empty((batch * groups, chunks, 6, wide))
     looked = query_blocks if is_smooth else samples
     q_means = sums.new_empty((batch * heads, looked, 2, wide))
@@ -108,13 +109,13 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     operands = (rows_of(q), rows_of(k), rows_of(v), *key_tiles.mask_and_stride(given, q))
     scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
-    sizes |= {"ROWS": rows, **_turning(q)}
+    sizes |= {"ROWS": rows, **_turning(q, settings)}
     width = wide // 128 or 1
     is_early, early = _early(q.device)
     with on_device(q):
         start(
             kernels._look_kernel,
-            (shown + wide // shapes.SIGN_ROWS,),
+            (shown + (wide // shapes.SIGN_ROWS if settings.turns else 0),),
             *(*operands, sums, q_means, signs, scale, heads, groups, queries, keys),
             *(looked, stride, chunk, chunks, looks, shown),
             KEYS=shapes.LOOK_KEYS,
@@ -132,6 +133,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             *(chunks, looked * (heads // groups), sampled * (heads // groups)),
             DEPTH_BLOCK=wide,
             SIGN_ROWS=shapes.SIGN_ROWS,
+            TURN=settings.turns,
             ALIGN=settings.aligns,
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
@@ -186,10 +188,11 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     return replace(found, q_mean=q_means) if is_smooth else found
 
 
-def _turning(q: Tensor) -> dict[str, int | bool]:
-    """Return how a kernel turns heads: channels at a time, and parts of a number."""
+def _turning(q: Tensor, settings: Settings) -> dict[str, int | bool]:
+    """Return whether and how a kernel turns heads: channels at a time, and parts of a number."""
     parts = 1 if q.dtype == torch.bfloat16 else 2
-    return {"TURNED": shapes.TURNED, "PARTS": parts, "UPCAST": not q.is_cuda}
+    turning = {"TURN": settings.turns, "TURNED": shapes.TURNED, "PARTS": parts}
+    return {**turning, "UPCAST": not q.is_cuda}
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
@@ -229,7 +232,7 @@ def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: S
         empty(fp32, key_rows, blocks + 1, depth) if has_rest else None,
         empty(fp32, key_rows, blocks + 1) if has_rest else None,
         empty(fp32, key_rows, 6, depth),
-        empty(torch.bfloat16, depth, depth),
+        empty(torch.bfloat16, depth, depth) if settings.turns else None,
     )
 
 
@@ -334,7 +337,7 @@ def attend_packed(
             DESCRIBED=is_described,
             CODES_QUERIES=made.q_scale is None,
             LIMIT=settings.limit,
-            **_turning(q),
+            **_turning(q, settings),
             num_warps=shape.warps,
             **_early(q.device)[1],
             **({} if shape.registers is None else {"maxnreg": shape.registers}),

@@ -164,7 +164,7 @@ def _quantized_attention_kernel(
     scale,  # of attention, in base 2, the same
     k_mean_ptr,  # (B * G, 6, D) fp32, the same: by what queries are divided is the fourth
     q_mean_ptr,  # (B * H, query blocks, 2, D) fp32, the same, with HAS_CORRECTION: the first of two
-    signs_ptr,  # (D, D) bf16, the same: what turns heads
+    signs_ptr,  # (D, D) bf16, the same, with TURN: what turns heads
     q_codes,  # (B * H * M, D) int8: room for them with CODES_QUERIES
     k_codes,  # (B * G * N, D) int8, N a multiple of KEY_BLOCK
     v_codes,  # (B * G * D, N) E4M3 in the order of `_reordered`, or fp16
@@ -193,6 +193,7 @@ def _quantized_attention_kernel(
     # DESCRIBED: codes are descriptors, not addresses
     # CODES_QUERIES: queries are coded here
     # LIMIT: the largest code of queries
+    # TURN: queries are turned before they are coded
     # STARTS: sums of products start from the correction
     # EARLY: started while the kernel before may still be running
 ):
@@ -215,20 +216,28 @@ def _quantized_attention_kernel(
         blocks = (queries + C.QUERY_BLOCK - 1) // C.QUERY_BLOCK
         block = row.to(tl.int64) * blocks + tile // (C.QUERY_BLOCK // C.ROWS)
         q_mean_ptr += block * 2 * C.DEPTH_BLOCK
-        turned = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
-        for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
-            channel = start + tl.arange(0, C.TURNED)
-            x = _load_tile(q_rows, query, is_row, channel, C)
-            over = 1.0 / tl.load(evened_ptr + channel)
+        if C.TURN:
+            turned = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
+            for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
+                channel = start + tl.arange(0, C.TURNED)
+                x = _load_tile(q_rows, query, is_row, channel, C)
+                over = 1.0 / tl.load(evened_ptr + channel)
+                if C.HAS_CORRECTION:
+                    x = x * scale - tl.load(q_mean_ptr + channel)[None, :]
+                turned = _add_turned(turned, x * over[None, :], signs_ptr, start, C)
+            q = turned * ((1.0 if C.HAS_CORRECTION else scale) * (1.0 / C.DEPTH_BLOCK))
+        else:
+            q = _load_tile(q_rows, query, is_row, wide, C)
+            evened = tl.load(evened_ptr + wide)
             if C.HAS_CORRECTION:
-                x = x * scale - tl.load(q_mean_ptr + channel)[None, :]
-            turned = _add_turned(turned, x * over[None, :], signs_ptr, start, C)
-        factor = (1.0 if C.HAS_CORRECTION else scale) * (1.0 / C.DEPTH_BLOCK)
+                q = (q * scale - tl.load(q_mean_ptr + wide)[None, :]) * (1.0 / evened)[None, :]
+            else:
+                q = q * (scale / evened)[None, :]
         least = 0.0
         if C.STARTS:
             mean = tl.load(q_mean_ptr + wide) / tl.load(evened_ptr + wide)
             least = tl.sqrt(tl.sum(mean * mean, axis=0)) * LEAST_OF_MEAN
-        made, q_scale = _codes_of_rows(turned * factor, least, C.LIMIT)
+        made, q_scale = _codes_of_rows(q, least, C.LIMIT)
         q_places = q_codes + place[:, None] * C.DEPTH_BLOCK + wide[None, :]
         tl.store(q_places, made, mask=is_row[:, None])
         tl.debug_barrier()

@@ -71,11 +71,12 @@ PLAIN = {
     "WITH_LSE": False,
     "CODES_QUERIES": True,
     "LIMIT": 127,
+    "TURN": False,
     "TURNED": TURNED,
     "PARTS": 1,
     "UPCAST": False,
 }
-FOUR = {**PLAIN, "HAS_CORRECTION": True, "STARTS": True, "LIMIT": 7}
+FOUR = {**PLAIN, "HAS_CORRECTION": True, "STARTS": True, "LIMIT": 7, "TURN": True}
 EVERY = {
     **PLAIN,
     "HAS_BEHIND": True,
@@ -235,6 +236,7 @@ def _preparation(depth: int = 128, **changes: Any) -> dict[str, Any]:
         "LIMIT": 127,
         "KEY_STEPS": 1,
         "SIGN_ROWS": SIGN_ROWS,
+        "TURN": changes.get("LIMIT") == 7,
         "TURNED": TURNED,
         "PARTS": 1,
         "MEANS": MEANS,
