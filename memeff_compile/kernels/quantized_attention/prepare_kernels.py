@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """What turns q, k and v into codes, in four launches.
 
-    _look_kernel    sums and extremes of keys and values, chunk by chunk; sums of some queries,
-                    or where these lose their mean, their codes
-    _settle_kernel  means, the scales of values and the direction of queries, from the chunks
-    _write_kernel   codes of k and v, and sums of values by block
-    _total_kernel   what rounding took from the values of all blocks up to each
+    _look_kernel     sums and extremes of keys and values, chunk by chunk; sums of some queries,
+                     or where these lose their mean, the mean of each block
+    _settle_kernel   means, the scales of values and the direction of queries, from the chunks
+    _write_kernel    codes of k and v, and sums of values by block
+    _total_kernel    what rounding took from the values of all blocks up to each
+    _correct_kernel  scores of the queries' means with the keys, where queries lose their mean
 
 All values are looked at, and of the keys every SAMPLE-th: their mean need not be the true one.
 Nothing is accumulated across programs but in `_settle_kernel` and `_total_kernel`, which read what
@@ -24,7 +25,7 @@ import triton.language as tl
 from .._triton.products_kernels import of_head
 from .rounding_kernels import (
     LEAST,
-    _codes_of_rows,
+    _add_turned,
     _e4m3_in_fp32,
     _load_tile,
     _nearest,
@@ -97,21 +98,30 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
 
 
 @triton.jit
-def _write_queries(q, made, scale, at, queries, C: tl.constexpr):
-    """Write codes of a block of queries without its mean."""
-    codes_ptr, scale_ptr, mean_ptr = made
-    row, block, blocks = at
+def _average_queries(q, mean_ptr, scale, block, queries, C: tl.constexpr):
+    """Write the mean of a block of queries and their squares around it."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
     q = _load_tile(q, place, is_row, depth, C) * scale
-    count = tl.minimum(queries - block * C.ROWS, C.ROWS)
-    q_mean = tl.sum(q, axis=0) / count
-    tl.store(mean_ptr + (row * blocks + block) * C.DEPTH_BLOCK + depth, q_mean)
-    codes, q_scale = _codes_of_rows(tl.where(is_row[:, None], q - q_mean[None, :], 0.0), C.LIMIT)
-    tl.store(scale_ptr + row * queries + place, q_scale, mask=is_row)
-    found = codes_ptr + (row * queries + place)[:, None] * C.DEPTH_BLOCK + depth[None, :]
-    tl.store(found, codes, mask=is_row[:, None])
+    q_mean = tl.sum(q, axis=0) / tl.minimum(queries - block * C.ROWS, C.ROWS)
+    q = tl.where(is_row[:, None], q - q_mean[None, :], 0.0)
+    tl.store(mean_ptr + depth, q_mean)
+    tl.store(mean_ptr + C.DEPTH_BLOCK + depth, tl.sum(q * q, axis=0))
+
+
+@triton.jit
+def _write_signs(signs_ptr, first, C: tl.constexpr):
+    """Write some rows of the matrix of signs that turns heads."""
+    row = first + tl.arange(0, C.SIGN_ROWS)[:, None]
+    column = tl.arange(0, C.DEPTH_BLOCK)[None, :]
+    odd = row & column
+    odd ^= odd >> 4
+    odd ^= odd >> 2
+    odd ^= odd >> 1
+    sign = 1.0 - 2.0 * (odd & 1).to(tl.float32)
+    places = signs_ptr + row * C.DEPTH_BLOCK + column
+    tl.store(places, sign.to(signs_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -133,10 +143,9 @@ def _look_kernel(
     stride_mask_batch,
     sums_ptr,  # (B * G, chunks, 6, DEPTH_BLOCK) fp32: keys, values, their extremes, counts, and
     # squares of keys
-    q_codes_ptr,  # (B * H, M, DEPTH_BLOCK) int8, with SMOOTH_Q
-    q_scale_ptr,  # (B * H, M) fp32, the same
-    q_mean_ptr,  # (B * H, query blocks, DEPTH_BLOCK) fp32 with SMOOTH_Q; else
-    # (B * H, query blocks, 2, DEPTH_BLOCK): sums and sums of squares
+    q_mean_ptr,  # (B * H, query blocks, 2, DEPTH_BLOCK) fp32: sums and sums of squares, or with
+    # SMOOTH_Q means and sums of squares around them
+    signs_ptr,  # (DEPTH_BLOCK, DEPTH_BLOCK) bf16: what turns heads
     scale,  # of attention, in base 2
     heads,
     groups,
@@ -146,10 +155,11 @@ def _look_kernel(
     stride_sampled,  # every how many blocks of queries is one
     chunk,  # keys per chunk, a multiple of KEYS
     chunks,
-    looks,  # programs that look at keys and values: B * G * chunks; the others are of queries
+    looks,  # programs that look at keys and values: B * G * chunks; then come those of queries
+    shown,  # programs before those of signs, which come with TURN
     C: tl.constexpr,
-    # LIMIT: the largest code: 127 or 7
     # ROWS: queries per program; with SMOOTH_Q those that share a mean
+    # SIGN_ROWS: rows of signs per program
     # SAMPLE: every how many keys are looked at for their mean; divides KEYS
 ):
     if C.EARLY:
@@ -165,17 +175,18 @@ def _look_kernel(
         sums_ptr += (row * chunks + part) * 6 * C.DEPTH_BLOCK
         stop = tl.minimum(part * chunk + chunk, keys)
         _look(k_rows, v_rows, mask_ptr, sums_ptr, part * chunk, stop, keys, C)
-    else:
+    elif program < shown:
         row = ((program - looks) // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
         block = (program - looks) % query_blocks
         q_rows = (q.ptr + (batch * q.batch + head * q.head), q.row)
+        sample_ptr = q_mean_ptr + (row * query_blocks + block) * 2 * C.DEPTH_BLOCK
         if C.SMOOTH_Q:
-            made = (q_codes_ptr, q_scale_ptr, q_mean_ptr)
-            _write_queries(q_rows, made, scale, (row, block, query_blocks), queries, C)
+            _average_queries(q_rows, sample_ptr, scale, block, queries, C)
         else:
-            sample_ptr = q_mean_ptr + (row * query_blocks + block) * 2 * C.DEPTH_BLOCK
             _sample_queries(q_rows, sample_ptr, scale, block * stride_sampled, queries, C)
+    elif C.TURN:
+        _write_signs(signs_ptr, (program - shown) * C.SIGN_ROWS, C)
 
 
 @triton.jit
@@ -195,13 +206,12 @@ def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _settle_keys(sums_ptr, k_mean_ptr, chunks, C: tl.constexpr):
-    depth = tl.arange(0, C.DEPTH_BLOCK)
+def _mean_of_keys(sums_ptr, chunks, C: tl.constexpr):
     k_mean = tl.zeros((C.DEPTH_BLOCK,), dtype=tl.float32)
     if C.SMOOTH_K:
         k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, C), axis=0)
         k_mean = k_sum / _counted(sums_ptr, chunks, 0, C)
-    tl.store(k_mean_ptr + depth, k_mean)
+    return k_mean
 
 
 @triton.jit
@@ -224,7 +234,8 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     """Return by what queries with these squares are divided in each channel, and keys multiplied.
 
-    Both get the same energy in a channel then; on average nothing grows.
+    Both get the same energy in a channel then; on average nothing grows. Powers of two, so that
+    16-bit numbers stay exact.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY
@@ -236,15 +247,32 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     power *= 0.25
     known = tl.maximum(tl.sum(is_known.to(tl.float32), axis=0), 1.0)
     power = tl.where(is_known, power - tl.sum(power, axis=0) / known, 0.0)
-    return tl.exp2(tl.minimum(tl.maximum(power, -MOST_EVENED), MOST_EVENED))
+    return tl.exp2(_whole(tl.minimum(tl.maximum(power, -MOST_EVENED), MOST_EVENED)))
 
 
 @triton.jit
-def _settle_direction(samples_ptr, sums_ptr, found_ptr, samples, queries, chunks, C: tl.constexpr):
-    """Write the sum of sampled queries, its numbers in two channels, which these are, and a share.
+def _write_turned(x, found_ptr, signs_ptr, C: tl.constexpr):
+    """Write a vector as codes are made of it: with TURN its Hadamard transform."""
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    if C.TURN:
+        for first in tl.static_range(0, C.DEPTH_BLOCK, C.SIGN_ROWS):
+            row = first + tl.arange(0, C.SIGN_ROWS)
+            signs = tl.load(signs_ptr + row[:, None] * C.DEPTH_BLOCK + depth[None, :])
+            tl.store(found_ptr + row, tl.sum(signs.to(tl.float32) * x[None, :], axis=1))
+    else:
+        tl.store(found_ptr + depth, x)
 
-    Zeros where little of the queries' energy is in their mean. The first channel is that in which
-    the sum is largest, the second one where it is a third of that.
+
+@triton.jit
+def _settle_channels(
+    samples_ptr, sums_ptr, signs_ptr, found_ptr, samples, queries, chunks, C: tl.constexpr
+):
+    """Write by what queries are divided in each channel, the turned mean of keys, a direction.
+
+    The direction is the sum of sampled queries: as it is, turned, its numbers in two channels,
+    which these are, and a share. Zeros where little of the queries' energy is in their mean. The
+    first channel is that in which the turned sum is largest, the second one where it is a third of
+    that.
     """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     total = tl.zeros((SAMPLES_TOGETHER, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -252,62 +280,73 @@ def _settle_direction(samples_ptr, sums_ptr, found_ptr, samples, queries, chunks
     for start in tl.range(0, samples, SAMPLES_TOGETHER):
         place = (start + tl.arange(0, SAMPLES_TOGETHER))[:, None]
         ptrs = samples_ptr + place * 2 * C.DEPTH_BLOCK + depth[None, :]
-        total += tl.load(ptrs, mask=place < samples, other=0.0)
+        if C.ALIGN:
+            total += tl.load(ptrs, mask=place < samples, other=0.0)
         squares += tl.load(ptrs + C.DEPTH_BLOCK, mask=place < samples, other=0.0)
-    found = tl.sum(total, axis=0)
     by_channel = tl.sum(squares, axis=0)
-    energy = tl.sum(by_channel, axis=0)
-    shared = tl.sum(found * found, axis=0)
-    found = tl.where(shared > energy * (queries * LEAST_SHARE), found, 0.0)
     evened = _evened_by(by_channel, sums_ptr, chunks, C)
-    found /= evened
-    size = tl.abs(found)
-    largest = tl.max(size, axis=0)
-    first_place = tl.argmax(size, axis=0)
-    first = depth == first_place
-    ratio = tl.maximum(size, largest * 1.0e-6) * (FINER / tl.maximum(largest, 1.0e-30))
-    away = tl.where(first, INFINITE, tl.abs(tl.log2(tl.maximum(ratio, 1.0e-30))))
-    second_place = tl.argmin(away, axis=0)
-    second = depth == second_place
-    tl.store(found_ptr + depth, found)
-    tl.store(found_ptr + 2 * C.DEPTH_BLOCK + depth, evened)
-    found_ptr += C.DEPTH_BLOCK
-    tl.store(found_ptr, tl.sum(tl.where(first, found, 0.0), axis=0))
-    tl.store(found_ptr + 1, tl.sum(tl.where(second, found, 0.0), axis=0))
-    tl.store(found_ptr + 2, first_place.to(tl.float32))
-    tl.store(found_ptr + 3, second_place.to(tl.float32))
-    tl.store(found_ptr + 4, 1.0 / queries)
+    tl.store(found_ptr + 3 * C.DEPTH_BLOCK + depth, evened)
+    mean = _mean_of_keys(sums_ptr, chunks, C) * evened
+    _write_turned(mean, found_ptr + 5 * C.DEPTH_BLOCK, signs_ptr, C)
+    if C.ALIGN:
+        found = tl.sum(total, axis=0)
+        shared = tl.sum(found * found, axis=0)
+        energy = tl.sum(by_channel, axis=0)
+        found = tl.where(shared > energy * (queries * LEAST_SHARE), found, 0.0)
+        tl.store(found_ptr + C.DEPTH_BLOCK + depth, found)
+        found /= evened
+        _write_turned(found, found_ptr + 4 * C.DEPTH_BLOCK, signs_ptr, C)
+        if C.TURN:
+            tl.debug_barrier()
+            found = tl.load(found_ptr + 4 * C.DEPTH_BLOCK + depth)
+        size = tl.abs(found)
+        largest = tl.max(size, axis=0)
+        first_place = tl.argmax(size, axis=0)
+        first = depth == first_place
+        ratio = tl.maximum(size, largest * 1.0e-6) * (FINER / tl.maximum(largest, 1.0e-30))
+        away = tl.where(first, INFINITE, tl.abs(tl.log2(tl.maximum(ratio, 1.0e-30))))
+        second_place = tl.argmin(away, axis=0)
+        second = depth == second_place
+        found_ptr += 2 * C.DEPTH_BLOCK
+        tl.store(found_ptr, tl.sum(tl.where(first, found, 0.0), axis=0))
+        tl.store(found_ptr + 1, tl.sum(tl.where(second, found, 0.0), axis=0))
+        tl.store(found_ptr + 2, first_place.to(tl.float32))
+        tl.store(found_ptr + 3, second_place.to(tl.float32))
+        tl.store(found_ptr + 4, 1.0 / queries)
 
 
 @triton.jit
 def _settle_kernel(
     sums_ptr,  # what _look_kernel left
     samples_ptr,  # the same of queries
-    k_mean_ptr,  # (B * G, 4, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels,
-    # and by what queries are divided in each, and keys multiplied
+    signs_ptr,  # the same
+    k_mean_ptr,  # (B * G, 6, DEPTH_BLOCK) fp32: the keys' mean; queries' direction; channels of it
+    # turned; by what queries are divided in each, and keys multiplied; the direction, and the mean,
+    # turned
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     chunks,
     samples,  # blocks of queries that were sampled for each of the rows
     sampled_queries,  # in all of these
     C: tl.constexpr,
 ):
-    """Settle the keys' mean, values' scale and mean, and the direction of queries, if wanted."""
+    """Settle the keys' mean, values' scale and mean, and what is done to channels."""
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     sums_ptr += row * chunks * 6 * C.DEPTH_BLOCK
-    k_mean_ptr += row * 4 * C.DEPTH_BLOCK
+    k_mean_ptr += row * 6 * C.DEPTH_BLOCK
     if part == 0:
-        _settle_keys(sums_ptr, k_mean_ptr, chunks, C)
+        depth = tl.arange(0, C.DEPTH_BLOCK)
+        tl.store(k_mean_ptr + depth, _mean_of_keys(sums_ptr, chunks, C))
     elif part == 1:
         v_scale_ptr += row * 2 * C.DEPTH_BLOCK
         _settle_values(sums_ptr, v_scale_ptr, chunks, C)
     else:
         samples_ptr += row * samples * 2 * C.DEPTH_BLOCK
-        found_ptr = k_mean_ptr + C.DEPTH_BLOCK
-        _settle_direction(samples_ptr, sums_ptr, found_ptr, samples, sampled_queries, chunks, C)
+        counts = (samples, sampled_queries, chunks)
+        _settle_channels(samples_ptr, sums_ptr, signs_ptr, k_mean_ptr, *counts, C)
 
 
 @triton.jit
@@ -328,37 +367,55 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
 
 
 @triton.jit
-def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
+def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
+    mean_ptr, signs_ptr = told
     codes_ptr, scale_ptr = made
     row, block, blocks = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.BLOCK + tl.arange(0, C.BLOCK)
-    mean_ptr += row * 4 * C.DEPTH_BLOCK
+    mean_ptr += row * 6 * C.DEPTH_BLOCK
     if C.HAS_KEY_MASK:
         is_place = _is_counted(place, keys, mask_ptr, C.HAS_KEY_MASK)
-        k = _load_tile(k, place, is_place, depth, C)
-        if C.SMOOTH_K:
-            k = tl.where(is_place[:, None], k - tl.load(mean_ptr + depth)[None, :], 0.0)
+        is_loaded = is_place
     else:  # the last key stands for those after it, which nobody reads
         place = tl.minimum(place, keys - 1)
-        k = _load_tile(k, place, place >= 0, depth, C)
+        is_loaded = place >= 0
+    if C.TURN:
+        turned = tl.zeros((C.BLOCK, C.DEPTH_BLOCK), dtype=tl.float32)
+        for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
+            channel = start + tl.arange(0, C.TURNED)
+            x = _load_tile(k, place, is_loaded, channel, C)
+            x *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + channel)[None, :]
+            turned = _add_turned(turned, x, signs_ptr, start, C)
+        k = turned - tl.load(mean_ptr + 5 * C.DEPTH_BLOCK + depth)[None, :]
+    else:
+        k = _load_tile(k, place, is_loaded, depth, C)
         if C.SMOOTH_K:
             k -= tl.load(mean_ptr + depth)[None, :]
-    if C.ALIGN:
         k *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + depth)[None, :]
-    size = tl.max(tl.max(_size_bits(k), axis=1), axis=0).to(tl.float32, bitcast=True)
-    k_scale = _scale_of(size, LEAST, C.LIMIT)
+    if C.HAS_KEY_MASK:
+        k = tl.where(is_place[:, None], k, 0.0)
+    sizes = tl.max(_size_bits(k), axis=1)
+    size = tl.max(sizes, axis=0).to(tl.float32, bitcast=True)
+    k_scale = _scale_of(size, LEAST, C.LIMIT * C.KEY_STEPS)
     tl.store(scale_ptr + row * blocks + block, k_scale)
-    k *= 1.0 / k_scale
+    if C.KEY_STEPS > 1:
+        steps = tl.ceil(sizes.to(tl.float32, bitcast=True) * (1.0 / (k_scale * C.LIMIT)))
+        steps = tl.minimum(tl.maximum(steps, 1.0), C.KEY_STEPS)
+        k *= (1.0 / (k_scale * steps))[:, None]
+    else:
+        k *= 1.0 / k_scale
     at_first = 0.0
     if C.ALIGN:
         at_first = tl.load(mean_ptr + 2 * C.DEPTH_BLOCK)
     if at_first != 0.0:
-        direction = tl.load(mean_ptr + C.DEPTH_BLOCK + depth)
+        direction = tl.load(mean_ptr + 4 * C.DEPTH_BLOCK + depth)
         at_second = tl.load(mean_ptr + 2 * C.DEPTH_BLOCK + 1)
         first = depth == tl.load(mean_ptr + 2 * C.DEPTH_BLOCK + 2).to(tl.int32)
         second = depth == tl.load(mean_ptr + 2 * C.DEPTH_BLOCK + 3).to(tl.int32)
         k = _aligned(k, direction, at_first, at_second, first, second, C.LIMIT)
+    if C.KEY_STEPS > 1:
+        k = _whole(k) * steps[:, None]
     codes_ptr += (row * blocks + block) * C.BLOCK * C.DEPTH_BLOCK
     found = tl.arange(0, C.BLOCK)[:, None] * C.DEPTH_BLOCK + depth[None, :]
     tl.store(codes_ptr + found, _nearest(k))
@@ -375,7 +432,6 @@ def _key_at(place):
 def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
     """Return what the queries' mean gives each of these keys, up to a factor."""
     direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
-    direction *= tl.load(mean_ptr + 3 * DEPTH_BLOCK + depth)
     direction *= tl.load(mean_ptr + 2 * DEPTH_BLOCK + 4)
     of_mean = tl.sum(tl.load(mean_ptr + depth) * direction, axis=0)
     score = tl.sum(k * direction[None, :], axis=1) - of_mean
@@ -404,7 +460,7 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
     is_loaded = is_place if C.HAS_KEY_MASK else place >= 0
     weight = is_place.to(tl.float32)
     if C.HAS_REST and C.ALIGN:
-        k_mean_ptr += row * 4 * C.DEPTH_BLOCK
+        k_mean_ptr += row * 6 * C.DEPTH_BLOCK
         if tl.load(k_mean_ptr + 2 * C.DEPTH_BLOCK) != 0.0:
             rows = _load_tile(k, place, is_loaded, depth, C)
             weight *= _weights_of(rows, k_mean_ptr, depth, C.DEPTH_BLOCK)
@@ -432,7 +488,7 @@ def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
     q = _load_tile(q, place, is_row, depth, C) * scale
-    k_mean = tl.load(mean_ptr + group * 4 * C.DEPTH_BLOCK + depth)
+    k_mean = tl.load(mean_ptr + group * 6 * C.DEPTH_BLOCK + depth)
     tl.store(shift_ptr + row * queries + place, tl.sum(q * k_mean[None, :], axis=1), mask=is_row)
 
 
@@ -443,9 +499,11 @@ def _write_kernel(
     v,  # (B, G, N, D)
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
-    k_mean_ptr,  # (B * G, 4, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels,
-    # and by what queries are divided in each, and keys multiplied
+    k_mean_ptr,  # (B * G, 6, DEPTH_BLOCK) fp32: the keys' mean; queries' direction; channels of it
+    # turned; by what queries are divided in each, and keys multiplied; the direction, and the mean,
+    # turned
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
+    signs_ptr,  # (DEPTH_BLOCK, DEPTH_BLOCK) bf16: what turns heads
     k_codes_ptr,  # (B * G, key blocks * BLOCK, DEPTH_BLOCK) int8
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3 or fp16
     k_scale_ptr,  # (B * G, key blocks) fp32
@@ -463,6 +521,8 @@ def _write_kernel(
     key_blocks,
     programs,  # those that write k, and as many that write v; then come those of shifts
     C: tl.constexpr,
+    # LIMIT: the largest code: 127 or 7
+    # KEY_STEPS: how many times the step of its block a key's own may be
 ):
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -474,7 +534,8 @@ def _write_kernel(
         k_rows = (of_head(k, batch, head), k.row)
         mask_ptr = key_mask_ptr + batch * stride_mask_batch
         at = (row, program % key_blocks, key_blocks)
-        _write_keys(k_rows, mask_ptr, k_mean_ptr, (k_codes_ptr, k_scale_ptr), at, keys, C)
+        told, made = (k_mean_ptr, signs_ptr), (k_codes_ptr, k_scale_ptr)
+        _write_keys(k_rows, mask_ptr, told, made, at, keys, C)
     elif program < 2 * programs:
         row = ((program - programs) // key_blocks).to(tl.int64)
         batch, head = row // groups, row % groups
@@ -545,3 +606,47 @@ def _total_kernel(
         until = tl.cumsum(rest, axis=1) + so_far[:, None]
         tl.store(ptrs, until, mask=is_block[None, :])
         so_far += tl.sum(rest, axis=1)
+
+
+@triton.jit
+def _correct_kernel(
+    k,  # (B, G, N, D) `key_tiles.Rows`
+    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
+    stride_mask_batch,
+    k_mean_ptr,  # as `_write_kernel` has it
+    q_mean_ptr,  # (B * H, query blocks, 2, DEPTH_BLOCK) fp32, the first of two
+    correction_ptr,  # (B * H, query blocks, key blocks * BLOCK) fp32
+    groups,
+    keys,
+    blocks,  # of queries, of all heads that share keys
+    key_blocks,
+    C: tl.constexpr,
+    # MEANS: per program
+):
+    """Write the scores of the queries' means with the keys without theirs."""
+    if C.EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    parts = (blocks + C.MEANS - 1) // C.MEANS
+    row = (tl.program_id(0) // (key_blocks * parts)).to(tl.int64)
+    key_block = tl.program_id(0) % key_blocks
+    mean = tl.program_id(0) // key_blocks % parts * C.MEANS + tl.arange(0, C.MEANS)
+    is_mean = mean < blocks
+    place = key_block * C.BLOCK + tl.arange(0, C.BLOCK)
+    batch, group = row // groups, row % groups
+    is_place = _is_counted(place, keys, key_mask_ptr + batch * stride_mask_batch, C.HAS_KEY_MASK)
+    k_rows = (of_head(k, batch, group), k.row)
+    k_mean_ptr += row * 6 * C.DEPTH_BLOCK
+    q_mean_ptr += (row * blocks + mean)[:, None] * 2 * C.DEPTH_BLOCK
+    found = tl.zeros((C.MEANS, C.BLOCK), dtype=tl.float32)
+    for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
+        channel = start + tl.arange(0, C.TURNED)
+        x = _load_tile(k_rows, place, is_place, channel, C)
+        x = tl.where(is_place[:, None], x - tl.load(k_mean_ptr + channel)[None, :], 0.0)
+        q = tl.load(q_mean_ptr + channel[None, :], mask=is_mean[:, None], other=0.0)
+        if C.UPCAST:
+            found += tl.dot(q, tl.trans(x), input_precision="ieee")
+        else:
+            found = tl.dot(q, tl.trans(x), found, input_precision="tf32")
+    places = (row * blocks + mean)[:, None] * (key_blocks * C.BLOCK) + place[None, :]
+    tl.store(correction_ptr + places, found, mask=is_mean[:, None])

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from .._triton.conditions import Conditions
-from .settings import BLOCK, QUERY_ROWS, VALUES, Settings, groups_of, sampled_queries
+from .._triton.key_tiles import depth_block
+from .settings import (
+    BLOCK,
+    MOST_CODE,
+    MOST_START,
+    NARROWEST,
+    QUERY_ROWS,
+    VALUES,
+    Settings,
+    groups_of,
+    sampled_queries,
+)
 
 LEAST = 1e-16  # of queries and keys that are all zeros: two scales multiply
 LEAST_VALUE = 1e-30
@@ -52,9 +63,11 @@ BLOCK_SCORES = 1 << 22
 class Codes:
     """q, k and v as codes, in fp32: a number is its code times its scale, plus what is shared."""
 
-    q: Tensor  # (B, H, M, D) whole numbers, and (B, H, M) with the scale of attention, base 2
+    # (B, H, M, D) whole numbers, D padded to a power of two where heads are turned, and (B, H, M)
+    # with the scale of attention, base 2
+    q: Tensor
     q_scale: Tensor  # likewise
-    k: Tensor  # (B, G, N, D) whole numbers, and (B, G, N)
+    k: Tensor  # (B, G, N, D) whole numbers, D likewise, and (B, G, N)
     k_scale: Tensor  # likewise
     v: Tensor  # (B, G, N, D) numbers of the format of values, and (B, G, D) twice
     v_scale: Tensor  # likewise
@@ -66,6 +79,7 @@ class Codes:
     # their scale, or None
     rest: Tensor | None
     counts: Tensor  # (B, G, blocks + 1) what these keys weigh, of which `rest` is a sum
+    is_start: bool = False  # whether sums of products start from the correction, in whole steps
 
 
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
@@ -79,28 +93,40 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     whole = _shown(k, given.key_mask)[:, :, ::SAMPLE].square().sum(2)
     k, v = _shown(k - k_mean, given.key_mask), _shown(v - v_mean, given.key_mask)
     shift = (q * k_mean.repeat_interleave(repeat, 1)).sum(-1)
-    q, correction = _smooth_queries(q, k, repeat, settings)
+    q, mean, correction = _smooth_queries(q, k, repeat, settings)
     weight = _weights_of_none(given.key_mask, k)
+    direction = torch.zeros_like(k_mean[:, :, 0])
     if settings.aligns:
-        direction, mean = direction_of(q, k.shape[1])
-        weight = weight * weights_of(mean, k)
-        evened = evened_by(q, k, whole)
-        q, k = q / evened.repeat_interleave(repeat, 1)[:, :, None], k * evened[:, :, None]
+        direction, of_mean = direction_of(q, k.shape[1])
+        weight = weight * weights_of(of_mean, k)
+    if settings.evens:
+        evened = evened_by(q, k, whole, sampled="q" not in settings.smooth)
+        over = evened.repeat_interleave(repeat, 1)[:, :, None]
+        q, k, mean = q / over, k * evened[:, :, None], mean / over
+        direction = direction / evened
+    if settings.turns:
+        q, k, direction = turned(q), turned(k), turned(direction)
+        q = q / q.shape[3]
     of_queries, of_keys = groups_of(settings.granularity, q, k)
     q_scale = _largest(q, of_queries) / settings.limit
-    k_scale = _largest(k, of_keys) / settings.limit
+    if settings.starts:  # all scores of the mean fit into the start of a sum
+        least = mean.norm(dim=3) * (MOST_CODE / MOST_START)
+        q_scale = q_scale.maximum(least.repeat_interleave(BLOCK, 2)[:, :, : q.shape[2]])
+    k_scale = _largest(k, of_keys) / (settings.limit * settings.steps)
     kind = VALUES[settings.values]
     v_scale = _sizes(v.abs().amax(2), v.sum(2), LEAST_VALUE) / kind.top
     v = v / v_scale[:, :, None]
     v_codes = kind.rounded(v)
-    coded = k / k_scale[..., None]
+    steps = (k.abs().amax(3) / (k_scale * settings.limit)).ceil().clamp(1, settings.steps)
+    steps = steps[..., None]
+    coded = k / (k_scale[..., None] * steps)
     k_codes = coded.round()
     if settings.aligns:
-        k_codes = _aligned(coded, k_codes, direction / evened, settings.limit)
+        k_codes = _aligned(coded, k_codes, direction, settings.limit)
     return Codes(
         (q / q_scale[..., None]).round(),
         q_scale,
-        k_codes,
+        k_codes * steps,
         k_scale,
         v_codes,
         v_scale,
@@ -109,6 +135,7 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
         shift,
         _by_block((v - v_codes) * weight[..., None]) if settings.restores else None,
         _by_block(weight[..., None])[..., 0],
+        settings.starts,
     )
 
 
@@ -132,19 +159,34 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
     return seen.reshape(q.shape[0], groups, -1, q.shape[3])
 
 
-def evened_by(q: Tensor, k: Tensor, whole: Tensor) -> Tensor:
+def turned(x: Tensor) -> Tensor:
+    """Return the Hadamard transform of each row of (..., D), unscaled, D padded to a power of two.
+
+    A number that is large in one channel becomes many small ones: steps of codes are finer. Both
+    queries and keys are turned, and their scores grow by the number of channels.
+    """
+    wide = depth_block(x.shape[-1], NARROWEST)
+    signs = x.new_ones(1, 1)
+    while signs.shape[0] < wide:
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    return torch.matmul(x, signs[: x.shape[-1]])
+
+
+def evened_by(q: Tensor, k: Tensor, whole: Tensor, *, sampled: bool = True) -> Tensor:
     """Return by what queries are divided in each channel, and keys multiplied: (B, G, D).
 
     Scores stay, and both get the same energy in a channel, as far as sampled rows say: a few
     channels in which either is large no longer widen the steps of all. On average nothing grows.
-    `whole` is the energy of sampled keys with their mean.
+    Powers of two, so that 16-bit numbers stay exact. `whole` is the energy of sampled keys with
+    their mean; without `sampled` all queries are looked at.
     """
-    ours = _sampled(q, k.shape[1]).square().sum(2)
+    seen = _sampled(q, k.shape[1]) if sampled else q.reshape(*k.shape[:2], -1, q.shape[3])
+    ours = seen.square().sum(2)
     theirs = k[:, :, ::SAMPLE].square().sum(2)
     is_known = (ours > 0) & (ours < HUGE) & (theirs > LEAST_ENERGY * whole) & (theirs < HUGE)
     power = torch.where(is_known, (ours.log2() - theirs.log2()) / 4, 0.0)
     power -= power.sum(2, keepdim=True) / is_known.sum(2, keepdim=True).clamp_min(1)
-    return torch.exp2(torch.where(is_known, power.clamp(-MOST_EVENED, MOST_EVENED), 0.0))
+    return torch.exp2(torch.where(is_known, power.clamp(-MOST_EVENED, MOST_EVENED).round(), 0.0))
 
 
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:
@@ -215,14 +257,14 @@ def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _smooth_queries(
     q: Tensor, k: Tensor, repeat: int, settings: Settings
-) -> tuple[Tensor, Tensor | None]:
-    """Take the mean of each block away from queries; return them and its scores with the keys."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Take the mean of each block away from queries; return them, it and its scores with keys."""
     if "q" not in settings.smooth:
-        return q, None
+        return q, q[:, :, :0], None
     starts = range(0, q.shape[2], BLOCK)
     mean = torch.stack([q[:, :, start : start + BLOCK].mean(2) for start in starts], 2)
     q = q - mean.repeat_interleave(BLOCK, 2)[:, :, : q.shape[2]]
-    return q, correction_of(mean, k, repeat)
+    return q, mean, correction_of(mean, k, repeat)
 
 
 def correction_of(mean: Tensor, k: Tensor, repeat: int) -> Tensor:
@@ -273,18 +315,17 @@ def _attend_block(
     made: Codes, given: Conditions, settings: Settings, first: int, stop: int
 ) -> tuple[Tensor, Tensor]:
     kind = VALUES[settings.values]
-    q = made.q[:, :, first:stop]
-    batch, heads, rows, depth = q.shape
-    groups, keys = made.k.shape[1:3]
+    batch, heads, rows = made.q_scale[:, :, first:stop].shape
+    groups, keys, depth = made.v.shape[1:]
     repeat = heads // groups
-    largest = q.new_full((batch, heads, rows, 1), NOTHING)
+    largest = made.q.new_full((batch, heads, rows, 1), NOTHING)
     total = torch.zeros_like(largest)
-    acc = torch.zeros_like(q)
+    acc = made.q.new_zeros((batch, heads, rows, depth))
     low, high = given.keys_of(first, stop, made.q.shape[2], keys)
     for start in range(low // BLOCK * BLOCK, high, BLOCK):
         end = min(start + BLOCK, keys)
         score = _scores(made, repeat, first, stop, start, end)
-        counts = given.counts(first, stop, start, end, q.device)
+        counts = given.counts(first, stop, start, end, made.q.device)
         score = score.masked_fill(~counts[:, None], -math.inf)
         higher = torch.maximum(largest, score.amax(-1, keepdim=True) - kind.offset)
         weight = torch.exp2(score - higher)
@@ -332,8 +373,11 @@ def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: in
     found = torch.matmul(q, made.k[:, :, start:end].transpose(2, 3))
     found = found.view(batch, heads, rows, end - start)
     key_scale = made.k_scale[:, :, start:end].repeat_interleave(repeat, 1)
-    found = found * (made.q_scale[:, :, first:stop, None] * key_scale[:, :, None])
+    scale = made.q_scale[:, :, first:stop, None] * key_scale[:, :, None]
     if made.correction is None:
-        return found
+        return found * scale
     block = torch.arange(first, stop, device=q.device) // BLOCK
-    return found + made.correction[:, :, block, start:end]
+    correction = made.correction[:, :, block, start:end]
+    if made.is_start:
+        return (found + (correction / scale).round()) * scale
+    return found * scale + correction

@@ -27,7 +27,7 @@ def _e4m3_in_fp32(x):
 
 @triton.jit
 def _load_tile(x, place, is_place, depth, C: tl.constexpr):
-    """Load rows in fp32; x is a pointer to a head's rows and the elements from one to the next."""
+    """Load channels of rows in fp32; x is a pointer to a head's rows and their stride."""
     ptr, stride = x
     mask = is_place[:, None]
     if C.DEPTH != C.DEPTH_BLOCK:
@@ -61,7 +61,28 @@ def _scale_of(size, least, limit):
 
 
 @triton.jit
-def _codes_of_rows(x, LIMIT: tl.constexpr):
-    """Return rows as int8 codes, and the scale of each."""
+def _codes_of_rows(x, least, LIMIT: tl.constexpr):
+    """Return rows as int8 codes, and the scale of each, which is at least `least`."""
     scale = _scale_of(tl.max(_size_bits(x), axis=1).to(tl.float32, bitcast=True), LEAST, LIMIT)
+    scale = tl.where(scale < least, least, scale)
     return _nearest(x * (1.0 / scale)[:, None]), scale
+
+
+@triton.jit
+def _add_turned(found, x, signs_ptr, first, C: tl.constexpr):
+    """Add the Hadamard transform of channels from `first` on, (rows, TURNED), to (rows, DEPTH_BLOCK).
+
+    Numbers of 16 bits, times powers of two, are exact in bf16. PARTS 2 takes what is not from them
+    again: inputs in fp16 and fp32.
+    """
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    channel = first + tl.arange(0, C.TURNED)
+    signs = tl.load(signs_ptr + channel[:, None] * C.DEPTH_BLOCK + depth[None, :])
+    if C.UPCAST:
+        found += tl.dot(x, signs.to(tl.float32), input_precision="ieee")
+    else:
+        high = x.to(tl.bfloat16)
+        found = tl.dot(high, signs, found)
+        if C.PARTS == 2:
+            found = tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), signs, found)
+    return found

@@ -15,14 +15,26 @@ BLOCK = 128
 QUERY_ROWS = 64
 """Queries that are coded together, where no mean is taken away."""
 
+MOST_CODE = 127
+"""The largest number of int8 that is a code."""
+
+MOST_SMALL = 7
+"""The largest code of 4 bits."""
+
+MOST_START = 1 << 21
+"""The largest score of a mean, in steps of the product, that a sum of int32 starts from."""
+
+NARROWEST = 64
+"""Channels of a tile of codes at least."""
+
 MOST_SAMPLES = 8
 """Blocks of `QUERY_ROWS` queries of a head that are looked at for their mean."""
 
 LEVELS = {
     "8b": "int8 scores, weights and values in E4M3; keys and values without their means",
     "8b+f16": "int8 scores, weights and values in fp16; keys and values without their means",
-    "4b": "scores of 4-bit codes in int8, weights and values in E4M3; queries, keys and values "
-    "without their means",
+    "4b": "scores of 4-bit codes in int8, a scale per key; weights and values in E4M3; queries, keys "
+    "and values without their means",
 }
 
 PRECISION = ("4b", "8b", "8b+f16", "exact")
@@ -48,6 +60,36 @@ class Settings:
     def aligns(self) -> bool:
         """Whether keys are rounded with the mean of queries in view, unlike in the paper."""
         return self.granularity == "row" and "q" not in self.smooth
+
+    @property
+    def evens(self) -> bool:
+        """Whether channels get the same energy in queries and keys, unlike in the paper."""
+        return self.granularity == "row"
+
+    @property
+    def turns(self) -> bool:
+        """Whether queries and keys are turned by a Hadamard transform before they are coded.
+
+        Scores stay. In 8 bits, where steps are fine anyway, it takes more time than there is.
+        """
+        return self.granularity == "row" and self.limit <= MOST_SMALL
+
+    @property
+    def steps(self) -> int:
+        """How many times the step of its block a key's own step may be, in whole numbers.
+
+        Products are of int8, whatever the codes: a code of 4 bits times the key's number of steps
+        still is one. So each key has a scale, and the attention kernel reads one per block.
+        """
+        return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
+
+    @property
+    def starts(self) -> bool:
+        """Whether the scores of the queries' means are what the sums of int32 start from.
+
+        They have to fit there: with codes of 8 bits, they might not.
+        """
+        return self.granularity == "row" and "q" in self.smooth and self.limit <= MOST_SMALL
 
     @property
     def restores(self) -> bool:
@@ -95,7 +137,7 @@ def settings_for(
     has_fp8: bool = True,  # whether the device multiplies E4M3; fp16 stands in where it does not
 ) -> Settings:
     """Return the arithmetic of a level."""
-    limit = 7 if level == "4b" else 127
+    limit = MOST_SMALL if level == "4b" else MOST_CODE
     values = "e4m3" if has_fp8 and level != "8b+f16" else "f16"
     own = "qkv" if level == "4b" else "kv"
     return Settings(limit, values, granularity, own if smooth is None else smooth, with_lse)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from .._triton.gpus import Gpu
 from .._triton.key_tiles import depth_block
+from .settings import NARROWEST
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,6 @@ class Shape:
     registers: int | None = None  # the most a thread may use, or None for no limit
 
 
-NARROWEST = 64
-"""Channels of a tile of codes at least."""
-
 LOOK_WARPS = 4
 LOOK_KEYS = 16
 SETTLE_WARPS = 4
@@ -34,6 +32,10 @@ WRITE_WARPS = 8
 TOTAL_COLUMNS = 16
 TOTAL_BLOCKS = 8
 TOTAL_WARPS = 4
+SIGN_ROWS = 16
+TURNED = 64
+MEANS = 64
+CORRECT_WARPS = 4
 MOST_CHUNKS = 32
 PROGRAMS_PER_PROCESSOR = 4
 

@@ -3,7 +3,8 @@
 Five launches: one looks at keys, values and some queries, a small one settles means and scales, one
 codes keys and values, a small one adds up what rounding took from values, one codes queries and
 attends.
-Masks and ids take one more, which finds the tiles that count. Nothing waits for the GPU or reads a
+Masks and ids take one more, which finds the tiles that count, and so do queries without their
+means, whose scores are made before. Nothing waits for the GPU or reads a
 value on the host, and the grids follow from static sizes, so calls can be captured in CUDA graphs.
 There are no atomics: the same inputs give the same bits. q, k and v are read and never written to.
 """
@@ -25,7 +26,7 @@ from .._triton.key_tiles import depth_block, rows_of, tiles_of
 from .._triton.launch import start
 from ..device import gpu, on_device, processors, starts_early
 from . import reference, shapes
-from .settings import BLOCK, QUERY_ROWS, VALUES, Settings, sampled_queries
+from .settings import BLOCK, NARROWEST, QUERY_ROWS, VALUES, Settings, sampled_queries
 
 MOST_ROWS = 1 << 31
 
@@ -48,8 +49,10 @@ class Packed:
     # weighed, in steps of their scale; or None
     rest: Tensor | None = None
     counts: Tensor | None = None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
-    # (B * G, 4, D) fp32, without `q_scale`: the last are by what queries are divided
+    # (B * G, 6, D) fp32, without `q_scale`: the fourth is by what queries are divided
     k_mean: Tensor | None = None
+    signs: Tensor | None = None  # (D, D) bf16, what turns heads, or None
+    q_mean: Tensor | None = None  # (B * H, query blocks, 2, D) fp32, with `correction`: the first
     is_scaled_per_key: bool = False  # whether each key has a scale
 
 
@@ -83,37 +86,41 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, queries, depth = q.shape
     groups, keys = k.shape[1:3]
-    wide, is_smooth = depth_block(depth, shapes.NARROWEST), "q" in settings.smooth
+    wide, is_smooth = depth_block(depth, NARROWEST), "q" in settings.smooth
     rows = BLOCK if is_smooth else QUERY_ROWS
     query_blocks, key_blocks = tiles_of(queries, rows), tiles_of(keys, BLOCK)
     stride, samples, sampled = sampled_queries(queries)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
     found = _empty(q, (batch, heads, groups, queries, keys, wide), settings)
-    sums = found.k_scale.new_empty((batch * groups, chunks, 6, wide))
-    k_mean = sums.new_empty((batch * groups, 4, wide)) if found.k_mean is None else found.k_mean
+    assert found.k_mean is not None
+    k_mean = found.k_mean
+    signs = k_mean if found.signs is None else found.signs
+    sums = k_mean.new_empty((batch * groups, chunks, 6, wide))
     looked = query_blocks if is_smooth else samples
-    means = sums.new_empty((batch, heads, looked, *(() if is_smooth else (2,)), wide))
+    q_means = sums.new_empty((batch * heads, looked, 2, wide))
     counts = weights = k_mean
     if found.counts is not None:
         counts = torch.empty_like(found.counts)
         weights = k_mean.new_empty((batch * groups, key_blocks * BLOCK))
     looks, programs = batch * groups * chunks, batch * groups * key_blocks
+    shown = looks + batch * heads * looked
     shifts = batch * heads * query_blocks if settings.with_lse else 0
     # each with its strides, as the kernels take them
     operands = (rows_of(q), rows_of(k), rows_of(v), *key_tiles.mask_and_stride(given, q))
     scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
-    sizes |= {"LIMIT": settings.limit, "ROWS": rows}
+    sizes |= {"ROWS": rows, **_turning(q, settings)}
     width = wide // 128 or 1
     is_early, early = _early(q.device)
     with on_device(q):
         start(
             kernels._look_kernel,
-            (looks + batch * heads * looked,),
-            *(*operands, sums, found.q, sums if found.q_scale is None else found.q_scale, means),
-            *(scale, heads, groups, queries, keys, looked, stride, chunk, chunks, looks),
+            (shown + (wide // shapes.SIGN_ROWS if settings.turns else 0),),
+            *(*operands, sums, q_means, signs, scale, heads, groups, queries, keys),
+            *(looked, stride, chunk, chunks, looks, shown),
             KEYS=shapes.LOOK_KEYS,
             SAMPLE=reference.SAMPLE,
+            SIGN_ROWS=shapes.SIGN_ROWS,
             SMOOTH_Q=is_smooth,
             num_warps=shapes.LOOK_WARPS * width,
             **sizes,
@@ -121,10 +128,13 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         )
         start(
             kernels._settle_kernel,
-            (batch * groups, 3 if settings.aligns else 2),
-            *(sums, means, k_mean, found.v_scale),
-            *(chunks, samples * (heads // groups), sampled * (heads // groups)),
+            (batch * groups, 3),
+            *(sums, q_means, signs, k_mean, found.v_scale),
+            *(chunks, looked * (heads // groups), sampled * (heads // groups)),
             DEPTH_BLOCK=wide,
+            SIGN_ROWS=shapes.SIGN_ROWS,
+            TURN=settings.turns,
+            ALIGN=settings.aligns,
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
             SMOOTH_V="v" in settings.smooth,
@@ -134,17 +144,18 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         start(
             kernels._write_kernel,
             (2 * programs + shifts,),
-            *(*operands, k_mean, found.v_scale, found.k, found.v, found.k_scale),
+            *(*operands, k_mean, found.v_scale, signs, found.k, found.v, found.k_scale),
             k_mean if found.shift is None else found.shift,
             k_mean if found.rest is None else found.rest,
             *(counts, weights, scale, heads, groups, queries, keys),
             *(query_blocks, key_blocks, programs),
             BLOCK=BLOCK,
+            LIMIT=settings.limit,
+            KEY_STEPS=settings.steps,
             SMOOTH_K="k" in settings.smooth,
             ALIGN=settings.aligns,
             HAS_REST=found.rest is not None,
             WITH_LSE=settings.with_lse,
-            UPCAST=not q.is_cuda,
             num_warps=shapes.WRITE_WARPS * width,
             **sizes,
             **early,
@@ -161,25 +172,33 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
                 num_warps=shapes.TOTAL_WARPS,
                 **early,
             )
-    return _with_correction(found, means[..., :depth], k, given, settings) if is_smooth else found
+        if found.correction is not None:
+            blocks = heads // groups * query_blocks
+            start(
+                kernels._correct_kernel,
+                (batch * groups * key_blocks * tiles_of(blocks, shapes.MEANS),),
+                *(operands[1], *operands[3:], k_mean, q_means, found.correction),
+                *(groups, keys, blocks, key_blocks),
+                BLOCK=BLOCK,
+                MEANS=shapes.MEANS,
+                num_warps=shapes.CORRECT_WARPS,
+                **sizes,
+                **early,
+            )
+    return replace(found, q_mean=q_means) if is_smooth else found
+
+
+def _turning(q: Tensor, settings: Settings) -> dict[str, int | bool]:
+    """Return whether and how a kernel turns heads: channels at a time, and parts of a number."""
+    parts = 1 if q.dtype == torch.bfloat16 else 2
+    turning = {"TURN": settings.turns, "TURNED": shapes.TURNED, "PARTS": parts}
+    return {**turning, "UPCAST": not q.is_cuda}
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
     """Return what a kernel is told that is first of several, and those behind it."""
     is_early = {"EARLY": starts_early(device)}
     return is_early, ({**is_early, "launch_pdl": True} if is_early["EARLY"] else is_early)
-
-
-def _with_correction(
-    found: Packed, means: Tensor, k: Tensor, given: Conditions, settings: Settings
-) -> Packed:
-    """Add the scores of the queries' means with the keys as the kernel codes them."""
-    k = k.float()
-    k_mean, _ = reference.means(k, k, given.key_mask, settings)
-    correction = reference.correction_of(means, k - k_mean, means.shape[1] // k.shape[1])
-    missing = found.v.shape[1] - correction.shape[3]
-    correction = torch.nn.functional.pad(correction, (0, missing)).flatten(0, 1)
-    return replace(found, correction=correction)
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
@@ -200,25 +219,27 @@ def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: S
         return like.new_empty(shape, dtype=dtype)
 
     key_rows, query_rows, has_rest = batch * groups, batch * heads, settings.restores
+    is_smooth, query_blocks = "q" in settings.smooth, tiles_of(queries, BLOCK)
     return Packed(
         empty(int8, query_rows * queries, depth),
         empty(int8, key_rows * blocks * BLOCK, depth),
         empty(dtype, key_rows * depth, blocks * BLOCK),
-        empty(fp32, query_rows, queries) if "q" in settings.smooth else None,
+        None,
         empty(fp32, key_rows, blocks),
         empty(fp32, key_rows, 2, depth),
-        None,
+        empty(fp32, query_rows, query_blocks, blocks * BLOCK) if is_smooth else None,
         empty(fp32, query_rows, queries) if settings.with_lse else None,
         empty(fp32, key_rows, blocks + 1, depth) if has_rest else None,
         empty(fp32, key_rows, blocks + 1) if has_rest else None,
-        empty(fp32, key_rows, 4, depth) if settings.aligns else None,
+        empty(fp32, key_rows, 6, depth),
+        empty(torch.bfloat16, depth, depth) if settings.turns else None,
     )
 
 
 def packed(made: reference.Codes, settings: Settings) -> Packed:
     """Lay codes that PyTorch made out as the attention kernel reads them."""
-    wide = depth_block(made.q.shape[3], shapes.NARROWEST)
-    missing = wide - made.q.shape[3]
+    wide = depth_block(made.v.shape[3], NARROWEST)
+    missing = wide - made.v.shape[3]
     after = tiles_of(made.k.shape[2], BLOCK) * BLOCK - made.k.shape[2]
     pad = torch.nn.functional.pad
     values = pad(made.v, (0, missing, 0, after)).transpose(2, 3)
@@ -230,8 +251,8 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
     assert dtype is not None
     scales = torch.stack([made.v_scale, made.v_mean], 2)
     return Packed(
-        pad(made.q, (0, missing)).to(torch.int8).reshape(-1, wide),
-        pad(made.k, (0, missing, 0, after)).to(torch.int8).reshape(-1, wide),
+        pad(made.q, (0, wide - made.q.shape[3])).to(torch.int8).reshape(-1, wide),
+        pad(made.k, (0, wide - made.k.shape[3], 0, after)).to(torch.int8).reshape(-1, wide),
         values.to(dtype).reshape(-1, values.shape[3]),
         made.q_scale.flatten(0, 1).contiguous(),
         pad(made.k_scale, (0, after)).flatten(0, 1).contiguous(),
@@ -254,7 +275,8 @@ def attend(
     """Attend to the keys that count; as `reference.attend`."""
     made = pack(q, k, v, given, settings)
     if shape is None:
-        has_tables = given.has_tables() or made.is_scaled_per_key or made.correction is not None
+        is_plain = made.correction is None or settings.starts
+        has_tables = given.has_tables() or made.is_scaled_per_key or not is_plain
         shape = shapes.shape_for(q.shape[3], gpu(q.device), has_tables=has_tables)
         if VALUES[settings.values].dtype != torch.float8_e4m3fn:
             shape = replace(shape, registers=None)  # its tiles leave room for two blocks anyway
@@ -308,13 +330,14 @@ def attend_packed(
             HAS_BOUNDS=given.has_tables(),
             SCALE_PER_KEY=made.is_scaled_per_key,
             HAS_CORRECTION=made.correction is not None,
+            STARTS=settings.starts,
             HAS_REST=made.rest is not None,
             WITH_LSE=settings.with_lse,
-            MAGIC_SUM=shape.magic,
+            MAGIC_SUM=shape.magic or settings.starts,
             DESCRIBED=is_described,
             CODES_QUERIES=made.q_scale is None,
             LIMIT=settings.limit,
-            UPCAST=not q.is_cuda,
+            **_turning(q, settings),
             num_warps=shape.warps,
             **_early(q.device)[1],
             **({} if shape.registers is None else {"maxnreg": shape.registers}),
@@ -330,8 +353,9 @@ def _operands(
 
     Before these stand q itself, its strides and the scale, of which queries may yet be coded.
     """
-    k_mean = made.k_scale if made.k_mean is None else made.k_mean
-    facts = (rows_of(q), given.scale * math.log2(math.e), k_mean)
+    asked = (made.k_mean, made.q_mean, made.signs)
+    there = (made.k_scale if each is None else each for each in asked)
+    facts = (rows_of(q), given.scale * math.log2(math.e), *there)
     if not is_described:
         return *facts, made.q, made.k, made.v
     wide = made.q.shape[1]

@@ -21,12 +21,20 @@ import triton
 import triton.language as tl
 
 from .._triton.key_tiles_kernels import bounds_of, edge_tile, ids_of, keys_shown, which_count
-from .rounding_kernels import MAGIC, MAGIC_VALUE, _codes_of_rows, _e4m3_in_fp32, _load_tile
+from .rounding_kernels import (
+    MAGIC,
+    MAGIC_VALUE,
+    _add_turned,
+    _codes_of_rows,
+    _e4m3_in_fp32,
+    _load_tile,
+)
 
 NOTHING = tl.constexpr(-1.0e30)  # below every score in base 2; finite, so differences are numbers
 OFFSET = tl.constexpr(8.807)  # log2 of 448, rounded down
 LEAST_COUNT = tl.constexpr(1.0e-30)
 MOST_REST = tl.constexpr(16.0)  # half a step of E4M3 at 448
+LEAST_OF_MEAN = tl.constexpr(127.0 / 2.0**21)  # of a mean's size, so that its scores fit in a start
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -50,12 +58,18 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, k, C: tl.constexpr):
-    """Return q k^T as fp32, with MAGIC_SUM plus MAGIC_VALUE."""
+def _scores(q, k, start, C: tl.constexpr):
+    """Return q k^T as fp32, with MAGIC_SUM plus MAGIC_VALUE, with STARTS plus `start`, which is
+    as large."""
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
-        if C.MAGIC_SUM:
+        if C.STARTS:
+            found = found + start
+        elif C.MAGIC_SUM:
             found = found + MAGIC_VALUE
+    elif C.STARTS:
+        start = start.to(tl.int32, bitcast=True)
+        found = tl.dot(q, tl.trans(k), start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
     elif C.MAGIC_SUM:
         start = tl.full((q.shape[0], k.shape[0]), MAGIC, dtype=tl.int32)
         found = tl.dot(q, tl.trans(k), start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
@@ -90,8 +104,12 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
     key = tile * C.KEYS + tl.arange(0, C.KEYS)
     at = (key_row + tile * C.KEYS, 0)
     k = _load_codes(k_codes, at, C.DEPTH_BLOCK, (C.KEYS, C.DEPTH_BLOCK), C)
-    score = _scores(q, k, C)
-    if C.SCALE_PER_KEY or C.HAS_CORRECTION:
+    start = 0.0
+    if C.STARTS:
+        ours = 1.0 / (q_scale * tl.load(k_scale_ptr + tile // (C.KEY_BLOCK // C.KEYS)))
+        start = tl.load(correction_ptr + key)[None, :] * ours[:, None] + MAGIC_VALUE
+    score = _scores(q, k, start, C)
+    if C.SCALE_PER_KEY or (C.HAS_CORRECTION and not C.STARTS):
         if C.MAGIC_SUM:
             score = score - MAGIC_VALUE
         if C.SCALE_PER_KEY:
@@ -144,7 +162,9 @@ def _mean_rest(rest_ptr, counts_ptr, first, stop, DEPTH_BLOCK: tl.constexpr):
 def _quantized_attention_kernel(
     q,  # (B, H, M, D) `key_tiles.Rows`, with CODES_QUERIES
     scale,  # of attention, in base 2, the same
-    k_mean_ptr,  # (B * G, 4, D) fp32, the same: by what queries are divided is the last
+    k_mean_ptr,  # (B * G, 6, D) fp32, the same: by what queries are divided is the fourth
+    q_mean_ptr,  # (B * H, query blocks, 2, D) fp32, the same, with HAS_CORRECTION: the first of two
+    signs_ptr,  # (D, D) bf16, the same, with TURN: what turns heads
     q_codes,  # (B * H * M, D) int8: room for them with CODES_QUERIES
     k_codes,  # (B * G * N, D) int8, N a multiple of KEY_BLOCK
     v_codes,  # (B * G * D, N) E4M3 in the order of `_reordered`, or fp16
@@ -173,6 +193,8 @@ def _quantized_attention_kernel(
     # DESCRIBED: codes are descriptors, not addresses
     # CODES_QUERIES: queries are coded here
     # LIMIT: the largest code of queries
+    # TURN: queries are turned before they are coded
+    # STARTS: sums of products start from the correction
     # EARLY: started while the kernel before may still be running
 ):
     # The last queries see most keys under causal masks: they start first.
@@ -190,9 +212,32 @@ def _quantized_attention_kernel(
     if C.CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
         q_rows = (q.ptr + (batch * q.batch + head.to(tl.int64) * q.head), q.row)
         wide = tl.arange(0, C.DEPTH_BLOCK)
-        q = _load_tile(q_rows, query, is_row, wide, C)
-        evened = tl.load(k_mean_ptr + (group * 4 + 3) * C.DEPTH_BLOCK + wide)
-        made, q_scale = _codes_of_rows(q * (scale / evened)[None, :], C.LIMIT)
+        evened_ptr = k_mean_ptr + (group * 6 + 3) * C.DEPTH_BLOCK
+        blocks = (queries + C.QUERY_BLOCK - 1) // C.QUERY_BLOCK
+        block = row.to(tl.int64) * blocks + tile // (C.QUERY_BLOCK // C.ROWS)
+        q_mean_ptr += block * 2 * C.DEPTH_BLOCK
+        if C.TURN:
+            turned = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
+            for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
+                channel = start + tl.arange(0, C.TURNED)
+                x = _load_tile(q_rows, query, is_row, channel, C)
+                over = 1.0 / tl.load(evened_ptr + channel)
+                if C.HAS_CORRECTION:
+                    x = x * scale - tl.load(q_mean_ptr + channel)[None, :]
+                turned = _add_turned(turned, x * over[None, :], signs_ptr, start, C)
+            q = turned * ((1.0 if C.HAS_CORRECTION else scale) * (1.0 / C.DEPTH_BLOCK))
+        else:
+            q = _load_tile(q_rows, query, is_row, wide, C)
+            evened = tl.load(evened_ptr + wide)
+            if C.HAS_CORRECTION:
+                q = (q * scale - tl.load(q_mean_ptr + wide)[None, :]) * (1.0 / evened)[None, :]
+            else:
+                q = q * (scale / evened)[None, :]
+        least = 0.0
+        if C.STARTS:
+            mean = tl.load(q_mean_ptr + wide) / tl.load(evened_ptr + wide)
+            least = tl.sqrt(tl.sum(mean * mean, axis=0)) * LEAST_OF_MEAN
+        made, q_scale = _codes_of_rows(q, least, C.LIMIT)
         q_places = q_codes + place[:, None] * C.DEPTH_BLOCK + wide[None, :]
         tl.store(q_places, made, mask=is_row[:, None])
         tl.debug_barrier()

@@ -46,7 +46,9 @@ def check(case: Case, level: str = "8b", granularity: str = "row") -> None:
     assert not bool(out[~is_number].any())
     torch.testing.assert_close(lse[is_number], sums[is_number], rtol=1e-2, atol=0.05)
     if bool(wanted.any()):
-        assert relative_l1(out, theirs) <= 0.015  # tiles of fewer keys round other numbers
+        # Tiles of fewer keys round other numbers; of 4-bit codes one in a hundred lies so near to
+        # the middle of two that products in bf16 decide.
+        assert relative_l1(out, theirs) <= (0.035 if level == "4b" else 0.015)
         assert relative_l1(out, wanted) <= 1.02 * relative_l1(theirs, wanted) + 1e-3
         assert relative_l1(out, wanted) <= 1.5 * BUDGET[level]
 

@@ -44,8 +44,9 @@ def check(case: Case, settings: Settings, shape: Shape = WHOLE) -> None:
     """
     (out, lse), (wanted, sums) = both(case, settings, shape)
     assert relative_l1(out, wanted) <= 5e-4
-    torch.testing.assert_close(out, wanted, rtol=0, atol=0.05)
-    torch.testing.assert_close(lse, sums, rtol=0, atol=2e-3 if shape.magic else 2e-4)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0.06)
+    is_magic = shape.magic or settings.starts
+    torch.testing.assert_close(lse, sums, rtol=0, atol=2e-3 if is_magic else 5e-4)
 
 
 def float32(queries: int, keys: int, depth: int, **settings: Any) -> Case:

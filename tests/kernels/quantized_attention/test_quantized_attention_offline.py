@@ -16,16 +16,19 @@ import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels._triton.key_tiles import BOUNDS_CHUNK, BOUNDS_WARPS, depth_block
-from memeff_compile.kernels.quantized_attention.settings import BLOCK, QUERY_ROWS
+from memeff_compile.kernels.quantized_attention.settings import BLOCK, NARROWEST, QUERY_ROWS
 from memeff_compile.kernels.quantized_attention.shapes import (
+    CORRECT_WARPS,
     LOOK_KEYS,
     LOOK_WARPS,
+    MEANS,
     MOST_CHUNKS,
-    NARROWEST,
     SETTLE_WARPS,
+    SIGN_ROWS,
     TOTAL_BLOCKS,
     TOTAL_COLUMNS,
     TOTAL_WARPS,
+    TURNED,
     WRITE_WARPS,
     Shape,
     shape_for,
@@ -53,6 +56,7 @@ POINTERS = {
     "out_ptr": "*bf16",
     "q_codes_ptr": "*i8",
     "k_codes_ptr": "*i8",
+    "signs_ptr": "*bf16",
 }
 PLAIN = {
     "HAS_AHEAD": True,
@@ -62,12 +66,17 @@ PLAIN = {
     "HAS_BOUNDS": False,
     "SCALE_PER_KEY": False,
     "HAS_CORRECTION": False,
+    "STARTS": False,
     "HAS_REST": True,
     "WITH_LSE": False,
     "CODES_QUERIES": True,
     "LIMIT": 127,
+    "TURN": False,
+    "TURNED": TURNED,
+    "PARTS": 1,
     "UPCAST": False,
 }
+FOUR = {**PLAIN, "HAS_CORRECTION": True, "STARTS": True, "LIMIT": 7, "TURN": True}
 EVERY = {
     **PLAIN,
     "HAS_BEHIND": True,
@@ -129,7 +138,7 @@ def _attention(
         "STAGES": shape.stages,
         "KEY_BLOCK": BLOCK,
         "QUERY_BLOCK": BLOCK,
-        "MAGIC_SUM": shape.magic,
+        "MAGIC_SUM": shape.magic or flags["STARTS"],
         "DESCRIBED": is_described,
         "EARLY": is_described,
         **flags,
@@ -225,6 +234,12 @@ def test_a_score_costs_what_it_has_to(depth: int, tmp_path: Path) -> None:
 def _preparation(depth: int = 128, **changes: Any) -> dict[str, Any]:
     return {
         "LIMIT": 127,
+        "KEY_STEPS": 1,
+        "SIGN_ROWS": SIGN_ROWS,
+        "TURN": changes.get("LIMIT") == 7,
+        "TURNED": TURNED,
+        "PARTS": 1,
+        "MEANS": MEANS,
         "DEPTH": depth,
         "DEPTH_BLOCK": depth_block(depth, NARROWEST),
         "BLOCK": BLOCK,
@@ -246,7 +261,7 @@ def _preparation(depth: int = 128, **changes: Any) -> dict[str, Any]:
 
 
 def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
-    """Compile the four kernels of the preparation."""
+    """Compile the kernels of the preparation."""
     from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
 
     value = "*fp16" if capability < 89 else "*fp8e4nv"
@@ -258,6 +273,7 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
         (kernels._settle_kernel, 0, SETTLE_WARPS),
         (kernels._write_kernel, 0, WRITE_WARPS * width),
         (kernels._total_kernel, 0, TOTAL_WARPS),
+        (kernels._correct_kernel, 0, CORRECT_WARPS),
     )
     return [
         _compile(kernel, capability, {**constants, "KEYS": keys}, warps, {"v_codes_ptr": value})
@@ -289,7 +305,7 @@ def test_preparation_compiles_within_the_limits_everywhere(capability: int, dept
 def test_numbers_that_are_one_compile() -> None:
     _attention(90, 64, {**EVERY, "SCALE_PER_KEY": True}, "fp8e4nv", Shape(64, 128, 4, 1))
     _attention(80, 64, EVERY, "fp16", Shape(64, 64, 4, 1))
-    assert len(_prepared(90, 64, SMOOTH_Q=True, WITH_LSE=True, HAS_KEY_MASK=True)) == 4
+    assert len(_prepared(90, 64, SMOOTH_Q=True, WITH_LSE=True, HAS_KEY_MASK=True)) == 5
 
 
 def test_bounds_of_these_tiles_compile() -> None:
