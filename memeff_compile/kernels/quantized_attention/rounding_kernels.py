@@ -70,7 +70,7 @@ def _codes_of_rows(x, least, LIMIT: tl.constexpr):
 
 @triton.jit
 def _add_turned(found, x, signs_ptr, first, C: tl.constexpr):
-    """Add the Hadamard transform of channels from `first` on, (rows, TURNED), to (rows, DEPTH_BLOCK).
+    """Add the Hadamard transform of channels from `first` on to `found`.
 
     Numbers of 16 bits, times powers of two, are exact in bf16. PARTS 2 takes what is not from them
     again: inputs in fp16 and fp32.
