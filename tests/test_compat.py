@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -786,6 +786,63 @@ def test_a_part_of_a_dtensor_begins_where_it_was_cut() -> None:
         dist.destroy_process_group()
 
 
+@probes("without_autocast")
+def test_autocast_is_kept_away_and_devices_without_it_are_left_alone() -> None:
+    with torch.autocast("cpu", torch.bfloat16), compat.without_autocast("cpu"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    with compat.without_autocast("meta"), compat.without_autocast("cpu"):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@probes("cut_inside")
+def test_the_function_inside_which_dynamo_cuts_is_named() -> None:
+    seen: list[str] = []
+
+    def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append(compat.cut_inside(gm))
+        return gm.forward
+
+    def cuts(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: cuts(x * 2) * 3, backend=keep)(torch.ones(2))
+    assert seen[0] == "cuts"
+    assert seen[-1] == ""
+
+
+@needs_compiler
+@probes("is_to_be_saved", "has_artifact", "let_be_saved", "serialized", "deserialized")
+def test_an_artifact_of_inductor_is_saved_and_read() -> None:
+    from torch._dynamo.aot_compile_types import SerializableCallable
+    from torch._functorch import config
+
+    class Kept:
+        pass
+
+    compat.let_be_saved(Kept)
+    assert issubclass(Kept, SerializableCallable)
+    assert not compat.is_to_be_saved()
+    with config.patch(bypass_autograd_cache_key=True):
+        assert compat.is_to_be_saved()
+    assert not compat.has_artifact(lambda x: x)
+    found: list[Any] = []
+
+    def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(compat.compile_with_inductor(gm, example_inputs, {}))
+        return cast("Callable[..., Any]", found[-1])
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x * 2 + 1, backend=keep, fullgraph=True).aot_compile(
+        ((torch.ones(3),), {})
+    )
+    (compiled,) = found
+    assert compat.has_artifact(compiled)
+    again = compat.deserialized(compat.serialized(compiled))
+    assert torch.equal(again(torch.ones(3))[0], torch.full((3,), 3.0))
+
+
 def test_every_function_of_compat_is_probed() -> None:
     functions = {
         name
@@ -808,6 +865,7 @@ REGISTRIES = {
 }
 UNAVOIDABLE = {
     ("kernels/linear_cross_entropy/op.py", "_check"),  # documented by torch, underscore and all
+    ("kernels/_triton/gluon.py", "_reinterpret"),  # of Gluon, public by its name since Triton 3.9
     # of transformers, whose own quantizers say by them what is read and written
     ("model/ternary/pretrained.py", "_keys_to_ignore_on_load_unexpected"),
     ("model/ternary/pretrained.py", "_weight_conversions"),

@@ -68,7 +68,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows, timing
 from benchmarks.turns import Turns, clean
-from memeff_compile import recordings
+from memeff_compile.backend import replay
 from memeff_compile.model.cache import run_ahead
 
 WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name another family
@@ -379,15 +379,15 @@ def cases() -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
 @contextlib.contextmanager
 def replaying(is_on: bool, *, waits: bool = False) -> Iterator[None]:
     """Run compiled steps as they are where recordings are off; then or if asked wait for tokens."""
-    was, devices = recordings.CudaEngine.is_free, run_ahead.DEVICES
+    was, devices = replay.CudaEngine.is_free, run_ahead.DEVICES
     if not is_on:
-        recordings.CudaEngine.is_free = lambda self: False  # type: ignore[method-assign]
+        replay.CudaEngine.is_free = lambda self: False  # type: ignore[method-assign]
     if waits or not is_on:
         run_ahead.DEVICES = ()
     try:
         yield
     finally:
-        recordings.CudaEngine.is_free = was  # type: ignore[method-assign]
+        replay.CudaEngine.is_free = was  # type: ignore[method-assign]
         run_ahead.DEVICES = devices
 
 

@@ -114,9 +114,10 @@ def test_several_tokens_decode_first_where_gluon_is_missing(
 
 def test_heads_stay_expanded_on_a_gpu_of_amd(found: Callable[..., None]) -> None:
     """What is known of PyTorch's kernels for grouped heads is known of NVIDIA's GPUs."""
-    each = SimpleNamespace(device=CUDA, dtype=HALF, shape=(1, 4, 64, 64))
+    fake = SimpleNamespace(device=CUDA, dtype=HALF, shape=(1, 4, 64, 64))
+    each = SimpleNamespace(value=fake)
     ask = recover_attention.why_not_grouped
-    info, site = Mock(value=lambda node: each), Mock(operands=[each] * 3)
+    info, site = Mock(value=lambda node: fake), Mock(operands=[each] * 3)
     found((9, 0), "6.4")
     assert ask(info, site) == "no kernel for grouped heads is known on GPUs other than NVIDIA's"
     found((7, 5))
