@@ -382,7 +382,7 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
         is_loaded = place >= 0
     if C.TURN:
         turned = tl.zeros((C.BLOCK, C.DEPTH_BLOCK), dtype=tl.float32)
-        for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
+        for start in tl.range(0, C.DEPTH_BLOCK, C.TURNED, num_stages=1):
             channel = start + tl.arange(0, C.TURNED)
             x = _load_tile(k, place, is_loaded, channel, C)
             x *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + channel)[None, :]

@@ -33,7 +33,6 @@ TOTAL_COLUMNS = 16
 TOTAL_BLOCKS = 8
 TOTAL_WARPS = 4
 SIGN_ROWS = 16
-TURNED = 64
 MEANS = 64
 CORRECT_WARPS = 4
 MOST_CHUNKS = 32
@@ -69,6 +68,16 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
     "roomy": {256: Shape(64, 32, 8, 2)},
     "blackwell": {256: Shape(64, 32, 8, 2)},
 }
+
+
+def turned_together(wide: int) -> int:
+    """Return the channels whose part of a Hadamard transform is added at a time."""
+    return min(64, 8192 // wide)  # wider heads would not leave enough registers
+
+
+def write_warps(wide: int, *, turns: bool) -> int:
+    """Return the warps of a program that writes codes; a transform needs registers, not warps."""
+    return WRITE_WARPS * (1 if turns else wide // 128 or 1)
 
 
 def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
