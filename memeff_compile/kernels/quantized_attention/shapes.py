@@ -34,7 +34,7 @@ TOTAL_BLOCKS = 8
 TOTAL_WARPS = 4
 SIGN_ROWS = 16
 MEANS = 64
-CORRECT_WARPS = 4
+CORRECT_WARPS = 8
 MOST_CHUNKS = 32
 PROGRAMS_PER_PROCESSOR = 4
 
@@ -80,11 +80,13 @@ def write_warps(wide: int, *, turns: bool) -> int:
     return WRITE_WARPS * (1 if turns else wide // 128 or 1)
 
 
-def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
+def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False, has_starts: bool = False) -> Shape:
     """Return the tile of the attention kernel.
 
-    With tables masks, ids, corrections or scales of single keys are loaded, not codes alone.
+    With tables masks, ids, corrections or scales of single keys are loaded, not codes alone. With
+    starts the scores of the queries' means are, which only Hopper has room for beside its tiles.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
+    has_tables = has_tables or (has_starts and kind != "hopper")
     found = _SHAPES[kind][block]
     return _SHAPES_WITH_TABLES.get(kind, {}).get(block, found) if has_tables else found
