@@ -382,7 +382,7 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
         is_loaded = place >= 0
     if C.TURN:
         turned = tl.zeros((C.BLOCK, C.DEPTH_BLOCK), dtype=tl.float32)
-        for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
+        for start in tl.range(0, C.DEPTH_BLOCK, C.TURNED, num_stages=1):
             channel = start + tl.arange(0, C.TURNED)
             x = _load_tile(k, place, is_loaded, channel, C)
             x *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + channel)[None, :]
@@ -396,7 +396,10 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
     if C.HAS_KEY_MASK:
         k = tl.where(is_place[:, None], k, 0.0)
     sizes = tl.max(_size_bits(k), axis=1)
-    size = tl.max(sizes, axis=0).to(tl.float32, bitcast=True)
+    if C.TURN:  # one reduction: of two the compiler for 10.0 makes nothing behind a product
+        size = tl.max(tl.ravel(_size_bits(k)), axis=0).to(tl.float32, bitcast=True)
+    else:
+        size = tl.max(sizes, axis=0).to(tl.float32, bitcast=True)
     k_scale = _scale_of(size, LEAST, C.LIMIT * C.KEY_STEPS)
     tl.store(scale_ptr + row * blocks + block, k_scale)
     if C.KEY_STEPS > 1:
@@ -639,7 +642,7 @@ def _correct_kernel(
     k_mean_ptr += row * 6 * C.DEPTH_BLOCK
     q_mean_ptr += (row * blocks + mean)[:, None] * 2 * C.DEPTH_BLOCK
     found = tl.zeros((C.MEANS, C.BLOCK), dtype=tl.float32)
-    for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
+    for start in tl.range(0, C.DEPTH_BLOCK, C.TURNED, num_stages=1):
         channel = start + tl.arange(0, C.TURNED)
         x = _load_tile(k_rows, place, is_place, channel, C)
         x = tl.where(is_place[:, None], x - tl.load(k_mean_ptr + channel)[None, :], 0.0)

@@ -33,8 +33,8 @@ MOST_SAMPLES = 8
 LEVELS = {
     "8b": "int8 scores, weights and values in E4M3; keys and values without their means",
     "8b+f16": "int8 scores, weights and values in fp16; keys and values without their means",
-    "4b": "scores of 4-bit codes in int8, a scale per key; weights and values in E4M3; queries, "
-    "keys and values without their means",
+    "4b": "scores of 4-bit codes in int8, weights and values in E4M3; queries, keys and values "
+    "without their means, heads turned",
 }
 
 PRECISION = ("4b", "8b", "8b+f16", "exact")

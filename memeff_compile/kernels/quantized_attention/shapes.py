@@ -33,9 +33,8 @@ TOTAL_COLUMNS = 16
 TOTAL_BLOCKS = 8
 TOTAL_WARPS = 4
 SIGN_ROWS = 16
-TURNED = 64
 MEANS = 64
-CORRECT_WARPS = 4
+CORRECT_WARPS = 8
 MOST_CHUNKS = 32
 PROGRAMS_PER_PROCESSOR = 4
 
@@ -71,11 +70,23 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 }
 
 
-def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
+def turned_together(wide: int) -> int:
+    """Return the channels whose part of a Hadamard transform is added at a time."""
+    return min(64, 8192 // wide)  # wider heads would not leave enough registers
+
+
+def write_warps(wide: int, *, turns: bool) -> int:
+    """Return the warps of a program that writes codes; a transform needs registers, not warps."""
+    return WRITE_WARPS * (1 if turns else wide // 128 or 1)
+
+
+def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False, has_starts: bool = False) -> Shape:
     """Return the tile of the attention kernel.
 
-    With tables masks, ids, corrections or scales of single keys are loaded, not codes alone.
+    With tables masks, ids, corrections or scales of single keys are loaded, not codes alone. With
+    starts the scores of the queries' means are, which only Hopper has room for beside its tiles.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
+    has_tables = has_tables or (has_starts and kind != "hopper")
     found = _SHAPES[kind][block]
     return _SHAPES_WITH_TABLES.get(kind, {}).get(block, found) if has_tables else found

@@ -156,7 +156,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             ALIGN=settings.aligns,
             HAS_REST=found.rest is not None,
             WITH_LSE=settings.with_lse,
-            num_warps=shapes.WRITE_WARPS * width,
+            num_warps=shapes.write_warps(wide, turns=settings.turns),
             **sizes,
             **early,
         )
@@ -191,7 +191,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
 def _turning(q: Tensor, settings: Settings) -> dict[str, int | bool]:
     """Return whether and how a kernel turns heads: channels at a time, and parts of a number."""
     parts = 1 if q.dtype == torch.bfloat16 else 2
-    turning = {"TURN": settings.turns, "TURNED": shapes.TURNED, "PARTS": parts}
+    together = shapes.turned_together(depth_block(q.shape[3], NARROWEST))
+    turning = {"TURN": settings.turns, "TURNED": together, "PARTS": parts}
     return {**turning, "UPCAST": not q.is_cuda}
 
 
@@ -277,7 +278,8 @@ def attend(
     if shape is None:
         is_plain = made.correction is None or settings.starts
         has_tables = given.has_tables() or made.is_scaled_per_key or not is_plain
-        shape = shapes.shape_for(q.shape[3], gpu(q.device), has_tables=has_tables)
+        kinds = {"has_tables": has_tables, "has_starts": settings.starts}
+        shape = shapes.shape_for(q.shape[3], gpu(q.device), **kinds)
         if VALUES[settings.values].dtype != torch.float8_e4m3fn:
             shape = replace(shape, registers=None)  # its tiles leave room for two blocks anyway
     return attend_packed(made, q, k.shape[1], k.shape[2], given, settings, shape)

@@ -31,6 +31,9 @@ from memeff_compile.report import VerbReport
 FORMAT = 1
 EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
+SHARED_LEVELS = ("4b", "8b")
+"""Levels with a share, unless others are given."""
+LEAST_SCORE = 0.98
 
 _Found: TypeAlias = "dict[str, dict[str, list[list[float]]]]"
 """Scores by site, level and call, one per input."""
@@ -41,17 +44,22 @@ class Calibration(VerbReport, dict[str, Any]):
     """A table of levels, which `memeff.attention` takes; it can be stored as JSON.
 
     Keys: `levels`, for each site a level or a list of levels by call; `scores`, for each site and
-    level the mean and standard deviation over inputs, and the worst, by call; `min_score`.
+    level the mean and standard deviation over inputs, and the worst, by call; `min_score`, or
+    where a share of calls was asked for `share`.
     """
 
     def __str__(self) -> str:
         """Return how many sites run in low bits, and the table as text, worst site first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
+        asked = (
+            f"the worst {self['share']} of calls have the more precise level"
+            if "share" in self
+            else f"at least {self['min_score']} is wanted"
+        )
         note = (
             f"calibrate_attention: {len(chosen) - chosen.count(EXACT)} of {len(chosen)} sites in "
-            f"low bits; below, the worst score over inputs and calls; at least "
-            f"{self['min_score']} is wanted"
+            f"low bits; below, the worst score over inputs and calls; {asked}"
         )
         head = ["site", "calls", *tried, "chosen"]
         lines = [head]
@@ -77,7 +85,7 @@ class Calibration(VerbReport, dict[str, Any]):
         scores, tried = self._scores()
         series = {level: [_spread(found[level]) for found in scores.values()] for level in tried}
         names = [site or "(model)" for site in scores]
-        least = float(self["min_score"])
+        least = self.get("min_score")
         draw_spreads(path, names, series, "score", CalibrationError, least=least)
 
     def _scores(self) -> tuple[_Scores, list[str]]:
@@ -106,8 +114,9 @@ def calibrate_attention(
     model: nn.Module,
     inputs: Iterable[Any] | Tensor | Mapping[str, Any],
     *,
-    min_score: float = 0.98,
-    levels: Sequence[str] = DEFAULT_LEVELS,
+    min_score: float | None = None,
+    share: float | None = None,
+    levels: Sequence[str] | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
     """Score each attention of a model at each level, and choose for each the first that will do.
@@ -121,8 +130,11 @@ def calibrate_attention(
         model: It runs eagerly, without gradients, and is left as it was.
         inputs: For each run a mapping of keyword arguments, a tuple or list of arguments, or the
             one argument; a mapping or tensor by itself is that of one run.
-        min_score: The least score that will do, between 0 and 1.
-        levels: Those to choose among, in this order; where none will do it is `exact`.
+        min_score: The least score that will do, between 0 and 1; 0.98 without `share`.
+        share: The share of all calls, those with the worst scores in the first of two levels, that
+            gets the second one, as SageAttention2 chooses; in the place of `min_score`.
+        levels: Those to choose among, in this order, by default `8b` and `8b+f16`; where none will
+            do it is `exact`. With `share` two, by default `4b` and `8b`; the second may be `exact`.
         run: What runs the model on one input, if it is not `model(input)`: a whole sampling loop.
 
     Returns:
@@ -136,13 +148,8 @@ def calibrate_attention(
         >>> model.compile(backend="memeff", options={"memeff.attention": table})  # doctest: +SKIP
     """
     require_module(model, "calibrate_attention")
-    if not 0.0 <= min_score <= 1.0:
-        raise CalibrationError(f"min_score is {min_score}; a number between 0 and 1 is needed.")
-    unknown = [level for level in levels if level not in LEVELS]
-    if unknown or not levels or isinstance(levels, str):
-        raise CalibrationError(
-            f"levels is {levels!r}; a list of {', '.join(map(repr, LEVELS))} is needed."
-        )
+    levels = _levels(min_score, share, levels)
+    scored = [level for level in levels if level != EXACT]
     runs = runs_of(inputs)
     if runs is None:
         raise CalibrationError(
@@ -154,7 +161,7 @@ def calibrate_attention(
     is_empty = True
     for each in runs:
         is_empty = False
-        with torch.no_grad(), _watched(model, levels, found):
+        with torch.no_grad(), _watched(model, scored, found):
             run(model, each)
     if is_empty:
         raise CalibrationError("no inputs were given to calibrate on; give at least one.")
@@ -165,7 +172,38 @@ def calibrate_attention(
             "Load a model of transformers with attn_implementation='sdpa', and see that it is not "
             "compiled."
         )
-    return _table(found, min_score, levels)
+    if share is not None:
+        return _table(found, _by_share(found, share, levels), share=share)
+    least = LEAST_SCORE if min_score is None else min_score
+    return _table(found, _by_score(found, least, levels), min_score=least)
+
+
+def _levels(
+    min_score: float | None, share: float | None, levels: Sequence[str] | None
+) -> Sequence[str]:
+    """Return the levels to choose among, or raise where the arguments do not go together."""
+    for name, number in (("min_score", min_score), ("share", share)):
+        if number is not None and not 0.0 <= number <= 1.0:
+            raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")
+    if min_score is not None and share is not None:
+        raise CalibrationError(
+            f"min_score is {min_score} and share is {share}; one of them is needed: the least "
+            "score that will do, or how many calls get the more precise level."
+        )
+    known = LEVELS if share is None else (*LEVELS, EXACT)
+    if levels is None:
+        return DEFAULT_LEVELS if share is None else SHARED_LEVELS
+    unknown = [level for level in levels if level not in known]
+    if unknown or not levels or isinstance(levels, str):
+        raise CalibrationError(
+            f"levels is {levels!r}; a list of {', '.join(map(repr, known))} is needed."
+        )
+    if share is not None and (len(levels) != 2 or levels[0] == EXACT):
+        raise CalibrationError(
+            f"levels is {levels!r}; with share two are needed, that of most calls and then that of "
+            "the worst, such as ('4b', '8b') or ('8b', 'exact')."
+        )
+    return levels
 
 
 def restart_attention_calls() -> None:
@@ -179,22 +217,45 @@ def restart_attention_calls() -> None:
     restart()
 
 
-def _table(found: _Found, min_score: float, levels: Sequence[str]) -> Calibration:
+def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, list[str]]:
+    """Return for each call of each site the first level whose worst score will do."""
+    return {
+        site: [
+            next((level for level in levels if min(by_level[level][place]) >= least), EXACT)
+            for place in range(len(by_level[levels[0]]))
+        ]
+        for site, by_level in found.items()
+    }
+
+
+def _by_share(found: _Found, share: float, levels: Sequence[str]) -> dict[str, list[str]]:
+    """Return for each call of each site the second level for the worst of all, else the first."""
+    low, high = levels
+    worst = sorted(
+        (min(scores), number, site, place)
+        for number, (site, by_level) in enumerate(found.items())
+        for place, scores in enumerate(by_level[low])
+    )
+    chosen = {site: [low] * len(by_level[low]) for site, by_level in found.items()}
+    for _, _, site, place in worst[: math.ceil(share * len(worst) - 1e-9)]:
+        chosen[site][place] = high
+    return chosen
+
+
+def _table(found: _Found, by_call: Mapping[str, list[str]], **asked: float) -> Calibration:
     def summary(scores: Sequence[float]) -> dict[str, float]:
         mean = sum(scores) / len(scores)
         spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
         return {"mean": mean, "std": spread, "worst": min(scores)}
 
-    chosen: dict[str, str | list[str]] = {}
-    scores: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for site, by_level in found.items():
-        scores[site] = {level: [summary(s) for s in calls] for level, calls in by_level.items()}
-        by_call = [
-            next((level for level in levels if min(by_level[level][place]) >= min_score), EXACT)
-            for place in range(len(by_level[levels[0]]))
-        ]
-        chosen[site] = by_call[0] if len(set(by_call)) == 1 else by_call
-    return Calibration(format=FORMAT, min_score=min_score, levels=chosen, scores=scores)
+    scores = {
+        site: {level: [summary(s) for s in calls] for level, calls in by_level.items()}
+        for site, by_level in found.items()
+    }
+    levels = {
+        site: chosen[0] if len(set(chosen)) == 1 else chosen for site, chosen in by_call.items()
+    }
+    return Calibration(format=FORMAT, **asked, levels=levels, scores=scores)
 
 
 def score(found: Tensor, wanted: Tensor) -> float:

@@ -44,7 +44,8 @@ def check(case: Case, level: str = "8b", granularity: str = "row") -> None:
     is_number = sums != -math.inf
     assert torch.equal(lse != -math.inf, is_number)
     assert not bool(out[~is_number].any())
-    torch.testing.assert_close(lse[is_number], sums[is_number], rtol=1e-2, atol=0.05)
+    off = 0.3 if level == "4b" else 0.05
+    torch.testing.assert_close(lse[is_number], sums[is_number], rtol=1e-2, atol=off)
     if bool(wanted.any()):
         # Tiles of fewer keys round other numbers; of 4-bit codes one in a hundred lies so near to
         # the middle of two that products in bf16 decide.

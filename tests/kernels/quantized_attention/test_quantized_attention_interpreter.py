@@ -81,6 +81,29 @@ def test_every_level(level: str) -> None:
     check(float32(70, 140, 16, ahead=70), settings_for(level))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_that_are_turned_in_parts(dtype: torch.dtype) -> None:
+    """4 bits, heads of 200, which tiles pad to 256; the codes of keys are the reference's."""
+    case = biased(draw(1, 2, 1, 40, 130, 200, dtype), "bias")
+    settings, given = settings_for("4b", with_lse=False), conditions(case)
+    made = tiles.pack(case.q, case.k, case.v, given, settings)
+    wanted = reference.codes(case.q, case.k, case.v, given, settings)
+    found = made.k.view(1, -1, 256)[:, :130].float()
+    assert float((found != wanted.k[0]).float().mean()) <= 2e-3
+    assert float(found.abs().max()) > 7, "keys have steps of their own"
+    ours, theirs = both(case, settings)
+    assert relative_l1(ours[0], theirs[0]) <= (5e-4 if dtype == torch.float32 else 8e-3)
+
+
+def test_queries_of_one_block_that_are_alike_stay_numbers() -> None:
+    """Nothing is left of them without their mean, whose scores are what sums start from."""
+    case = float32(5, 140, 64)
+    case.q[:] = 40 * case.q[:, :, :1]
+    (out, _), (wanted, _) = both(case, settings_for("4b"))
+    assert relative_l1(out, wanted) <= 2e-3
+    assert relative_l1(out, exact(case)[0]) <= 0.08
+
+
 @pytest.mark.parametrize("granularity", ["thread", "tensor"])
 def test_scales_of_single_keys(granularity: str) -> None:
     check(float32(64, 140, 16), settings_for("4b", granularity))

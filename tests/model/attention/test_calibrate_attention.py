@@ -84,6 +84,30 @@ def test_the_first_level_that_will_do_is_chosen() -> None:
     assert set(calibrated(levels=("4b", "8b"), min_score=0.0)["levels"].values()) == {"4b"}
 
 
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.25, 1), (0.5, 2), (0.6, 3), (1.0, 4)])
+def test_the_worst_share_of_calls_gets_the_more_precise_level(share: float, count: int) -> None:
+    table = calibrated(share=share)
+    found = table["scores"]
+    worst = sorted(found, key=lambda site: found[site]["4b"][0]["worst"])
+    wanted = {site: "8b" if site in worst[:count] else "4b" for site in found}
+    assert table["levels"] == wanted
+    assert (table["share"], "min_score" in table) == (share, False)
+    assert f"the worst {share} of calls" in str(table)
+
+
+def test_a_share_counts_calls_not_modules_and_takes_exact() -> None:
+    def thrice(model: nn.Module, x: Tensor) -> None:
+        for size in (1.0, 12.0, 3.0):
+            model(x * size)
+
+    given = {"run": thrice, "levels": ("4b", "exact")}
+    table = calibrate_attention(Attend(1.0), [draw()], share=1 / 3, **given)
+    scores = [call["worst"] for call in table["scores"][""]["4b"]]
+    assert list(table["scores"][""]) == ["4b"]
+    place = scores.index(min(scores))
+    assert table["levels"][""] == ["exact" if at == place else "4b" for at in range(3)]
+
+
 def test_each_call_of_a_module_has_its_level() -> None:
     """As the steps of a diffusion model, whose inputs change from noise to image."""
 
@@ -265,6 +289,7 @@ def test_the_table_is_an_option_and_survives_json() -> None:
 
 
 def test_the_table_prints_and_draws(tmp_path: Path) -> None:
+    calibrated(share=0.5).plot(tmp_path / "share.svg")
     table = calibrated(levels=("4b", "8b"), min_score=0.9)
     lines = str(table).splitlines()
     assert lines[0].startswith("calibrate_attention: ")
@@ -344,6 +369,11 @@ def test_a_score_is_cosine_times_one_less_the_distance() -> None:
     ("settings", "words"),
     [
         ({"min_score": 1.5}, "min_score is 1.5"),
+        ({"share": -0.5}, "share is -0.5"),
+        ({"share": 0.5, "min_score": 0.9}, "share is 0.5; one of them is needed"),
+        ({"share": 0.5, "levels": ("4b",)}, "with share two are needed"),
+        ({"share": 0.5, "levels": ("exact", "8b")}, "with share two are needed"),
+        ({"levels": ("8b", "exact")}, "levels is"),
         ({"levels": ("8b", "2b")}, "a list of '8b', '8b\\+f16', '4b' is needed"),
         ({"levels": "8b"}, "a list of"),
         ({"levels": ()}, "a list of"),
