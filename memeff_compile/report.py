@@ -490,7 +490,7 @@ class Report(VerbReport):
         return f"{'; '.join(texts or [nothing])}; {more}."
 
     def _unfused(self) -> list[Record]:
-        """Return what is said of losses of training graphs that were not fused."""
+        """Return the records of losses in training graphs that were not fused."""
         return [
             r for graph in self.graphs if graph.training for r in graph.records if _is_unfused(r)
         ]

@@ -23,7 +23,7 @@ from memeff_compile.logits.recipe import DeferredOutput
 
 @dataclass(frozen=True)
 class Around:
-    """What goes around a compiled graph in every process."""
+    """The wrappers of a compiled graph that every process needs."""
 
     present: list[bool] | None
     plan: Sequence[DeferredOutput]
@@ -31,7 +31,7 @@ class Around:
     unread: Sequence[int]
 
     def put_around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a callable that returns what the model does."""
+        """Return a callable with the results of the model."""
         if self.present is not None:
             compiled = with_missing_outputs(compiled, self.present)
         if not self.plan:
@@ -47,12 +47,12 @@ class SavedGraph:
         self.run, self.inner, self.around = run, inner, around
 
     def __call__(self, *args: object) -> object:
-        """Run the graph, and what goes around it."""
+        """Run the graph in its wrappers."""
         return self.run(*args)
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: SavedGraph) -> bytes:
-        """Return the inner compiler's artifact, and what goes around it, as bytes."""
+        """Return the inner compiler's artifact and the wrappers as bytes."""
         try:
             around = pickle.dumps(fn.around)
         except Exception as error:
@@ -79,12 +79,12 @@ class SavedGraph:
 
 
 def savable(
-    run: Callable[..., Any],  # the graph, and what goes around it in this process
-    inner: Callable[..., Any],  # what the inner compiler has made
+    run: Callable[..., Any],  # the graph in the wrappers of this process
+    inner: Callable[..., Any],  # the result of the inner compiler
     around: Around,
     how: str,  # how the graph is compiled, for the error where that cannot be saved
 ) -> Callable[..., Any]:
-    """Return a compiled graph as `aot_compile` can save it, or as it is where nobody saves it."""
+    """Return a compiled graph that `aot_compile` can save, if it asks for one, else the graph."""
     if not compat.is_to_be_saved():
         return run
     if not compat.has_artifact(inner):

@@ -257,7 +257,7 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
 def _read_mask(
     info: GraphInfo, node: Node, shape: tuple[Any, ...], *, is_folded: bool
 ) -> Mask | None:
-    """Return what a mask lets through; one of scores with three axes gets that of one head."""
+    """Return the condition of a mask; for scores with three axes, that of one head."""
     if not is_folded:
         return reader_of(info).mask(node, shape)
     mask = reader_of(info).mask(node, (shape[0], *shape[2:]))
@@ -344,7 +344,7 @@ _COPIES = named("contiguous.default clone.default")
 
 
 def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
-    """Return what was repeated over the heads and the first node that read it, or None."""
+    """Return the node that was repeated over the heads and its first reader, or None."""
     if operand.unexpanded is not None and site.product is not None:
         return operand.unexpanded, site.product  # the product itself repeats it
     result, node = operand.value, back_over(operand.node, _COPIES)

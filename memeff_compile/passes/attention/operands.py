@@ -30,7 +30,7 @@ Step = tuple[OpOverload, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Operand:
-    """A node, and what is done to it before a call takes it."""
+    """A node, and the views that it gets before a call takes it."""
 
     node: Node
     steps: tuple[Step, ...] = ()
@@ -64,7 +64,7 @@ class Operand:
         return before if same_shape(before.value.shape[:1], self.value.shape[:1]) else None
 
     def written(self, editor: Editor) -> Node:
-        """Insert the steps after what the node is now; return their result."""
+        """Insert the steps after the node; return their result."""
         return written(editor, editor.info.current(self.node), self.steps)
 
 

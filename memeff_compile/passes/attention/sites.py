@@ -134,7 +134,7 @@ class _Walk:
     apart: list[Sequence[Any]] = field(default_factory=list)
 
     def moves(self, step: Node, call: Call | None, *, is_backward: bool) -> bool:
-        """Note what a view does to the axes; return False where it does something else to them."""
+        """Note how a view moves the axes; return False if it does more than move them."""
         if call is None or call.op.overloadpacket not in _VIEWS:
             return False
         order = permutation(step, len(self.axes))
@@ -432,7 +432,7 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """What is known of scores so far, read backwards from the softmax."""
+    """The facts about scores that were read so far, backwards from the softmax."""
 
     casts: list[torch.dtype]
     masking: _Masking = field(default_factory=lambda: _Masking())

@@ -122,7 +122,7 @@ class GraphPass(ABC):
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return what a reader of the report should know besides, as codes and sentences."""
+        """Return further codes and sentences for the report."""
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:

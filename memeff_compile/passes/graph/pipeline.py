@@ -258,7 +258,7 @@ def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
 
 
 def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
-    """Return what a pass has to say of a whole graph besides its matches."""
+    """Return the notes of a pass about a whole graph, next to those of its matches."""
     said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
     return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 

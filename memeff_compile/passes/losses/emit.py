@@ -152,8 +152,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
-    """Return what writes to targets or class weights behind the op call for ``group``, which reads
-    them there, and before the last of its tails, which read them where they stand.
+    """Return the node that writes to targets or class weights after the op call of ``group`` and
+    before its last tail. The op reads them at its call, the tails read them later.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -530,7 +530,7 @@ class GroupEmitter:
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
     def _entry(self, tail: Tail) -> Node:
-        """Return what a gather, an index or a one-hot sum gave: of each row, its target's entry."""
+        """Return the entry of each row at its target, as a gather or a one-hot sum gives it."""
         e, found, factor = self.editor, self._rows(_NLL), tail.factor
         if tail.kind == "log_prob":
             factor = -factor  # the op returns minus the log-probability

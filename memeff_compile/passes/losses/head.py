@@ -95,7 +95,7 @@ class Factor:
 
     node: Node
     is_divisor: bool
-    # what the row moves before it do, where it has a number per row
+    # the effects of the row moves before it, where it has a number per row
     rows: tuple[tuple[Any, ...], ...] | None = None
 
 
@@ -105,7 +105,7 @@ class Vector:
 
     node: Node
     classes: tuple[int, int] | None = None  # those of its classes that are left in the end
-    factors: tuple[Factor, ...] = ()  # what the logits are scaled by after it was added
+    factors: tuple[Factor, ...] = ()  # the scales of the logits after it was added
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ class HeadReader:
         return vocabulary >= SMALLEST_VOCABULARY and vocabulary > width
 
     def _is_of_weights(self, node: Node) -> bool:
-        """Return whether a weight is an input, or computed from what is trained or held by modules:
-        no product of data with data, as of two encoders.
+        """Return whether a weight is an input, or computed from parameters and buffers alone. The
+        product of two encoders, data with data, has none.
         """
         seen, queue = {node}, [node]
         while queue:

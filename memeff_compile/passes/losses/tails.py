@@ -102,7 +102,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """What a tail has of it."""
+        """The fields of a tail that say so."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -493,7 +493,7 @@ class TailReader:
             last = value.dim() - 1
             if not reduction and a["dim"][0] % value.dim() != last:
                 return
-            # What is no entropy and weighs by probabilities of a head compares two of them.
+            # A sum weighted by probabilities of a head, if no entropy, compares two heads.
             if self.softmax.probs(_unsigned(targets)[0]) is not None:
                 return
             hot = None

@@ -1,4 +1,4 @@
-"""Finds heads of a training graph whose loss nobody fused, so that none passes in silence.
+"""Finds heads of a training graph whose loss was not fused, so that each has a record.
 
 A head is told from a wide layer inside a model by what becomes of its product. The product of a
 layer goes on into another one. That of a head ends in a number per row or less, as a loss does, or
@@ -82,7 +82,7 @@ def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node
             value = info.tensor(user)
             sizes = () if value is None else value.shape
             is_wide = any(compat.statically_true(s == classes) for s in sizes)
-            # Halves of the classes, as of a gate and what it multiplies, go on, too.
+            # Halves of the classes, as of a gate and its other operand, go on, too.
             if is_wide or is_several(user) or _elements(info, user) * _FEWER >= elements:
                 queue.append(user)
             else:
