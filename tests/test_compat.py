@@ -813,6 +813,9 @@ def test_the_function_inside_which_dynamo_cuts_is_named() -> None:
 
 
 @needs_compiler
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="aot_compile of torch 2.11 saves no graph of AOTAutograd"
+)
 @probes("is_to_be_saved", "has_artifact", "let_be_saved", "serialized", "deserialized")
 def test_an_artifact_of_inductor_is_saved_and_read() -> None:
     from torch._dynamo.aot_compile_types import SerializableCallable

@@ -406,7 +406,20 @@ def kept_rows_counted(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y[y != 3], reduction="sum") / logits.shape[0]
 
 
-@pytest.mark.parametrize("loss", [kept_rows, log_probs_of_kept_rows, kept_rows_counted])
+BEFORE_213 = pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="Dynamo before torch 2.13 compares two counts of kept rows, and raises, on any backend",
+)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(kept_rows, marks=BEFORE_213),
+        log_probs_of_kept_rows,
+        pytest.param(kept_rows_counted, marks=BEFORE_213),
+    ],
+)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_rows_that_a_mask_chooses_are_chosen_of_hidden_states(loss: Loss, inner: str) -> None:
     h, w, _, y = head_inputs(ignored=False)
