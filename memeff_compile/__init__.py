@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .errors import StaleLogitsError as StaleLogitsError
     from .errors import StrictError as StrictError
     from .errors import TargetRangeError as TargetRangeError
-    from .errors import TuneError as TuneError
     from .errors import UnsupportedInputError as UnsupportedInputError
     from .errors import VerifyError as VerifyError
     from .functional import linear_cross_entropy as linear_cross_entropy
@@ -61,7 +60,7 @@ _NAMES = {
     "backend": "compile reset",
     "errors": (
         "CalibrationError CodedWeightError DoubleBackwardError ExplainError MemeffError "
-        "OptionError ShardedLogitsError StaleLogitsError StrictError TargetRangeError TuneError "
+        "OptionError ShardedLogitsError StaleLogitsError StrictError TargetRangeError "
         "UnsupportedInputError VerifyError"
     ),
     "functional": "linear_cross_entropy",

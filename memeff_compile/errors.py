@@ -19,7 +19,6 @@ __all__ = [
     "StaleLogitsError",
     "StrictError",
     "TargetRangeError",
-    "TuneError",
     "UnsupportedInputError",
     "VerifyError",
 ]
@@ -71,10 +70,6 @@ class ExplainError(MemeffError, ValueError):
 
 class CalibrationError(MemeffError, ValueError):
     """A calibration has no inputs, finds nothing to score, or is asked for an unknown level."""
-
-
-class TuneError(MemeffError, RuntimeError):
-    """`tune` cannot measure here, or its table cannot be read or written."""
 
 
 def first_line(error: BaseException) -> str:

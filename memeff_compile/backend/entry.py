@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 
 from .. import compat, report, system
 from ..errors import OptionError, UnsupportedInputError
-from ..kernels.device import decided_by_measurement
 from ..kernels.library import direct_in_inductor
 from ..options import Options, key_of
 from ..passes import PASSES, in_order
@@ -75,7 +74,7 @@ def _inner(trip: Trip) -> Callable[..., Any]:
     if options.inner == "eager":
         forward: Callable[..., Any] = gm.forward
         return forward
-    tag = "".join((decided_by_measurement(), *(each.identity() for each in options.passes)))
+    tag = "".join(each.identity() for each in options.passes)
 
     def compile_one(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if options.inner == "aot_eager":

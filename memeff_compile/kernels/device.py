@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 
-from .. import decisions
 from ..compat import current_gpu
 from ..compat import without_autocast as without_autocast
 from ._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
 
 DEFAULT_PROCESSORS = 132
 """Of an H200; also what the width rules assume where there is no GPU to ask."""
+MEASURED = ("NVIDIA H200",)
+"""The GPUs on which our choices of engines were measured, as torch names them."""
 
 _planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
 
@@ -126,47 +126,16 @@ def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextMan
     return torch.cuda.stream(stream)
 
 
-@lru_cache(maxsize=64)
-def machine(index: int) -> decisions.Machine:
-    """Return what a measurement on CUDA device `index` holds for."""
-    major, minor = _gpu(index).capability
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
-    return decisions.Machine(
-        gpu=torch.cuda.get_device_name(index),
-        capability=f"{major}.{minor}",
-        torch=torch.__version__,
-        triton=triton,
-        kernels=decisions.kernels_version(),
-    )
-
-
 @lru_cache(maxsize=1)
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def machine_of(device: torch.device) -> decisions.Machine | None:
-    """Return the machine that serves a device; None for a CPU or a device that is only planned."""
-    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
-        return None
-    return machine(_index(device))
-
-
-def tuned(device: torch.device, name: str, default: str) -> str:
-    """Return the setting that was measured on this device for a decision, else the default."""
-    return decisions.value(machine_of(device), name, default)
-
-
 def speed_note(device: torch.device) -> str:
     """Say what is known of the speed of our choices on a device, or "" where it is no GPU here."""
-    found = machine_of(device)
-    return "" if found is None else decisions.speed_note(found)
-
-
-def decided_by_measurement() -> str:
-    """Return a digest of every choice that was measured on the GPUs of this process, or ""."""
-    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    return decisions.fingerprint(machine(index) for index in range(count))
+    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+        return ""
+    name = torch.cuda.get_device_name(_index(device))
+    return (
+        f"defaults measured on an {name}" if name in MEASURED else "speed not measured on this GPU"
+    )

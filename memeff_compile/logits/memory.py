@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,21 +14,42 @@ from torch import Tensor
 from memeff_compile.logits.recipe import LogitsRecipe
 from memeff_compile.logits.source import LogitsSource
 
-if TYPE_CHECKING:
-    from memeff_compile.logits.tensor import DeferredLogits
-
 # A product of few rows costs about as much as one of this many: reading the head dominates it.
 _LEAST_ROWS = 64
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Size, strides and offset of a view in its memory: as `as_strided` takes it."""
+
+
+class Part(Protocol):
+    """A view of a memory: deferred logits, as the memory sees them."""
+
+    own: Tensor | None  # its values while the memory has none
+
+    @property
+    def rows(self) -> Tensor:
+        """The hidden states of its rows."""
+
+    @property
+    def place(self) -> Place:
+        """Where it is in the memory."""
+
+    @property
+    def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
+        """The view, and a function of its values, of which this is the result; else None."""
+
+    def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the result of a function of its rows, its dimensions as in the memory."""
 
 
 class Statistics(NamedTuple):
     """Numbers per row that are known of one place in the memory of deferred logits."""
 
-    place: tuple[tuple[int, ...], tuple[int, ...], int]
+    place: Place
     lse: Tensor
     logit_sum: Tensor | None
 
-    def of(self, view: DeferredLogits) -> tuple[Tensor, Tensor | None] | None:
+    def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return the numbers of `view`: the same rows, or one of them along dimension 0."""
         (size, stride, offset), (sizes, strides, start) = view.place, self.place
         if view.place == self.place:
@@ -58,11 +79,11 @@ class Memory:
     value: Tensor | None = None
     rows_computed: int = 0
     # those with values of their own
-    parts: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+    parts: list[weakref.ref[Part]] = field(default_factory=list)
     is_open: bool = False  # somebody has written, or may write unnoticed
     _statistics: Statistics | None = None
 
-    def read(self, view: DeferredLogits) -> Tensor:
+    def read(self, view: Part) -> Tensor:
         """Return the values of `view`, computing its rows alone where that is less work."""
         if self.value is None and view.window is not None:
             base, take = view.window
@@ -75,7 +96,7 @@ class Memory:
             self.rows_computed += max(_row_count(view), _LEAST_ROWS)
         return view.own
 
-    def link(self, view: DeferredLogits) -> Tensor:
+    def link(self, view: Part) -> Tensor:
         """Return the part of this memory that `view` is, computing all of it if need be."""
         if self.value is None:
             value = None if self.origin is None else self.origin()
@@ -90,21 +111,21 @@ class Memory:
         # Never the memory itself for its size: transposed square logits have that size, too.
         return self.value.as_strided(*view.place)
 
-    def write(self, view: DeferredLogits) -> Tensor:
+    def write(self, view: Part) -> Tensor:
         """Return the memory of `view` to somebody who may write to it unnoticed."""
         self.is_open = True
         return self.link(view)
 
-    def statistics(self, view: DeferredLogits) -> tuple[Tensor, Tensor | None] | None:
+    def statistics(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
         """Return log-sum-exp and sum of the rows of `view`, if the last loss found them out."""
         return None if self._statistics is None else self._statistics.of(view)
 
-    def keep_statistics(self, view: DeferredLogits, lse: Tensor, logit_sum: Tensor | None) -> None:
+    def keep_statistics(self, view: Part, lse: Tensor, logit_sum: Tensor | None) -> None:
         """Note what a loss found out about the rows of `view`."""
         self._statistics = Statistics(view.place, lse, logit_sum)
 
     def snapshot(
-        self, view: DeferredLogits, function: Callable[[Tensor], Tensor]
+        self, view: Part, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:
         """Return what applies `function` to a copy of `view`'s values later and holds no memory."""
         reference, origin, place = weakref.ref(self), self.origin, view.place
@@ -126,11 +147,11 @@ class Memory:
 
         return copy
 
-    def _is_less_work(self, view: DeferredLogits) -> bool:
+    def _is_less_work(self, view: Part) -> bool:
         """Say whether to compute the rows of `view` alone, after what such rows have cost."""
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows
 
 
-def _row_count(view: DeferredLogits) -> int:
+def _row_count(view: Part) -> int:
     return prod(view.rows.shape[:-1])

@@ -33,9 +33,9 @@ from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
 from memeff_compile.logits.row_gradient import RowGradient, dense
 from memeff_compile.logits.source import reading_for
+from memeff_compile.logits.view import View
 
 if TYPE_CHECKING:
-    from memeff_compile.logits.tensor import DeferredLogits
     from memeff_compile.report import LogitsUse
 
 DType: TypeAlias = "torch.dtype | None"
@@ -63,7 +63,7 @@ class _Rows(_Function):
 
     @staticmethod
     def forward(
-        ctx: Any, view: DeferredLogits, asked: _Asked
+        ctx: Any, view: View, asked: _Asked
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         head, memory = view.head, view.memory
         target, ignore_index, column_weight, *_ = asked
@@ -153,7 +153,7 @@ class _LogSoftmax(_Function):
     """From deferred logits to deferred log-probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, view: DeferredLogits, recipe: LogitsRecipe) -> DeferredLogits:
+    def forward(ctx: Any, view: View, recipe: LogitsRecipe) -> View:
         result = view.copied(recipe, lambda values: values.to(recipe.dtype).log_softmax(-1))
         ctx.kept, ctx.result = _Kept.of(ctx, view), weakref.ref(result)
         ctx.logs = ctx.kept and ctx.kept._replace(memory=result.memory, recipe=recipe)
@@ -183,7 +183,7 @@ class _Exp(_Function):
     """From deferred log-probabilities to deferred probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, logs: DeferredLogits) -> DeferredLogits:
+    def forward(ctx: Any, logs: View) -> View:
         result = logs.copied(logs.recipe.then("exp"), torch.exp)
         ctx.logs, ctx.result = _Kept.of(ctx, logs), weakref.ref(result)
         return result
@@ -204,7 +204,7 @@ class _PLogP(_Function):
     """From probabilities and their logarithms, both deferred, to deferred products of the two."""
 
     @staticmethod
-    def forward(ctx: Any, probs: DeferredLogits, logs: DeferredLogits) -> DeferredLogits:
+    def forward(ctx: Any, probs: View, logs: View) -> View:
         ctx.logs = _Kept.of(ctx, logs)
         # Of probabilities a second derivative asks where they came from: they may be cut off.
         ctx.probs = None if ctx.logs is None else ctx.logs.of_another(probs)
@@ -228,7 +228,7 @@ class _NegativeEntropy(_Function):
     """From deferred p log p to their sum over the classes; `logs` is not for autograd to see."""
 
     @staticmethod
-    def forward(ctx: Any, terms: DeferredLogits, logs: tuple[DeferredLogits]) -> Tensor:
+    def forward(ctx: Any, terms: View, logs: tuple[View]) -> Tensor:
         _, lse, _, entropy = logs[0].head.statistics(
             with_lse=True, with_logit_sum=False, with_entropy=True
         )
@@ -262,7 +262,7 @@ def _spread(ctx: Any, grad: Tensor) -> Tensor:
 class _Kept(NamedTuple):
     """What a backward has of deferred logits, beside the tensors that are autograd's to free."""
 
-    view: DeferredLogits | None
+    view: View | None
     memory: Memory | None  # where the values that it needs may be
     recipe: LogitsRecipe
     settings: LossSettings
@@ -270,7 +270,7 @@ class _Kept(NamedTuple):
     written_by: Any
 
     @classmethod
-    def of(cls, ctx: Any, view: DeferredLogits, *others: Tensor | None) -> _Kept | None:
+    def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
         """Save others and what the values come from, where there is a backward; return the rest."""
         if not any(ctx.needs_input_grad):
             return None
@@ -279,7 +279,7 @@ class _Kept(NamedTuple):
         kept = (view, view.memory, head.recipe, head.settings, head.use)
         return cls(*kept, _written_by(view))
 
-    def of_another(self, view: DeferredLogits) -> _Kept:
+    def of_another(self, view: View) -> _Kept:
         """Return what is kept of other values of the same head, and autograd frees with these."""
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
@@ -340,7 +340,7 @@ def _result(ctx: Any, kept: _Kept) -> Tensor | None:
     return kept.of_another(result)._replace(written_by=ctx).plain(ctx.saved_tensors)
 
 
-def _written_by(view: Tensor) -> Any:
+def _written_by(view: Any) -> Any:
     """What autograd knows as the last write to the memory of a view; a view's own is made anew."""
     return (view if view._base is None else view._base).grad_fn
 
@@ -374,7 +374,7 @@ def _is_deferred(value: Any) -> bool:
     return isinstance(memory, Memory) and memory.source.loss is not None and value.window is None
 
 
-def _last(view: DeferredLogits, dim: Any) -> bool:
+def _last(view: View, dim: Any) -> bool:
     """Whether `dim` is the vocabulary, and stands last."""
     rank = len(view.dims)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
@@ -383,7 +383,7 @@ def _last(view: DeferredLogits, dim: Any) -> bool:
     return is_number and view.order is None and dim in (-1, rank - 1)
 
 
-def _served(view: DeferredLogits, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Run the op on the rows of `view`, with autograd, for what is `_Asked`."""
     source = view.memory.source
     source.require_unchanged()
@@ -412,9 +412,7 @@ def _need(condition: object, reason: str) -> None:
 _result_dtypes: dict[Any, torch.dtype] = {}
 
 
-def _result_dtype(
-    name: str, view: DeferredLogits, function: Callable[[Tensor], Tensor]
-) -> torch.dtype:
+def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
     """Dtype that PyTorch gives a result, under the autocast of the moment; tried once, on a row."""
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -474,18 +472,18 @@ def _class_loss(
     return loss.to(dtype)
 
 
-def _class_last(input: Any, target: Any) -> DeferredLogits:
+def _class_last(input: Any, target: Any) -> View:
     """Return the logits of a loss with their classes last."""
     _need(_is_deferred(input), "")
     _need(isinstance(target, Tensor), "the targets are no tensor")
     _need(not target.dtype.is_floating_point, "the targets are class probabilities")
     _need(target.dtype == torch.int64, "the targets are not int64")
-    view: DeferredLogits = input
+    view: View = input
     rank = len(view.dims)
     if view.order is not None:
         _need(view.order == (0, rank - 1, *range(1, rank - 1)), "the classes are elsewhere")
         with compat.without_torch_function():
-            view = cast("DeferredLogits", view.permute(0, *range(2, rank), 1))
+            view = input.permute(0, *range(2, rank), 1)
     else:
         _need(rank <= 2, "the loss reads its classes from dimension 1 and the head's are last")
     _need(target.shape == view.dims[:-1], "the shapes of logits and targets differ")
@@ -548,7 +546,7 @@ def _get_item(input: Any, index: Any) -> Any:
     return _picked(view, torch.where(target < 0, target + vocabulary, target))
 
 
-def _picked(view: DeferredLogits, target: Tensor) -> Tensor:
+def _picked(view: View, target: Tensor) -> Tensor:
     """One column of each row, by its index."""
     factor = _check(view, target).factor
     is_log = factor is not None
@@ -594,9 +592,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
     return NotImplemented
 
 
-def _entropy(
-    input: Any, logs: DeferredLogits, dim: Any, keepdim: bool, dtype: torch.dtype | None
-) -> Any:
+def _entropy(input: Any, logs: View, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
     """The sum of p log p over the classes."""
     if input.recipe.steps[-1:] != (("times_exp", None),) or input.lost_factors() is not None:
         return NotImplemented

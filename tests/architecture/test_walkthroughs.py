@@ -37,8 +37,8 @@ NAMED_BY_OTHERS = {
     "fuse_linear_cross_entropy": {"cli/doctor.py", "report.py"},
     "encode_weights": {"model/weights/hooks.py"},
     "defer_logits": {"passes/graph/base.py"},
-    # `tune` compares two engines of the loss; the planner has a row for the library's workspaces.
-    "library": {"decisions.py", "cli/trials.py", "planning/timeline.py"},
+    # The planner has a row for the library's workspaces.
+    "library": {"planning/timeline.py"},
 }
 """Who asks about one pass or engine by its name, for a reason of its own: a new one needs none."""
 

@@ -122,8 +122,19 @@ def test_modes_and_keys_reach_inductor(
     assert not [key for key in given if key.startswith("memeff.")]
 
 
-def test_inductors_caches_are_tagged_by_measured_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors that a filtered loss saves depend on the engine, and no graph says which it is."""
+class NothingToDo(memeff_compile.GraphPass):
+    name = "nothing_to_do"
+
+    def find(self, info: memeff_compile.GraphInfo) -> list[Any]:
+        return []
+
+    def rewrite(self, *_: Any) -> Any:
+        raise AssertionError("nothing was found")
+
+
+def test_inductors_caches_are_tagged_by_the_users_own_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tags = []
 
     def inner(gm: Any, example_inputs: Any, patches: Any, tag: str) -> Any:
@@ -131,11 +142,11 @@ def test_inductors_caches_are_tagged_by_measured_choices(monkeypatch: pytest.Mon
         return gm.forward
 
     monkeypatch.setattr(entry.compat, "compile_with_inductor", inner)
-    for decided in ("", "what tune found"):
+    own = NothingToDo()
+    for passes in ([], [own]):
         torch._dynamo.reset()
-        monkeypatch.setattr(entry, "decided_by_measurement", lambda decided=decided: decided)
-        torch.compile(ToyModel(), backend="memeff")(IDS)
-    assert tags == ["", "what tune found"]
+        torch.compile(ToyModel(), backend="memeff", options={"memeff.passes": passes})(IDS)  # type: ignore[dict-item]
+    assert tags == ["", own.identity()]
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])

@@ -550,34 +550,6 @@ def test_compressed_weights_are_measured_part_by_part(tmp_path: Path) -> None:
     assert all(row["error"] < 5e-3 for row in found if row["what"] == "linear")
 
 
-def test_tiles_of_some_tokens_that_are_tried_are_those_that_the_kernel_takes() -> None:
-    from benchmarks.ops import coded_weight_tiles
-    from memeff_compile.kernels.coded_weight.shapes import MatrixTile
-
-    for tokens in (8, 16):
-        tiles = [each for each in coded_weight_tiles.TILES[tokens] if isinstance(each, MatrixTile)]
-        assert len(set(tiles)) == len(tiles) > 8
-        for tile in tiles:
-            assert tile.tokens == tokens
-            assert tile.warps in (1, 2, 4, 8)
-            assert isinstance(tile.is_ahead, bool)
-            assert tile.patches == 32
-
-
-@pytest.mark.slow
-def test_win4_products_are_timed_over_widths(tmp_path: Path) -> None:
-    from benchmarks import rows
-
-    out = tmp_path / "rows.jsonl"
-    script("coded_weight_widths", "--size", "tiny", "--rounds", "1", "--out", str(out))
-    found = rows.read(out)
-    assert {row["way"] for row in found} == {"dense", "first", "win4"}
-    assert {tuple(row["shape"]) for row in found} == {(64, 256), (40, 512)}
-    assert {row["chosen"] for row in found if row["tokens"] == 17 and row["way"] == "win4"} == {
-        "None"
-    }
-
-
 @pytest.mark.slow
 def test_small_models_with_compressed_weights_train_alike_and_are_drawn(tmp_path: Path) -> None:
     from benchmarks import plot, rows
@@ -596,13 +568,3 @@ def test_small_models_with_compressed_weights_train_alike_and_are_drawn(tmp_path
     assert kept[7] == kept["dense"]
     assert plot.exponents(found["exponents"]) is not None
     assert plot.coded_weight_throughput(found["throughput"]) is not None
-
-
-@pytest.mark.slow
-def test_ways_to_train_compressed_weights_are_measured_one_by_one(tmp_path: Path) -> None:
-    from benchmarks import rows
-
-    out = tmp_path / "designs.jsonl"
-    script("coded_weight_designs", "--size", "tiny", "--out", str(out))
-    ways = [row["way"] for row in rows.read(out)]
-    assert {"dense", "win4", "tier", "tier, lists apart"} <= set(ways)

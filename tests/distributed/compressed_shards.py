@@ -83,7 +83,7 @@ def no_dense_copy_of_a_shard_is_kept() -> None:
     model = sharded()
     compress_(model, min_size=0, progress=False)
     trained_once(model)
-    param = compat._find_fsdp2_shard(model.up.weight)
+    param = compat.distributed._find_fsdp2_shard(model.up.weight)
     assert isinstance(param._sharded_param_data, CodedWeight)
     assert param._sharded_param_data.parts[1] is shards(model)[0].parts[1]
     assert all(output.untyped_storage().size() == 0 for output in param.all_gather_outputs)

@@ -53,7 +53,9 @@ def nbytes(tensors: Any) -> int:
 def held(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of the weights that FSDP2 holds whole, and of the gradients it has reduced."""
     modules = set(model.modules())
-    every = [p for p, _ in compat._fsdp2_parameters() if p._module_info.module in modules]
+    every = [
+        p for p, _ in compat.distributed._fsdp2_parameters() if p._module_info.module in modules
+    ]
     whole = (getattr(param, "_unsharded_param", None) for param in every)
     local = (compat.local_part(p) for p in whole if p is not None)
     gathered = sum(p.untyped_storage().nbytes() for p in local)

@@ -34,7 +34,7 @@ HALF = torch.bfloat16
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Return what makes PyTorch find one GPU, of a capability and with or without ROCm."""
-    caches = (device._gpu, device._has_gpu, device._processors, device.runs_kernels, device.machine)
+    caches = (device._gpu, device._has_gpu, device._processors, device.runs_kernels)
 
     def pretend(capability: tuple[int, int], hip: str | None = None) -> None:
         monkeypatch.setattr(torch.version, "hip", hip)

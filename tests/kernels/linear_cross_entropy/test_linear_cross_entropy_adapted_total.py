@@ -145,7 +145,7 @@ def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_pass_asks_for_it_where_the_head_is_frozen(
     frozen: bool, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(walk, "tuned", lambda *_: "forward")
+    monkeypatch.setattr(walk, "is_faster_in_one_walk", lambda _: True)
     hidden, weight, bias, target, *_ = inputs(torch.float64, torch.float64)
     a, b = torch.randn(RANK, 13).double(), torch.randn(101, RANK).double()
     class_weight = torch.rand(101, dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_the_pass_asks_for_it_where_the_head_is_frozen(
 
 
 def test_the_report_counts_a_piece_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "tuned", lambda *_: "forward")
+    monkeypatch.setattr(walk, "is_faster_in_one_walk", lambda _: True)
     monkeypatch.setattr(op_folder, "engine_for", lambda *_, **__: "library")
     hidden, weight, _, target, low, up = inputs(torch.float64, torch.float64, has_bias=False)
 

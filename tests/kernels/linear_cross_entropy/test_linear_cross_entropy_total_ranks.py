@@ -135,13 +135,13 @@ def test_pieces_follow_from_nothing_that_a_rank_has_for_itself() -> None:
     assert rows_of_a_block(8192, Shard(0, 2, 128256), device=cuda, **how) == 2048
 
 
-def test_which_form_is_taken_depends_on_no_table_and_no_kind_of_gpu(
+def test_which_form_is_taken_depends_on_no_kind_of_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def asked(*_: object, **__: object) -> Any:
         raise AssertionError("a rank's own")
 
-    for name in ("tuned", "kernels_serve"):
+    for name in ("is_faster_in_one_walk", "kernels_serve"):
         monkeypatch.setattr(walk, name, asked)
     monkeypatch.setattr(walk, "engine_for", asked)
     decide, cuda = makes_gradients_in_forward_over_ranks, torch.device("cuda")

@@ -1,0 +1,205 @@
+"""Autograd: checkpoints, autocast, transforms, hooks, and what a backward pass keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.autograd import forward_ad
+from torch.fx import GraphModule, Node, traceback
+from torch.optim import optimizer as optimizers
+from torch.utils import checkpoint
+
+from .tensors import outside_dispatch_modes
+
+
+def has_checkpoint_policy(gm: GraphModule) -> bool:
+    """Return whether the body of a checkpoint has a ``context_fn``: a say in what is kept."""
+    return gm.meta.get("_checkpoint_context_fn") is not None
+
+
+_KEPT = "memeff_kept"
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mv")
+
+
+class _KeepsMarked:
+    """The `context_fn` of a checkpoint that keeps what calls with a mark return."""
+
+    def __init__(self, cache_hash: str) -> None:
+        self.cache_hash = cache_hash  # what tells two of them apart in the caches of AOTAutograd
+
+    def __call__(self) -> Any:
+        return checkpoint.create_selective_checkpoint_contexts(self._policy)
+
+    @staticmethod
+    def _policy(context: object, op: Any, *args: object, **kwargs: object) -> Any:
+        del context, args, kwargs
+        kind, name = traceback.current_meta.get(_KEPT), op.name()
+        if kind == "attention":
+            is_kept = kind in name
+        else:
+            is_kept = name in _PRODUCTS if kind == "product" else name.partition(".")[0] == kind
+        policies = checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if is_kept else policies.PREFER_RECOMPUTE
+
+
+def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[], None]:
+    """Have the body of a checkpoint keep what some calls return, and return how to take it back: of
+    "attention" what its fused kernel returns, of a "product" what that returns, else of the ATen or
+    other op by its name, such as "aten::add".
+    """
+    for node, kind in kept.items():
+        node.meta[_KEPT] = kind
+    named = ",".join(sorted(f"{node.name}:{kind}" for node, kind in kept.items()))
+    gm.meta["_checkpoint_context_fn"] = _KeepsMarked(f"memeff_compile keeps {named}")
+
+    def undo() -> None:
+        del gm.meta["_checkpoint_context_fn"]
+        for node in kept:
+            del node.meta[_KEPT]
+
+    return undo
+
+
+def may_be_under_policy(target: object) -> bool:
+    """Return whether a call may stand in a checkpoint with a policy: some on graphs have no rule.
+    Nested checkpoints and autograd functions are traced through, and need none.
+    """
+    if not isinstance(target, HigherOrderOperator):
+        return True
+    is_traced = target.name() in ("tag_activation_checkpoint", "autograd_function_apply")
+    return is_traced or checkpoint._CachingTorchDispatchMode in target.python_key_table
+
+
+def is_kept(node: Node) -> bool:
+    """Return whether the checkpoint around a call keeps what it returns."""
+    return _KEPT in node.meta
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from what runs meanwhile; devices that
+    have none, as meta, are left alone.
+    """
+    if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+@functools.lru_cache(maxsize=16)
+def _has_autocast(device_type: str) -> bool:
+    return device_type != "meta" and bool(torch.amp.is_autocast_available(device_type))
+
+
+@contextlib.contextmanager
+def beside_autograd() -> Iterator[None]:
+    """Run autograd beside the caller's: out of sight of its hooks, modes and compilers.
+
+    These would count or save what is thrown away, see each operation, or compile its backward.
+    """
+    from torch._dynamo import compiled_autograd
+
+    with unseen_by_saved_tensor_hooks(), outside_dispatch_modes(), compiled_autograd._disable():
+        yield
+
+
+@contextlib.contextmanager
+def unseen_by_saved_tensor_hooks() -> Iterator[None]:
+    """Save tensors for a backward pass, also on fake tensors, without the hooks around the call."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        yield
+
+
+# Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now.
+is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is several under ``vmap`` or ``is_grads_batched``, which hides it
+    from Python.
+    """
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def is_forward_mode_active() -> bool:
+    """Return whether forward-mode derivatives are being computed."""
+    return bool(forward_ad._current_level >= 0)
+
+
+def frees_saved_tensors() -> bool:
+    """Return whether a backward runs that drops what a node saved as soon as the node is done."""
+    return (
+        torch._C._current_graph_task_id() != -1
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
+def packs_saved_tensors() -> bool:
+    """Return whether hooks get to see what autograd saves now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks are registered on a tensor, of its gradient or after it."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+def drop_empty_hooks(tensor: torch.Tensor) -> None:
+    """Forget hooks that were registered on a tensor and removed again: what is left of them makes
+    torch believe that it runs hooks of this tensor. After `torch.utils.swap_tensors`, which moving
+    a module with subclass weights uses, those registered from then on would never run.
+    """
+    if not tensor._post_accumulate_grad_hooks:
+        tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    if not tensor._backward_hooks:
+        tensor._backward_hooks = None
+
+
+def revive_hooks(tensor: torch.Tensor) -> None:
+    """Have the hooks of a tensor whose insides were swapped run again; their handles stay good."""
+    tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    tensor._backward_hooks = tensor._backward_hooks
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
+    """Return whether hooks run around the steps of an optimizer, those after every step aside.
+    ``but`` is a hook before every step that does not count.
+    """
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or any(hook is not but for hook in optimizers._global_optimizer_pre_hooks.values())
+    )
+
+
+def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks that were registered to run after a step of any optimizer."""
+    for hook in list(optimizers._global_optimizer_post_hooks.values()):
+        hook(optimizer, (), {})
+
+
+def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> None:
+    """Call a function when the gradients of what made these results have been computed, before
+    autograd hands them on.
+    """
+    for result in results:
+        made_by = result.grad_fn if isinstance(result, torch.Tensor) else None
+        if made_by is not None:
+            made_by.register_hook(lambda *_: function())
+            return
+
+
+def after_backward(function: Callable[[], None]) -> bool:
+    """Call a function at the end of the backward that runs; return False where none does."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+    except RuntimeError:
+        return False
+    return True

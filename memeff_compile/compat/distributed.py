@@ -1,0 +1,207 @@
+"""DTensor and FSDP: who holds which part of a parameter."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether ``value`` is a tensor spread over ranks."""
+    tensor_module = sys.modules.get("torch.distributed.tensor")
+    return tensor_module is not None and isinstance(value, tensor_module.DTensor)
+
+
+def is_tensor_parallel(weight: torch.Tensor) -> bool:
+    """Return whether ranks compute with parts of ``weight``: not FSDP2 alone has spread it."""
+    return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
+
+
+def offset_of_part(tensor: Any) -> tuple[int, ...]:
+    """Return where in a DTensor the part of this rank begins, as DTensor itself cuts it."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape = [int(size) for size in tensor.shape]
+    given = (shape, tensor.device_mesh, tensor.placements)
+    return tuple(compute_local_shape_and_global_offset(*given)[1])
+
+
+def gathering_ops() -> tuple[Any, Any]:
+    """Return the op that gathers a tensor from all ranks of a named group, and that waits for it:
+    those that DTensor calls, known to AOTAutograd and Inductor.
+    """
+    ops = torch.ops._c10d_functional
+    return ops.all_gather_into_tensor.default, ops.wait_tensor.default
+
+
+def ignores_gradients(hook: Any) -> bool:
+    """Return whether a tensor hook only marks the time: FSDP2's look at no gradient."""
+    owner = getattr(hook, "__self__", None)
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return states is not None and isinstance(owner, states.FSDPState)
+
+
+def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's shard of ``weight`` when FSDP2 gathered it, else None: optimizers and
+    checkpoints write to it, and ``weight`` follows at its next gathering.
+    """
+    param, _ = _fsdp2_owner(weight)
+    return cast("torch.Tensor | None", getattr(param, "sharded_param", None))
+
+
+def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
+    """Make ``local`` what this rank holds of a parameter that FSDP2 shards, with gradients off.
+
+    ``local`` may be of a subclass with FSDP2's hooks around its all-gather. False unless FSDP2
+    shards the parameter, keeps shards on their device, and has it in shards now.
+    """
+    old: Any = module._parameters[name]
+    param = _find_fsdp2_shard(old)
+    if param is None or param.offload_to_cpu or param.sharded_state.name != "SHARDED":
+        return False
+    new = with_local_part(old, local)
+    module._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
+    # What it keeps flat goes first: it would look for the memory behind the new shard.
+    param._sharded_param_data = local_part(module._parameters[name]).view(-1)  # type: ignore[arg-type]
+    param.reset_sharded_param()
+    param._init_extensions()
+    return True
+
+
+def is_fsdp_shard(weight: torch.Tensor) -> bool:
+    """Return whether ``weight`` is a parameter that FSDP2 holds in shards on their device."""
+    param = _find_fsdp2_shard(weight)
+    return param is not None and not param.offload_to_cpu
+
+
+@dataclass(frozen=True)
+class FsdpShard:
+    """What FSDP2 does with a parameter that it holds in shards."""
+
+    _param: Any
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is the one whose hooks it runs: others may take its place."""
+        return self._param.sharded_param is parameter
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the shard is kept in memory of the host."""
+        return bool(self._param.offload_to_cpu)
+
+
+def fsdp_shards() -> dict[int, FsdpShard]:
+    """Return what FSDP2 does with every parameter that it holds in shards, by `id`."""
+    return {id(param.sharded_param): FsdpShard(param) for param, _ in _fsdp2_parameters()}
+
+
+def shards_by_fsdp2() -> bool:
+    """Return whether FSDP2 shards any parameter of this process."""
+    return next(_fsdp2_parameters(), None) is not None
+
+
+def is_fsdp2_module(module: torch.nn.Module) -> bool:
+    """Return whether FSDP2 has hooks around ``module``."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return states is not None and states._get_module_fsdp_state(module) is not None
+
+
+def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
+    """Return the modules that FSDP2 gathers together with ``weight``; none if it did not."""
+    _, group = _fsdp2_owner(weight)
+    return () if group is None else tuple(group.modules)
+
+
+def sharded_with(weight: torch.Tensor) -> list[torch.nn.Module]:
+    """Return all modules that FSDP2 shards under the root of the one that ``weight`` belongs to."""
+    for state in _fsdp2_states():
+        if any(module in state._modules for module in fsdp_group(weight)):
+            return [module for each in state._state_ctx.all_states for module in each._modules]
+    return []
+
+
+def _find_fsdp2_shard(weight: torch.Tensor) -> Any:
+    return next((p for p, _ in _fsdp2_parameters() if p.sharded_param is weight), None)
+
+
+def _fsdp2_states() -> Iterator[Any]:
+    """Yield FSDP2's objects for the modules that it shards."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if states is None:
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for entry in list(_module_state_mapping.values()):
+        state = entry() if isinstance(entry, weakref.ref) else entry
+        if isinstance(state, states.FSDPState):
+            yield state
+
+
+def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's objects for every parameter it shards, and for its group."""
+    for state in _fsdp2_states():
+        groups = getattr(state, "_fsdp_param_groups", None)  # one group, unnumbered, before 2.12
+        for group in (state._fsdp_param_group,) if groups is None else groups:
+            for param in () if group is None else group.fsdp_params:
+                yield param, group
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that this rank holds of a distributed one."""
+    return cast("torch.Tensor", getattr(tensor, "_local_tensor", tensor))
+
+
+def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a distributed tensor like ``tensor``, of which this rank holds ``local``."""
+    from torch.distributed.tensor import DTensor
+
+    like: Any = tensor
+    how = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    made = DTensor.from_local(local, like.device_mesh, like.placements, **how)
+    return cast("torch.Tensor", made)
+
+
+def fsdp_frees_after_forward(weight: Any) -> bool:
+    """Return whether FSDP frees ``weight`` before the caller of the model can use it: FSDP1, and
+    FSDP2 but for the outermost group and those that are told not to reshard.
+    """
+    if not isinstance(weight, torch.Tensor):
+        return False
+    if _is_fsdp1_view(weight):
+        return True
+    param, group = _fsdp2_owner(weight)
+    return param is not None and getattr(group, "post_forward_mesh_info", group) is not None
+
+
+def is_sharded_by_fsdp(weight: torch.Tensor) -> bool:
+    """Return whether ``weight`` was gathered from shards by FSDP, 1 or 2."""
+    return _is_fsdp1_view(weight) or _fsdp2_owner(weight)[0] is not None
+
+
+def _is_fsdp1_view(weight: torch.Tensor) -> bool:
+    return any(getattr(t, "_is_flat_param", False) for t in (weight, weight._base))
+
+
+# Gathered parameters live as long as their module: a tensor is looked for once.
+_fsdp2_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
+    """Return FSDP2's objects for a gathered parameter and its group; (None, None) if it is none."""
+    if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
+        return None, None
+    if weight not in _fsdp2_owners:
+        every = _fsdp2_parameters()
+        mine = (pair for pair in every if getattr(pair[0], "_unsharded_param", None) is weight)
+        found = next(mine, None)
+        if found is None:  # not remembered: tensors with weak references cannot be swapped
+            return None, None
+        _fsdp2_owners[weight] = tuple(map(weakref.ref, found))
+    param, group = (reference() for reference in _fsdp2_owners[weight])
+    return param, group

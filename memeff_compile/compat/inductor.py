@@ -1,0 +1,261 @@
+"""AOTAutograd, Inductor and CUDA graphs: compiling a graph, saving it, recording it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
+from torch.utils import checkpoint
+
+from .dynamo import example_value
+
+Compiled = Callable[..., Sequence[Any]]
+# Returns the index of the GPU that is current.
+current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def recompute_in_backward(node: Node) -> None:
+    """Have AOTAutograd's partition compute a call again in the backward, and keep its inputs."""
+    node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+    node.meta.setdefault("ac_graph_id", 0)
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """Return the config keys that each mode of Inductor stands for."""
+    from torch._inductor import list_mode_options
+
+    return cast("dict[str, dict[str, Any]]", list_mode_options())
+
+
+def inductor_config() -> tuple[dict[str, Any], Callable[[str], Any]]:
+    """Return Inductor's config as it is, and what tells the type of a key."""
+    from torch._inductor import config
+
+    return config.get_config_copy(), config.get_type  # type: ignore[attr-defined]
+
+
+def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
+    """Return whether Inductor will replay CUDA graphs under ``patches``."""
+    if "triton.cudagraphs" in patches:
+        return bool(patches["triton.cudagraphs"])
+    from torch._inductor import config
+
+    return bool(config.triton.cudagraphs)
+
+
+def compile_with_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
+) -> Compiled:
+    """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
+
+    Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
+    other versions have other ops. ``tag`` is what else our ops were compiled for and no graph
+    shows.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.compiler import config
+
+    tagged = f"{config.cache_key_tag}memeff:{op_fingerprint()}:{tag}"
+    with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
+    return cast("Compiled", compiled)
+
+
+def is_to_be_saved() -> bool:
+    """Return whether `aot_compile` asks for a graph, which its caller may save."""
+    from torch._functorch import config
+
+    return bool(config.bypass_autograd_cache_key)
+
+
+def has_artifact(compiled: Compiled) -> bool:
+    """Return whether AOTAutograd has made a callable, and can save what is behind it."""
+    return getattr(compiled, "serialize", None) is not None
+
+
+def let_be_saved(kind: type) -> None:
+    """Let `aot_compile` take callables of a class, which says how they are saved."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    SerializableCallable.register(kind)
+
+
+def serialized(compiled: Compiled) -> bytes:
+    """Return the artifact of the inner compiler behind a callable."""
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
+
+    return Bundled.serialize_compile_artifacts(Bundled(compiled))
+
+
+def deserialized(artifact: bytes) -> Compiled:
+    """Return the callable of an inner compiler's artifact."""
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
+
+    return cast("Compiled", Bundled.deserialize_compile_artifacts(artifact))
+
+
+@contextlib.contextmanager
+def apart_in_tracing() -> Iterator[None]:
+    """Compile one of several graphs that Dynamo captured as one: what AOTAutograd notes about it,
+    and reads when it compiles its backward, is not to be taken for another's.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    own = copy.copy(context)
+    own.fw_metadata = None
+    with tracing(own):
+        yield
+
+
+def call_in_inductor(op: torch._ops.OpOverload) -> None:
+    """Have code that Inductor writes call `op.direct`: the way through the dispatcher, twice where
+    a gradient is written in Python, takes longer than many a kernel.
+
+    Code in C++ calls the op.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+    from torch._library.utils import get_layout_constraint_tag
+
+    if op in lowering.lowerings:
+        return
+    tag = get_layout_constraint_tag(op, with_default=True)
+    constraint = lowering.tag_to_layout_constraint(tag)
+    lowering.add_needs_realized_inputs(op)
+    if constraint is not None:
+        lowering.add_layout_constraint(op, constraint)
+    fall_back = lowering.fallback_handler(op)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = fall_back(*args, **kwargs)
+        if not V.graph.cpp_wrapper:
+            called = (o for o in reversed(V.graph.operations) if isinstance(o, ir.FallbackKernel))
+            kernel = next(called)
+            kernel.set_python_kernel_name(f"{kernel.python_kernel_name}.direct")
+        return found
+
+    lowering.register_lowering(op, type_promotion_kind=None)(call)
+
+
+def op_fingerprint() -> str:
+    """Return a digest of the schemas of every registered op of ours, and of our version."""
+    version = sys.modules["memeff_compile"].__version__
+    names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("memeff::"))
+    schemas = (str(torch._C._get_schema(*name.partition(".")[::2])) for name in names)
+    return hashlib.sha256("\n".join((version, *schemas)).encode()).hexdigest()[:16]
+
+
+def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+    """Hand the graph to AOTAutograd and run the result op by op."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    inputs: Any = example_inputs
+    return cast("Compiled", aot_eager(gm, inputs))
+
+
+def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Return empty memory on the device of a tensor, which is the current one if it is a GPU.
+
+    Code of Inductor's makes its buffers so: the way through the dispatcher takes three times as
+    long.
+    """
+    if like.is_cuda and _empty_on_gpu is not None:
+        return cast("torch.Tensor", _empty_on_gpu(size, strides, torch.bfloat16))
+    return torch.empty_strided(size, strides, dtype=torch.bfloat16, device=like.device)
+
+
+_empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def mark_static_input(node: Node) -> None:
+    """Tell AOTAutograd that an input stays where it is, so that CUDA graphs may write to it."""
+    node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = "unguarded"
+
+
+def is_unsafe_to_record(node: Node) -> bool:
+    """Return whether a call may not be part of a CUDA graph: it waits for the device, its sizes are
+    data, it is control flow, or an op of somebody else's, whose host work a replay would leave out.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    value = example_value(node)
+    values = [value] if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)) else []
+    if any(free_unbacked_symbols(each) for each in values):
+        return True
+    target: Any = node.target
+    if isinstance(target, HigherOrderOperator):
+        return not target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
+    is_packet = isinstance(target, OpOverloadPacket)
+    ops = [getattr(target, name) for name in target.overloads()] if is_packet else [target]
+    ops = [op for op in ops if isinstance(op, OpOverload)]
+    names = ("cudagraph_unsafe", "data_dependent_output", "dynamic_output_shape")
+    unsafe = {getattr(torch.Tag, name) for name in names}
+    is_known = all(op.namespace in ("aten", "prims", "memeff") for op in ops)
+    return not is_known or any(unsafe & set(op.tags) for op in ops)
+
+
+@contextlib.contextmanager
+def capturing_alone() -> Iterator[None]:
+    """Record no two CUDA graphs at a time: a capture is a state of the process."""
+    from torch._inductor import cudagraph_trees
+
+    lock = getattr(cudagraph_trees, "graph_capture_lock", None)  # since torch 2.13
+    with _capture_lock if lock is None else lock:
+        yield
+
+
+_capture_lock = threading.Lock()
+
+
+def forget_workspaces() -> None:
+    """Have cuBLAS allocate its workspaces anew: one from before a capture may be freed after it."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def leave_pool(pool: Any) -> None:
+    """Let the allocator go back to its usual memory after a capture that failed."""
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+
+
+def multiplies_bf16() -> bool:
+    """Return whether the CPU's matrix library has instructions for products of bfloat16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def tracing_again() -> Callable[[], Any]:
+    """Return a function, that of a context: what is compiled in it is as if it were here."""
+    return functools.partial(tracing, TracingContext.try_get())
+
+
+def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
+    """Return AOTAutograd's graphs for ``gm`` as Inductor asks for them, the forward first."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        forward: Callable[..., Any] = graph.forward
+        return forward
+
+    patches = {"pattern_matcher": False, "force_disable_caches": True}
+    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+        inner: Any = keep
+        compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    return graphs

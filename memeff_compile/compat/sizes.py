@@ -1,0 +1,84 @@
+"""Sizes and numbers that are symbols while a graph is compiled: what is known of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .dynamo import example_value, source_name
+
+
+def statically_true(condition: Any) -> bool:
+    """Return whether ``condition`` holds for every size, without adding a guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
+def holds(condition: Any) -> bool:
+    """Return whether ``condition`` on sizes holds at present, and guard it: where it does not, or
+    does, the graph is compiled anew. What depends on data does not hold.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return not free_unbacked_symbols(condition) and bool(condition)
+
+
+def known_number(value: Any) -> int | float | None:
+    """Return the number that ``value`` is or, for a node, stands for at present; adds no guard.
+
+    ``dynamic=True`` makes symbols of a config's numbers; the sizes of tensors have no answer here.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    symbol = example_value(value) if isinstance(value, Node) else None
+    if isinstance(symbol, torch.SymFloat):
+        from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+        is_given = all(symbol_is_type(s, SymT.FLOAT) for s in symbol.node.expr.free_symbols)
+    elif isinstance(symbol, torch.SymInt):
+        is_given = known_size(symbol) is not None or (
+            value.op == "placeholder" and ".size()" not in source_name(value)
+        )
+    else:
+        return None
+    number = symbol.node.hint if is_given else None
+    return number if isinstance(number, (int, float)) else None
+
+
+def known_size(size: Any) -> int | None:
+    """Return a size that is the same in every call, or None; adds no guard."""
+    if isinstance(size, int):
+        return size
+    known = size.node.maybe_as_int()
+    return None if known is None else int(known)
+
+
+def hold_constant(value: Any) -> None:
+    """Guard the symbol behind a node at its present number: another number compiles anew."""
+    symbol = example_value(value) if isinstance(value, Node) else None
+    if isinstance(symbol, torch.SymInt):
+        int(symbol)
+    elif isinstance(symbol, torch.SymFloat):
+        float(symbol)
+
+
+def size_hint(size: Any) -> int:
+    """Return a number for a size, the hint of a symbol; 0 when it has none. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if isinstance(hint, int) else 0
+
+
+def size_formula(size: Any) -> Any:
+    """Return a size as a sympy formula over Dynamo's symbols; adds no guard."""
+    import sympy
+
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr

@@ -1,0 +1,265 @@
+"""Tensors and ops: subclasses, dispatch modes, fake tensors, memory, and schemas of ops."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeGuard, TypeVar, cast
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+from torch._subclasses import fake_tensor
+from torch.nn import _reduction
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+# Where functions of torch.nn.functional that are written in C++ live under their own names.
+BUILT_IN_FUNCTIONS: Any = torch._C._nn
+# What torch asks, through `__torch_function__`, before new data is put into a tensor.
+TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
+# The `__torch_function__` of a subclass that has none.
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+# Returns the schema of an op: its name, arguments and returns.
+schema: Callable[[Any], Any] = attrgetter("_schema")
+
+
+def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
+    """Return the reduction that the two old arguments of a loss stand for."""
+    return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
+
+
+def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
+    """Return a tensor of a subclass that has sizes and no memory of its own."""
+    made: Any = torch.Tensor._make_wrapper_subclass(kind, *args, **kwargs)
+    return cast("_Tensor", made)
+
+
+def as_class(kind: type[_Tensor], plain: torch.Tensor) -> _Tensor:
+    """Return a tensor of a subclass with the memory of another, cut off from autograd."""
+    made: Any = torch.Tensor._make_subclass(kind, plain)
+    return cast("_Tensor", made)
+
+
+_Context = Callable[[], contextlib.AbstractContextManager[Any]]
+# A context that calls functions of torch on subclasses as on plain tensors.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+# A context in which Python implementations of ops go before those in C++, as symbols need.
+python_dispatcher: _Context = enable_python_dispatcher
+# A context that suspends every dispatch mode: fake modes, tracing and the user's own.
+outside_dispatch_modes: _Context = _disable_current_modes
+# A context in which no mode sees what runs.
+on_real_tensors: _Context = no_dispatch
+# Returns a number that every in-place write to a tensor's memory raises.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
+@functools.cache
+def _let_fake_modes_ask() -> None:
+    """Have fake modes, which answer for fake tensors alone, hand on the question for the device."""
+    op = torch.ops.prim.device.default
+    handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
+    usual = handlers[op]
+
+    def device_of(args: Sequence[Any]) -> Any:
+        tensor = args[0]
+        is_fake = isinstance(tensor, fake_tensor.FakeTensor)
+        return usual(args) if is_fake else tensor.__torch_dispatch__(op, (type(tensor),), args)
+
+    handlers[op] = device_of
+
+
+def can_be_swapped(tensor: torch.Tensor) -> bool:
+    """Return whether `torch.utils.swap_tensors` takes a tensor: not where a weak reference, as
+    compiled code has, or an autograd graph holds it.
+    """
+    return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
+
+
+def is_fake(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether ``value`` is a plain fake tensor: not a fake wrapper subclass."""
+    return type(value) is fake_tensor.FakeTensor
+
+
+def make_without_memory(
+    cls: type[torch.Tensor],
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+    storage_offset: int | None = None,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """Make a wrapper subclass that nothing takes for a tensor with memory.
+
+    A wrapper has its device's dispatch keys and a null pointer, so that whatever reaches memory
+    without Python crashes: raw pointers, storages, a plain tensor whose `.data` it became. This one
+    has keys and storage of the meta device, and only says that it is on `device`.
+
+    The class answers what it says and refuses (`ABOUT_MEMORY`) from its `__torch_dispatch__`, and
+    has a property `device` and a method `refuse_memory`, which raises.
+    """
+    made = torch.Tensor._make_wrapper_subclass(
+        cls,
+        tuple(size),
+        strides=None if strides is None else tuple(strides),
+        storage_offset=storage_offset,
+        dtype=dtype,
+        device=torch.device("meta"),
+        dispatch_device=True,
+        requires_grad=requires_grad,
+        _extra_dispatch_keys=_autocast_keys(device.type),
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    _refuse_assigned_data()
+    _let_fake_modes_ask()
+    return made
+
+
+@functools.cache
+def _autocast_keys(kind: str) -> Any:
+    if kind == "meta":
+        return None
+    name = f"Autocast{torch._C._dispatch_key_for_device(kind)}"
+    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
+
+
+def _shares_metadata(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Answer what an assignment to `.data` asks: both have to be of one class."""
+    for each in (tensor, other):
+        refuse = getattr(each, "refuse_memory", None)
+        if refuse is not None and type(tensor) is not type(other):
+            refuse()
+    op = torch.ops.aten._has_compatible_shallow_copy_type.default
+    return bool(op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.Meta), tensor, other))
+
+
+ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: lambda tensor: tensor.device,
+    torch.ops.aten._has_compatible_shallow_copy_type.default: _shares_metadata,
+}
+"""What tensors made by `make_without_memory` are asked below autograd, and the answers."""
+
+
+@functools.cache
+def _refuse_assigned_data() -> torch.library.Library:
+    """Have assignments to `.data` ask `_shares_metadata` where one of the tensors has meta's keys:
+    PyTorch asks an operation that is never dispatched to Python.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
+    return library
+
+
+def storage_key(value: torch.Tensor) -> int:
+    """Return a key equal for fake tensors that share memory."""
+    return int(value.untyped_storage()._cdata)
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any]:
+    """Return the names of the tensors that a wrapper subclass is made of, and what else it is."""
+    names, about = cast("Any", tensor).__tensor_flatten__()
+    return names, about
+
+
+def storage_keys(value: torch.Tensor) -> set[int]:
+    """Return keys equal for fake tensors that share memory, one per part of a subclass."""
+    if not hasattr(type(value), "__tensor_flatten__"):
+        return {storage_key(value)}
+    names, _ = parts_of(value)
+    return {key for name in names for key in storage_keys(getattr(value, name))}
+
+
+# Lets the device stop with a message when it finds a condition false; the host goes on.
+assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
+
+
+def is_traced(*tensors: torch.Tensor) -> bool:
+    """Return whether tensors stand for others, or a mode watches what is done to them."""
+    stands_for_others = any(type(tensor) is not torch.Tensor for tensor in tensors)
+    return stands_for_others or torch._C._len_torch_dispatch_stack() > 0
+
+
+def fake_mode(outside: Callable[..., Any]) -> Any:
+    """Return a mode under which tensors have sizes and no memory.
+
+    What runs outside of Dynamo's traces goes to ``outside(op, args, kwargs, run)``, which returns
+    the result; ``run()`` runs it on sizes.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shapes = ShapeEnv()
+
+    class Told(fake_tensor.FakeTensorMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            run = functools.partial(super().__torch_dispatch__, func, types, args, kwargs)
+            if TracingContext.try_get() is not None:
+                return run()
+            with shapes.ignore_fresh_unbacked_symbols():  # they are in no graph
+                return outside(func, args, kwargs, run)
+
+    return Told(shape_env=shapes, allow_non_fake_inputs=True)
+
+
+def is_view(op: Any) -> bool:
+    """Return whether what an op returns is, or is a view of, what it was given."""
+    found = schema(op)
+    return found is None or any(returned.alias_info for returned in found.returns)
+
+
+def written_to(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of an op that it writes to."""
+    known = getattr(schema(op), "arguments", ())
+    given = {**dict(zip((a.name for a in known), args, strict=False)), **kwargs}
+    changed = [a.name for a in known if a.alias_info is not None and a.alias_info.is_write]
+    return [given[name] for name in changed if name in given]
+
+
+def reads_values(op: Any) -> bool:
+    """Return whether what an op returns has sizes, or is a number, that depends on values."""
+    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    return any(tag in op.tags for tag in tags)
+
+
+def is_item(op: Any) -> bool:
+    """Return whether an op is what `item()` calls."""
+    return op is torch.ops.aten._local_scalar_dense.default
+
+
+def is_drawn(op: Any) -> bool:
+    """Return whether chance decides what an op returns, or what was in its memory."""
+    return torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.name()
+
+
+def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
+    """Count who holds the one tensor in a list: its memory, the tensor, the Python object of each.
+
+    No variable of the caller may hold the tensor beside the list. See `SOLE_OWNER`.
+    """
+    return (
+        torch._C._storage_Use_Count(held[0].untyped_storage()._cdata),
+        held[0]._use_count(),  # type: ignore[attr-defined]
+        sys.getrefcount(held[0]),
+        sys.getrefcount(held[0].untyped_storage()),
+    )
+
+
+# What `references` counts where nobody but the list holds the tensor or its memory.
+SOLE_OWNER = (2, 1, 2, 2)
+
+
+def is_sole_owner(held: list[torch.Tensor]) -> bool:
+    """Return whether nobody but a list of one tensor holds that tensor or its memory: no view,
+    detached tensor, array of NumPy or saved tensor. Not known, hence False, where Dynamo traces.
+    """
+    return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER

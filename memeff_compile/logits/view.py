@@ -1,0 +1,43 @@
+"""The protocol of deferred logits for losses outside the graph; `tensor` has the class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from memeff_compile.logits.fused_rows import Head
+from memeff_compile.logits.memory import Memory, Part
+from memeff_compile.logits.recipe import LogitsRecipe
+
+
+class View(Part, Protocol):
+    """Logits of a head, or some of their rows, that are computed on first use."""
+
+    memory: Memory
+    dims: tuple[int, ...]
+    order: tuple[int, ...] | None  # of dimensions, where the vocabulary has left the last place
+
+    @property
+    def head(self) -> Head:
+        """These rows as a loss outside the graph takes them."""
+
+    @property
+    def recipe(self) -> LogitsRecipe:
+        """How the values come from the hidden states."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the logits."""
+
+    def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
+        """Return a tensor in memory of its own: by a recipe, or by a function of its values."""
+
+    def to_read(self) -> Tensor:
+        """Return an ordinary tensor that is a view of this one for autograd."""
