@@ -557,6 +557,12 @@ class Options:
         "gradient) is recorded as a CUDA graph and replayed, without a mode being given. A mode, "
         "or `triton.cudagraphs`, goes first (docs/use/serving.md).",
     )
+    regions: str = _choice(
+        "off auto",
+        "`auto` compiles each distinct layer of a model once: the graph is cut between layers, and "
+        "equal ones share what one of them is compiled to (docs/use/start.md). First calls "
+        "take a fraction of the time; fusions across two layers are lost.",
+    )
     mode: str | None = _option(
         None,
         "none, or a mode of Inductor such as `reduce-overhead`, `max-autotune`",

@@ -52,6 +52,7 @@ DOCUMENTED_KEYS = (
     "verify.limit",
     "inner",
     "cuda_graphs",
+    "regions",
     "mode",
 )
 

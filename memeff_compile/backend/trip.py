@@ -22,6 +22,7 @@ from ..logits.saved_graphs import Around, savable
 from ..options import Options
 from ..passes.attention.mask_reader import hand_over
 from ..passes.graph import cuts
+from ..passes.graph import repeated_layers as layers
 from ..passes.graph.base import GraphPass
 from ..passes.graph.graph_info import GraphInfo, ambient_region
 from ..passes.graph.pipeline import Outcome, enforce_strict, run
@@ -92,15 +93,31 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
 
     def _cut(self, info: GraphInfo) -> None:
-        """Decide where the graph is cut for updates in the backward, and say so in its report."""
+        """Decide where the graph is cut, and say so in its report: for updates in the backward, or
+        because layers repeat.
+        """
         try:
             self.cuts = cuts.starts(info)
             found = cuts.said(info, self.cuts) if self.cuts else None
         except Exception as error:  # the graph runs whole all the same
             found = cuts.undecided(error)
+        if not self.cuts:
+            found = self._find_layers(info) or found
         if found is not None:
             records = (*self.outcome.report.records, found)
             self.outcome.report = replace(self.outcome.report, records=records)
+
+    def _find_layers(self, info: GraphInfo) -> report.Record | None:
+        """Cut the graph between layers that repeat; return the record that says so."""
+        try:
+            repeated = layers.repeated_layers(info)
+            if repeated.starts and self.reuses_memory:
+                repeated = layers.Repeated(why_not="cuda_graphs_of_inductor")
+            found = layers.said(repeated)
+        except Exception as error:  # the graph is compiled whole
+            return layers.undecided(error)
+        self.cuts = repeated.starts
+        return found
 
     def _hand_over(self, info: GraphInfo) -> None:
         """Tell later pieces of the model what masks say that this one makes."""

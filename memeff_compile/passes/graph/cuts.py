@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from ...kernels.marks import announce, is_updated_in_backward
 from ...report import Record, format_bytes
 from .graph_info import GraphInfo
 from .module_names import clean_module_path, module_stack
+from .structure import structure
 
 MOST = 64
 """Pieces, about: one has as large a share of the gradients at least."""
@@ -41,25 +42,47 @@ def starts(info: GraphInfo) -> tuple[Node, ...]:
         return ()
     if info.options.inner == "eager" or compat.inputs_from_other_graphs(info.gm):
         return ()
-    nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
-    if any("unbacked_bindings" in node.meta for node in nodes):
+    nodes = candidates(info)
+    if not nodes:
         return ()
+    allowed = crossed_by_tensors(info, nodes)
     sizes = [sum(updated.get(each, 0) for each in node.all_input_nodes) for node in nodes]
     left, gathered, least = sum(sizes), 0, sum(updated.values()) / MOST
     found: list[Node] = []
-    tied = -1  # up to here a value is needed that cannot cross: it is no tensor
     for (before, node), size in zip(pairwise([nodes[0], *nodes]), sizes, strict=True):
-        begins = _block(node) != _block(before) and info.regions[node] == info.region
-        if begins and left > 0 and gathered >= least and tied < info.positions[node]:
+        begins = block_of(node) != block_of(before) and node in allowed
+        if begins and left > 0 and gathered >= least:
             found.append(node)
             gathered = 0
         gathered, left = gathered + size, left - size
-        if node.op != "get_attr" and not isinstance(compat.example_value(node), _CROSSES):
-            tied = max((tied, *(info.positions[user] for user in node.users)))
     return tuple(found)
 
 
 _CROSSES = (torch.Tensor, torch.SymInt)
+
+
+def candidates(info: GraphInfo) -> list[Node]:
+    """Return the nodes that a partition may hold; none where a size is known only at run time."""
+    nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
+    return [] if any("unbacked_bindings" in node.meta for node in nodes) else nodes
+
+
+def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
+    """Return the nodes before which the graph can be cut: only tensors and sizes are needed after
+    the cut, and gradients are on or off as they are at the call.
+    """
+    found = set()
+    outside = info.region.grad, info.region.inference
+    tied = -1  # up to here a value is needed that cannot cross: it is no tensor
+    for node in nodes:
+        region = info.regions[node]
+        if tied < info.positions[node] and (region.grad, region.inference) == outside:
+            found.add(node)
+        if node.op == "get_attr" or enters_autocast(node):
+            continue
+        if not isinstance(compat.example_value(node), _CROSSES):
+            tied = max((tied, *(info.positions[user] for user in node.users)))
+    return found
 
 
 def _updated(info: GraphInfo) -> dict[Node, int]:
@@ -68,7 +91,7 @@ def _updated(info: GraphInfo) -> dict[Node, int]:
     return {n: p.numel() * p.itemsize for n, p in held.items() if is_updated_in_backward(p)}
 
 
-def _block(node: Node) -> str:
+def block_of(node: Node) -> str:
     """Return the path of the module with a number that a node is part of, or an empty string.
 
     A checkpoint is a block, whoever called it.
@@ -99,7 +122,9 @@ def undecided(error: Exception) -> Record:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
+    """A partition of a graph."""
+
     graph: GraphModule
     takes: tuple[Node, ...]  # nodes of the whole graph that it is given
     gives: tuple[Node, ...]  # and those that it returns
@@ -111,20 +136,27 @@ def compiled_in_pieces(
     cuts: Sequence[Node],
     compile_one: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile what lies between the cuts piece by piece; return a function of the whole graph."""
+    """Compile each partition between the cuts; return a function of the whole graph.
+
+    Partitions that are equal in structure and inputs share what the first of them is compiled to.
+    """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
-    pieces = _split(gm, set(cuts))
+    pieces = split(gm, set(cuts))
     if not all(piece.gives for piece in pieces):  # one that is there for its effects alone
         return compile_one(gm, example_inputs)
-    steps: list[tuple[Callable[..., Any], _Piece, list[Node]]] = []
+    steps: list[tuple[Callable[..., Any], Piece, list[Node]]] = []
     last_use = {node: place for place, piece in enumerate(pieces) for node in piece.takes}
     results: Any = gm.graph.output_node().args[0]
     kept = {node for node in results if isinstance(node, Node)}
+    made: dict[Hashable, Callable[..., Any]] = {}
     for place, piece in enumerate(pieces):
         inputs = [known.get(node, compat.example_value(node)) for node in piece.takes]
-        with compat.apart_in_tracing():
-            compiled = compile_one(piece.graph, inputs)
+        key = structure(piece.graph, inputs)
+        if key not in made:
+            with compat.apart_in_tracing():
+                made[key] = compile_one(piece.graph, inputs)
+        compiled = made[key]
         done = [n for n in {*piece.takes, *piece.gives} if last_use.get(n, place) <= place]
         steps.append((compiled, piece, [node for node in done if node not in kept]))
 
@@ -151,13 +183,24 @@ def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
         compat.after_gradients(found, lambda: announce(updated))
 
 
-def _split(gm: GraphModule, cuts: set[Node]) -> list[_Piece]:
+def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
+    """Return the partitions between the cuts, in order.
+
+    A partition inside an autocast region enters and leaves the region by itself.
+    """
     groups: list[list[Node]] = [[]]
+    entered: list[tuple[Node, ...]] = [()]  # autocast regions that a group begins in
+    open_now: list[Node] = []
     for node in gm.graph.nodes:
         if node in cuts:
             groups.append([])
+            entered.append(tuple(open_now))
         if node.op not in ("placeholder", "output", "get_attr"):
             groups[-1].append(node)
+        if enters_autocast(node):
+            open_now.append(node)
+        elif leaves_autocast(node):
+            open_now.remove(node.args[0])
     place = {node: number for number, group in enumerate(groups) for node in group}
     end = len(groups)
     given = gm.graph.find_nodes(op="placeholder")
@@ -165,24 +208,49 @@ def _split(gm: GraphModule, cuts: set[Node]) -> list[_Piece]:
     found = []
     for number, group in enumerate(groups):
         needed = dict.fromkeys([*sizes, *(each for n in group for each in n.all_input_nodes)])
-        takes = tuple(n for n in needed if n.op != "get_attr" and place.get(n, -1) < number)
+        outside = [n for n in needed if n.op != "get_attr" and place.get(n, -1) < number]
+        takes = tuple(n for n in outside if not enters_autocast(n))
         # a user without a place is the output
-        gives = tuple(n for n in group if any(place.get(u, end) > number for u in n.users))
-        found.append(_Piece(_piece(gm, group, takes, gives), takes, gives))
+        used = [n for n in group if any(place.get(u, end) > number for u in n.users)]
+        gives = tuple(n for n in used if not enters_autocast(n))
+        found.append(Piece(_piece(gm, group, takes, gives, entered[number]), takes, gives))
     return found
 
 
+def enters_autocast(node: Node) -> bool:
+    """Return whether a node opens an autocast region."""
+    return getattr(node.target, "__name__", "") == "_enter_autocast"
+
+
+def leaves_autocast(node: Node) -> bool:
+    """Return whether a node closes an autocast region."""
+    return getattr(node.target, "__name__", "") == "_exit_autocast"
+
+
 def _piece(
-    gm: GraphModule, group: Sequence[Node], takes: Sequence[Node], gives: Sequence[Node]
+    gm: GraphModule,
+    group: Sequence[Node],
+    takes: Sequence[Node],
+    gives: Sequence[Node],
+    entered: Sequence[Node],
 ) -> GraphModule:
     graph, copies = Graph(), dict[Node, Node]()
     for node in takes:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = {"example_value": compat.example_value(node)}
+    open_now = list(entered)
+    for node in entered:
+        copies[node] = graph.node_copy(node)
     for node in group:
         for each in node.all_input_nodes:
             if each.op == "get_attr" and each not in copies:
                 copies[each] = graph.node_copy(each)
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if enters_autocast(node):
+            open_now.append(node)
+        elif leaves_autocast(node):
+            open_now.remove(node.args[0])  # type: ignore[arg-type]
+    for node in reversed(open_now):
+        graph.call_function(torch.amp.autocast_mode._exit_autocast, (copies[node],))
     graph.output(tuple(copies[node] for node in gives))
     return GraphModule(gm, graph)

@@ -177,7 +177,7 @@ def test_a_search_for_blocks_that_fails_leaves_the_graph_whole(
     def fail(node: object) -> str:
         raise KeyError("a stack of another kind")
 
-    monkeypatch.setattr(cuts, "_block", fail)
+    monkeypatch.setattr(cuts, "block_of", fail)
     model = Net()
     optimizer = optim_in_backward(model, sgd)
     model.compile(backend="memeff", options={"memeff.inner": "aot_eager"})

@@ -1,0 +1,158 @@
+"""Repeated layers of a graph: each distinct one is compiled once.
+
+A model of 26 layers is captured as one graph in which the same layer comes 26 times, with other
+weights. Compilers compile it 26 times. Here the graph is cut between layers; partitions that are
+equal share one compiled function, in the forward and in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ...report import Record
+from .cuts import block_of, candidates, crossed_by_tensors, split
+from .graph_info import GraphInfo
+from .structure import structure
+
+LEAST = 4
+"""Equal layers from which cutting pays: fewer are compiled with the rest of the graph."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Where a graph is cut between layers, or why it is not."""
+
+    starts: tuple[Node, ...] = ()  # first nodes of partitions, but for the first partition
+    layers: int = 0  # partitions that share a compiled function with others
+    kinds: int = 0  # compiled functions that these share
+    why_not: str = ""  # a code; empty for graphs with few layers
+
+
+def repeated_layers(info: GraphInfo) -> Repeated:
+    """Find the equal layers of a whole graph as the passes left it."""
+    options = info.options
+    if options.regions == "off" or options.inner == "eager" or info.parent is not None:
+        return Repeated()
+    borders = _borders(info)
+    if len({block_of(node) for node in borders} - {""}) < LEAST:
+        return Repeated()
+    if compat.inputs_from_other_graphs(info.gm):
+        return Repeated(why_not="graph_of_ddp")
+    if compat.is_to_be_saved():
+        return Repeated(why_not="graph_is_saved")
+    if _writes_across(info, borders):
+        return Repeated(why_not="layers_written_across")
+    keys = _keys(info, borders)
+    count = Counter(keys)
+    shared = [number for number in count.values() if number >= LEAST]
+    if not shared:
+        return Repeated(why_not="layers_differ")
+    kept: list[Node] = []
+    pairs = zip((None, *borders), keys, strict=True)
+    for is_shared, each in groupby(pairs, lambda pair: count[pair[1]] >= LEAST):
+        found = [start for start, _ in each]
+        kept += [start for start in (found if is_shared else found[:1]) if start is not None]
+    return Repeated(tuple(kept), sum(shared), len(shared))
+
+
+def _borders(info: GraphInfo) -> list[Node]:
+    """Return the first node of each layer, and the first after the last layer."""
+    nodes = candidates(info)
+    allowed = crossed_by_tensors(info, nodes)
+    blocks = [(node, block_of(node)) for node in nodes]
+    last = max((place for place, (_, block) in enumerate(blocks) if block), default=-1)
+    found, current = [], ""
+    for place, (node, block) in enumerate(blocks):
+        # What the model does between two layers belongs to the one before.
+        if (block and block != current) or place == last + 1:
+            current = block
+            if place and node in allowed:
+                found.append(node)
+    return found
+
+
+def _keys(info: GraphInfo, borders: list[Node]) -> list[Hashable]:
+    known = {node: compat.example_input(node) for node in info.placeholders}
+    return [
+        structure(p.graph, [known.get(node, compat.example_value(node)) for node in p.takes])
+        for p in split(info.gm, set(borders))
+    ]
+
+
+def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
+    """Return whether a write may reach a tensor that was computed on the other side of a border."""
+    if not info.writes:
+        return False
+    begins = {node: place for place, node in enumerate(borders, 1)}
+    place_of, place = dict[Node, int](), 0
+    for node in info.gm.graph.nodes:
+        place = begins.get(node, place)
+        place_of[node] = place
+    crossing = set()
+    for node, at in place_of.items():
+        if node.op != "placeholder" and any(place_of[user] > at for user in node.users):
+            crossing.add(_storage(node))
+    for write in info.writes:
+        if any(_storage(target) in crossing for target in write.targets):
+            return True
+        if info.needs_grad and any(_has_gradient(target) for target in write.targets):
+            return True
+    return False
+
+
+def _storage(node: Node) -> int | None:
+    value = compat.example_value(node)
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _has_gradient(node: Node) -> bool:
+    value = compat.example_value(node)
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+WHY_NOT = {
+    "graph_of_ddp": (
+        "DDP cuts the model at its buckets of gradients, and layers are not cut a second time.",
+        "Set torch._dynamo.config.optimize_ddp = False to compile each distinct layer once.",
+    ),
+    "graph_is_saved": ("aot_compile saves a graph as a whole.", ""),
+    "layers_written_across": (
+        "a layer writes in place to a tensor that another layer computes or that needs gradients.",
+        "Use the out-of-place form in the layer: x = x + y instead of x += y.",
+    ),
+    "layers_differ": (
+        f"no {LEAST} layers are equal in operations, constants, sizes, dtypes and strides.",
+        "",
+    ),
+    "cuda_graphs_of_inductor": (
+        "this mode records each compiled function as a CUDA graph of its own.",
+        "Leave the mode out: a step of generation is recorded as one CUDA graph without it.",
+    ),
+}
+"""Why layers are compiled with the whole graph, by code: the sentence and what to do."""
+
+
+def said(found: Repeated) -> Record | None:
+    """Say how many layers share how many compiled functions, or why none do."""
+    if found.why_not:
+        why, hint = WHY_NOT[found.why_not]
+        return Record("backend", "declined", found.why_not, f"each layer is compiled: {why}", hint)
+    if not found.starts:
+        return None
+    kinds = "1 kind" if found.kinds == 1 else f"{found.kinds} kinds"
+    sentence = f"{found.layers} layers of {kinds}, each kind compiled once"
+    return Record("backend", "note", "repeated_layers", sentence)
+
+
+def undecided(error: Exception) -> Record:
+    """Say that the graph stays whole because the search for layers failed."""
+    why = f"searching for repeated layers failed with {type(error).__name__}: {error}"
+    hint = "This is a bug of memeff_compile; the graph is compiled whole. Please report it."
+    return Record("backend", "internal_error", "layers_failed", why, hint)

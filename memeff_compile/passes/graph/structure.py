@@ -1,0 +1,103 @@
+"""The structure of a graph and its inputs, as a key: equal keys, equal compiled code.
+
+Two layers of a model are captured as two partitions that differ in node names and in weights. One
+compiled function serves both if everything that a compiler may look at is equal: operations,
+constants, and the sizes, strides, dtypes and aliasing of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+
+ALIGNMENT = 16
+"""Bytes that compilers assume of addresses that they have seen aligned to so many."""
+
+
+def structure(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Hashable:
+    """Return a key that two graphs share only if the compiled code of one serves the other.
+
+    Args:
+        gm: the graph. Names of its nodes and the tensors it is called with do not count.
+        inputs: the values it is compiled with, real or fake; left out for a body of an operation.
+    """
+    places: dict[Node, int] = {}
+    lines: list[Hashable] = []
+    for node in gm.graph.nodes:
+        places[node] = len(places)
+        if node.op == "placeholder":
+            continue
+        target = _attribute(gm, node) if node.op == "get_attr" else _constant(node.target, places)
+        given = _constant(node.args, places), _constant(node.kwargs, places)
+        lines.append((node.op, target, *given, repr(node.meta.get("custom"))))
+    return (tuple(lines), len(places), None if inputs is None else _described(inputs))
+
+
+def _attribute(gm: GraphModule, node: Node) -> Hashable:
+    """Describe what an attribute holds: a body by its structure, all else by identity."""
+    value: Any = gm
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return structure(value) if isinstance(value, GraphModule) else ("object", id(value))
+
+
+def _constant(value: Any, places: Mapping[Node, int]) -> Hashable:
+    """Describe an argument: nodes by their place, numbers by type and value."""
+    if isinstance(value, Node):
+        return ("node", places[value])
+    if isinstance(value, (tuple, list)):
+        return (type(value), *(_constant(each, places) for each in value))
+    if isinstance(value, Mapping):
+        return (dict, *((str(name), _constant(each, places)) for name, each in value.items()))
+    if isinstance(value, slice):
+        return (slice, *(_constant(e, places) for e in (value.start, value.stop, value.step)))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ("size", str(value.node.expr))
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return (type(value), repr(value))
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return value
+    return ("object", id(value))
+
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+
+
+def _described(inputs: Sequence[Any]) -> Hashable:
+    storages: dict[int, int] = {}
+    return tuple(_input(value, storages) for value in inputs)
+
+
+def _input(value: Any, storages: dict[int, int]) -> Hashable:
+    if not isinstance(value, Tensor):
+        return _constant(value, {})
+    if type(value) not in _PLAIN:
+        return _subclass(value, storages)
+    if value.layout is not torch.strided:
+        return ("object", id(value))
+    # Inputs that share memory are compiled otherwise if one of them is written.
+    shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+    offset = value.storage_offset()
+    return (
+        (value.dtype, value.device, value.requires_grad, value.is_leaf),
+        (value.is_conj(), value.is_neg(), value.is_inference()),
+        tuple(str(size) for size in (*value.shape, "strides", *value.stride())),
+        str(offset * value.itemsize % ALIGNMENT),
+        (shared, isinstance(value, nn.Parameter)),
+    )
+
+
+def _subclass(value: Any, storages: dict[int, int]) -> Hashable:
+    """Describe a subclass of Tensor by the tensors it is made of, or by identity."""
+    flatten = getattr(value, "__tensor_flatten__", None)
+    if flatten is None:
+        return ("object", id(value))
+    names, context = flatten()
+    inner = tuple(_input(getattr(value, name), storages) for name in names)
+    shape = tuple(str(size) for size in (*value.shape, *value.stride()))
+    return (type(value), value.requires_grad, shape, tuple(names), _constant(context, {}), inner)

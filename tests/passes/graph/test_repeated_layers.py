@@ -1,0 +1,351 @@
+"""Each distinct layer of a model is compiled once; losses and gradients are those of the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memeff_compile
+from memeff_compile import compat
+from memeff_compile.passes.graph import repeated_layers
+from memeff_compile.passes.graph.structure import structure
+
+WIDTH, BLOCKS = 16, 6
+
+
+class Block(nn.Module):
+    """A gated MLP with a residual and a factor."""
+
+    def __init__(self, factor: float = 1.0, width: int = WIDTH) -> None:
+        super().__init__()
+        self.factor = factor
+        self.gate, self.up = (nn.Linear(WIDTH, width, bias=False) for _ in range(2))
+        self.down = nn.Linear(width, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        inner = nn.functional.silu(self.gate(x)) * self.up(x)
+        return x + self.factor * scale * self.down(inner)
+
+
+class Net(nn.Module):
+    """Blocks between two linears, with a tensor that all blocks read."""
+
+    def __init__(self, blocks: list[nn.Module], how: str = "plain") -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with self.around():
+            x = self.first(x)
+            scale = torch.tanh(x.mean())
+            middle = x
+            for place, block in enumerate(self.blocks):
+                if self.how == "checkpointed":
+                    x = checkpoint(block, x, scale, use_reentrant=False)
+                elif self.how == "sum in the model":
+                    x = x + block(x, scale)
+                else:
+                    x = block(x, scale)
+                middle = x if place == 2 else middle
+            return self.last(x).float().square().mean(), middle
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        if self.how == "autocast":
+            return torch.autocast("cpu", torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count what is handed to AOTAutograd; hold the number of nodes of each graph."""
+    seen: list[int] = []
+    compile_one = compat.compile_with_aot_eager
+
+    def counted(gm: Any, inputs: Any) -> Any:
+        seen.append(len(gm.graph.nodes))
+        return compile_one(gm, inputs)
+
+    monkeypatch.setattr(compat, "compile_with_aot_eager", counted)
+    yield seen
+    memeff_compile.reset()
+
+
+def records() -> dict[str, str]:
+    report = memeff_compile.last_report()
+    assert report is not None
+    return {r.code: r.sentence for r in report.records if r.pass_name == "backend"}
+
+
+def model_gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def gradients(model: nn.Module, x: Tensor, regions: str, **more: Any) -> list[Tensor]:
+    memeff_compile.reset()
+    model.zero_grad()
+    options = {"memeff.inner": "aot_eager", "memeff.regions": regions, **more}
+    compiled = torch.compile(model, backend="memeff", options=options)
+    loss, middle = compiled(x)
+    (loss + middle.float().mean()).backward()
+    return [loss.detach(), middle.detach(), *model_gradients(model)]
+
+
+def compare(model: nn.Module, x: Tensor, **tolerance: float) -> None:
+    """Compare loss, output and gradients with those of the whole graph, in float64.
+
+    Gradients of a tensor that several layers read are added in another order.
+    """
+    model, x = model.double(), x.double()
+    whole = [each.clone() for each in gradients(model, x, "off")]
+    found = gradients(model, x, "auto")
+    torch.testing.assert_close(found, whole, **(tolerance or {"rtol": 1e-12, "atol": 1e-14}))
+
+
+def alike(number: int = BLOCKS) -> list[nn.Module]:
+    return [Block() for _ in range(number)]
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "autocast", "sum in the model"])
+def test_equal_layers_are_compiled_once(compilations: list[int], how: str) -> None:
+    x = torch.randn(
+        3,
+        WIDTH,
+    )
+    rounded = {"rtol": 0.02, "atol": 1e-3} if how == "autocast" else {}
+    compare(Net(alike(), how), x, **rounded)
+    # A sum in the model belongs to the layer before it; after the last layer comes the suffix.
+    equal = BLOCKS - 1 if how == "sum in the model" else BLOCKS
+    assert records()["repeated_layers"] == f"{equal} layers of 1 kind, each kind compiled once"
+    # the whole; then what precedes the layers, one layer, and what follows
+    assert len(compilations) == 1 + 3
+    assert compilations[2] < compilations[0] / 3
+
+
+def test_each_kind_is_compiled_once(compilations: list[int]) -> None:
+    blocks = [Block(width=32 if place % 2 else 16) for place in range(8)]
+    compare(Net(blocks), torch.randn(3, WIDTH))
+    assert records()["repeated_layers"] == "8 layers of 2 kinds, each kind compiled once"
+    assert len(compilations) == 1 + 4
+
+
+def _frozen() -> list[nn.Module]:
+    blocks = alike()
+    blocks[2].requires_grad_(False)
+    return blocks
+
+
+def _wider() -> list[nn.Module]:
+    blocks = alike()
+    blocks[2] = Block(width=32)
+    return blocks
+
+
+def _rounded() -> list[nn.Module]:
+    blocks = alike()
+    blocks[2] = Block(factor=0.5)
+    return blocks
+
+
+def _strided() -> list[nn.Module]:
+    blocks = alike()
+    up: Any = blocks[2].up
+    up.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+    return blocks
+
+
+@pytest.mark.parametrize("blocks", [_frozen, _wider, _rounded, _strided])
+def test_a_layer_that_differs_is_compiled_by_itself(
+    compilations: list[int], blocks: Callable[[], list[nn.Module]]
+) -> None:
+    compare(Net(blocks()), torch.randn(3, WIDTH))
+    assert records()["repeated_layers"] == "5 layers of 1 kind, each kind compiled once"
+    assert len(compilations) == 1 + 4
+
+
+def test_layers_that_share_weights_share_code(compilations: list[int]) -> None:
+    block = Block()
+    compare(Net([block] * BLOCKS), torch.randn(3, WIDTH))
+
+
+def test_few_layers_stay_in_one_graph(compilations: list[int]) -> None:
+    compare(Net(alike(3)), torch.randn(3, WIDTH))
+    assert records() == {}
+    assert len(compilations) == 2
+
+
+def test_layers_that_all_differ_stay_in_one_graph(compilations: list[int]) -> None:
+    blocks: list[nn.Module] = [Block(width=8 * (place + 1)) for place in range(BLOCKS)]
+    compare(Net(blocks), torch.randn(3, WIDTH))
+    assert "no 4 layers are equal" in records()["layers_differ"]
+    assert len(compilations) == 2
+
+
+def test_another_batch_is_served_by_one_more_graph_at_most(compilations: list[int]) -> None:
+    model = Net(alike())
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "auto"}
+    compiled = torch.compile(copy.deepcopy(model), backend="memeff", options=options)
+    for batch in (3, 5, 7, 11):
+        x = torch.randn(batch, WIDTH)
+        (loss, _), (expected, _) = compiled(x), model(x)
+        torch.testing.assert_close(loss, expected)
+    assert len(compilations) == 2 * 3
+
+
+class Adding(nn.Module):
+    """A layer that writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x += scale * torch.tanh(self.row)
+        return x
+
+
+def test_a_tensor_written_across_a_border_keeps_the_graph_whole(compilations: list[int]) -> None:
+    compare(Net([Adding() for _ in range(BLOCKS)]), torch.randn(3, WIDTH))
+    assert "writes in place" in records()["layers_written_across"]
+    assert len(compilations) == 2
+
+
+class Remembering(nn.Module):
+    """A layer that writes to a buffer which the caller keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        self.seen.add_(x.detach().sum(0))
+        return x + scale * torch.tanh(self.linear(x + self.seen))
+
+
+def test_buffers_that_layers_write_are_written(compilations: list[int]) -> None:
+    model = Net([Remembering() for _ in range(BLOCKS)])
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, WIDTH)
+    found, expected = gradients(model, x, "auto"), gradients(twin, x, "off")
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(list(model.buffers()), list(twin.buffers()))
+    assert len(compilations) == 3 + 1
+
+
+def test_verification_compares_the_whole(compilations: list[int]) -> None:
+    model = Net(alike())
+    found = gradients(model, torch.randn(3, WIDTH), "auto", **{"memeff.verify": "raise"})
+    assert len(found) == 2 + 3 * BLOCKS + 4
+
+
+def test_a_failing_search_leaves_the_graph_whole(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("no layers")
+
+    model = Net(alike())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(repeated_layers, "_keys", fails)
+        gradients(model, torch.randn(3, WIDTH), "auto")
+    assert "ZeroDivisionError: no layers" in records()["layers_failed"]
+    assert len(compilations) == 1
+
+
+def test_layers_are_compiled_with_the_whole_unless_asked(compilations: list[int]) -> None:
+    torch.compile(Net(alike()), backend="memeff", options={"memeff.inner": "aot_eager"})(
+        torch.randn(3, WIDTH)
+    )
+    assert records() == {}
+    assert len(compilations) == 1
+
+
+def _llama(**more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **more))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) -> None:
+    model = _llama(tie_word_embeddings=True).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    results = []
+    for regions in ("off", "auto"):
+        memeff_compile.reset()
+        model.zero_grad()
+        options = {"memeff.inner": "aot_eager", "memeff.regions": regions}
+        compiled = torch.compile(model, backend="memeff", options=options)
+        loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(*results)
+    assert records()["repeated_layers"] == "5 layers of 1 kind, each kind compiled once"
+    assert len(compilations) == 1 + 3
+
+
+@pytest.mark.parametrize("cache", ["static", 4])
+def test_a_llama_generates_as_without(compilations: list[int], cache: Any) -> None:
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    found = []
+    for regions in ("off", "auto"):
+        memeff_compile.reset()
+        model = memeff_compile.compile(
+            _llama().eval(), kv_cache=cache, inner="aot_eager", regions=regions
+        )
+        given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+        found.append(model.generate(ids, max_new_tokens=4, do_sample=False, **given))
+    assert torch.equal(*found)
+    assert records()["repeated_layers"] == "5 layers of 1 kind, each kind compiled once"
+
+
+def _key(function: Callable[..., Any], *inputs: Any) -> Any:
+    return structure(torch.fx.symbolic_trace(function), inputs)
+
+
+def test_names_and_weights_do_not_count() -> None:
+    one = _key(lambda x, w: torch.tanh(x @ w), torch.ones(2, 2), torch.ones(2, 2))
+    assert one == _key(
+        lambda first, second: torch.tanh(first @ second), torch.zeros(2, 2), torch.zeros(2, 2)
+    )
+
+
+X = torch.ones(4, 4)
+DIFFERENT: dict[str, tuple[Any, ...]] = {
+    "another operation": (lambda x, y: torch.sin(x) + y, X, X.clone()),
+    "another order of arguments": (lambda x, y: y + torch.tanh(x), X, X.clone()),
+    "another constant": (lambda x, y: torch.tanh(x) + y * 1.0, X, X.clone()),
+    "a dtype": (lambda x, y: torch.tanh(x) + y, X.double(), X.clone()),
+    "a size": (lambda x, y: torch.tanh(x) + y, X[:1].clone(), X.clone()),
+    "strides": (lambda x, y: torch.tanh(x) + y, X.clone().t(), X.clone()),
+    "an offset": (lambda x, y: torch.tanh(x) + y, torch.ones(17)[1:].view(4, 4), X.clone()),
+    "a gradient": (lambda x, y: torch.tanh(x) + y, X.clone().requires_grad_(), X.clone()),
+    "a parameter": (lambda x, y: torch.tanh(x) + y, nn.Parameter(X, False), X.clone()),
+    "one tensor twice": (lambda x, y: torch.tanh(x) + y, X, X),
+    "a device": (lambda x, y: torch.tanh(x) + y, X.to("meta"), X.to("meta").clone()),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_all_that_a_compiler_reads_counts(what: str) -> None:
+    base = _key(lambda x, y: torch.tanh(x) + y, X, X.clone())
+    assert _key(*DIFFERENT[what]) != base
+
+
+def test_constants_of_equal_value_and_other_type_differ() -> None:
+    keys = {_key(lambda x: x * 1, X), _key(lambda x: x * True, X), _key(lambda x: x * 1.0, X)}
+    assert len(keys) == 3
