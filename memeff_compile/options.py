@@ -418,8 +418,8 @@ class Options:
         None,
         "none, or a number between 0 and 1",
         _check_fraction,
-        "For `block`: drop a class if p - 1(target) is below this, in absolute value, in every row of "
-        "a block. None: 2^-12.",
+        "For `block`: drop a class if p - 1(target) is below this, in absolute value, in every "
+        "row of a block. None: 2^-12.",
     )
     linear_cross_entropy_tau: float | None = _option(
         None,
