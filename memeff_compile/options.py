@@ -390,7 +390,7 @@ class Options:
 
     preset: str = _choice(
         " ".join(_PRESETS),
-        "Which defaults to start from; what is given beside it goes before. `exact` "
+        "Which defaults to start from; options you set explicitly override it. `exact` "
         "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
         "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
         "`attention=8b` and `linear_cross_entropy=block`.",
@@ -399,48 +399,50 @@ class Options:
         "exact mass block off",
         "Compute linear + cross entropy without the rows x vocabulary logits. `mass` and "
         "`block` are lossy: on compute capability 9.0, in bf16, from a hidden size of 2048 on (896 "
-        "with 131,072 classes or more) and in the automatic workspace, they leave classes out of "
-        "the gradients of 128 rows at a time and put them on those that stay; `mass` bounds what "
-        "that is of a row, `block` goes by the "
-        "threshold of Cut Cross-Entropy.",
+        "with 131,072 classes or more) and with the automatic workspace, they drop classes from "
+        "the gradients of 128 rows at a time and redistribute their mass over the kept classes. "
+        "`mass` limits the probability mass that a row may lose; `block` uses the threshold of the "
+        "Cut Cross-Entropy paper.",
         by_preset=True,
     )
     linear_cross_entropy_workspace: int = _option(
         0,
         "`auto`, `minimal`, bytes, or a size such as `64MiB`",
         _check_bytes,
-        "Upper bound of the transient piece of logits. Smaller saves memory, larger runs "
-        "fewer and bigger products. `auto`: 64 MiB on a GPU, 8 MiB on the CPU, more for many rows. "
+        "Upper bound of the block of logits that exists at a time. Smaller saves memory, larger "
+        "runs fewer and bigger products. `auto`: 64 MiB on a GPU, 8 MiB on the CPU, more for many "
+        "rows. "
         "`minimal`: in 16 bits on a GPU, work inside the weight's gradient; always exact.",
     )
     linear_cross_entropy_eps: float | None = _option(
         None,
         "none, or a number between 0 and 1",
         _check_fraction,
-        "Of `block`: leave a class out if every |p - 1(target)| of a block of rows is under this. "
-        "None: 2^-12.",
+        "For `block`: drop a class if p - 1(target) is below this, in absolute value, in every "
+        "row of a block. None: 2^-12.",
     )
     linear_cross_entropy_tau: float | None = _option(
         None,
         "none, or a number between 0 and 1",
         _check_fraction,
-        "Of `mass`: what a row may lose at most of its probability mass. None: 2^-6.",
+        "For `mass`: the largest probability mass that a row may lose. None: 2^-6.",
     )
     linear_cross_entropy_parts: str = _choice(
         "both hidden weight",
-        "Of `mass` and `block`: which gradient tiles are left out of; the other is exact.",
+        "For `mass` and `block`: the gradient that is filtered; the other one stays exact.",
     )
     linear_cross_entropy_sort_vocabulary: bool = _option(
         False,
         "`False`, `True`",
         _check_flag,
-        "Of `mass` and `block`, and True with them unless it is given: order the classes by where "
-        "they count, so that tiles are full or empty. Copies nothing; False is for studies.",
+        "For `mass` and `block`, and True with them by default: order the classes by the blocks "
+        "in which they count, so that tiles are full or empty. No copy is made; False is for "
+        "studies.",
         by_preset=True,
     )
     logits: str = _choice(
         "deferred eager none",
-        "What a model called with labels returns as logits. "
+        "The logits that a model called with labels returns. "
         "`deferred`: computed on first use; reading them after the weights changed raises. "
         "`eager`: computed in every step, as without the backend. `none`: the output is None.",
     )
@@ -454,9 +456,9 @@ class Options:
         "as_written",
         "`as_written`, `attention`, bytes, or a size such as `12GiB`",
         _check_recompute,
-        "What activation checkpoints compute again for the backward. `as_written`: "
-        "everything in them. `attention`: all but what attention returned, which they keep. A "
-        "size: at most so many bytes are kept, of attention and linears, those that save most.",
+        "The part of activation checkpoints that the backward pass recomputes. `as_written`: "
+        "everything. `attention`: everything except the results of attention, which are kept. A "
+        "size: up to so many bytes of attention and linears are kept, those that save most.",
     )
     rotary_tables: str = _switch(
         "On a GPU, compute the cosines and sines of positions once, not in every kernel "
@@ -466,10 +468,10 @@ class Options:
         "exact",
         "`exact`, `8b`, `8b+f16`, `4b`, `off`, or a table `{module path: level}`",
         _check_attention,
-        "How attention runs. `exact`: masks that are proved to be causal, or to mask "
-        "nothing, are dropped, repeated keys and values are not repeated, and padding, packed "
-        "sequences, windows and softcaps are told to a kernel of ours where it is fast. The others "
-        "are lossy and serve where no gradient is needed: `8b` multiplies int8 and E4M3, `8b+f16` "
+        "How attention runs. `exact`: masks that are proved to be causal, or to hide no key, are "
+        "dropped; repeated keys and values are not repeated; padding, packed sequences, windows "
+        "and softcaps run in `memeff::attention` if that is fast. The others are lossy and apply "
+        "if no gradient is needed: `8b` multiplies int8 and E4M3, `8b+f16` "
         "keeps weights and values in fp16, `4b` has scores of 4-bit codes, for studies "
         "(docs/passes/quantize-attention.md).",
         by_preset=True,
@@ -478,10 +480,10 @@ class Options:
         None,
         "`auto`, or a number of keys",
         _check_length,
-        "Of the lossy forms: attention over fewer keys stays exact. `auto`: where low bits "
-        "were measured to be faster, which on a CPU is nowhere.",
+        "Minimum number of keys for low-bit attention; shorter attention stays exact. `auto`: the "
+        "measured break-even; on a CPU low bits are never used.",
     )
-    kv_reads: str = _switch("Whether attention reads static KV caches only where they are filled.")
+    kv_reads: str = _switch("Whether attention reads only the filled part of static KV caches.")
     kv_codes: str = _switch(
         "Whether attention reads the codes of a `KVCache` themselves, instead of keys and "
         "values rebuilt from them."
@@ -495,7 +497,7 @@ class Options:
     weights: str = _choice(
         "exact off win4 tier rans",
         "Whether linears with weights that `memeff_compile.compress_` compressed run as "
-        "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept. A "
+        "one op that keeps no decoded weight for the backward. `off`: each is decoded and kept. A "
         "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
         "`torch.compile`, whose backends see no models, refuses it.",
     )
@@ -503,28 +505,28 @@ class Options:
         _FrozenMapping(),
         "a module path, a list of them, or `{pass name or '*': paths}`",
         _check_skip,
-        "Modules that passes leave alone, with everything inside them. Paths are as in "
+        "Modules that passes skip, with everything inside them. Paths are as in "
         "`named_modules()`; `*` and `?` match as in file names.",
     )
     strict: tuple[str, ...] = _option(
         (),
         "a pass name or a list of them",
         _check_strict,
-        "Raise instead of compiling when a named pass did not fire.",
+        "Raise instead of compiling if a named pass did not apply.",
     )
     passes: tuple[Any, ...] = _option(
         (),
         "a `GraphPass`, the name of an installed one, or a list of them",
         _check_passes,
-        "Passes of your own, before or after ours (docs/use/own-passes.md).",
+        "Your own passes, before or after the built-in ones (docs/use/own-passes.md).",
     )
     verify: str = _option(
         "off",
         "`off`, `on`, `raise`",
         _check_verify,
         "Whether the first call of each rewritten graph also runs the original one and "
-        "compares values and gradients. After a mismatch `on` warns and goes on with the original "
-        "graph; `raise` raises a `VerifyError` (docs/use/verify.md).",
+        "compares values and gradients. After a mismatch `on` warns and continues with the "
+        "original graph; `raise` raises a `VerifyError` (docs/use/verify.md).",
     )
     verify_tolerance: float = _option(
         1.0,
@@ -536,26 +538,26 @@ class Options:
         None,
         "none, or a path",
         _check_folder,
-        "Where `memeff.verify` writes a reproducer after a mismatch. None: a new folder "
-        "among the temporary files.",
+        "The folder in which `memeff.verify` writes a reproducer after a mismatch. None: a new "
+        "temporary folder.",
     )
     verify_limit: int = _option(
         64 << 20,
         "`64MiB`, another size, or bytes",
         partial(_check_bytes, has_auto=False),
-        "Most bytes of inputs and weights that a reproducer saves; the others are drawn "
-        "anew in it. 0 saves none.",
+        "Most bytes of inputs and weights that a reproducer saves; the others are replaced by "
+        "random values. 0 saves none.",
     )
     inner: str = _choice(
         "inductor aot_eager eager",
-        "The compiler that gets the graph after our passes. Modes and Inductor keys "
-        "matter to `inductor` only; `aot_eager` needs no C++ compiler.",
+        "The compiler that gets the graph after the passes. Modes and Inductor keys "
+        "apply to `inductor` only; `aot_eager` needs no C++ compiler.",
     )
     cuda_graphs: str = _choice(
         "auto off",
         "Whether a step of generation (few tokens, caches that it writes in place, no "
-        "gradient) is recorded as a CUDA graph and replayed, without a mode being given. A mode, "
-        "or `triton.cudagraphs`, goes first (docs/use/serving.md).",
+        "gradient) is recorded as a CUDA graph and replayed, without a mode. A mode that you set, "
+        "or `triton.cudagraphs`, takes precedence (docs/use/serving.md).",
     )
     regions: str = _choice(
         "off auto",

@@ -22,6 +22,9 @@ def has_checkpoint_policy(gm: GraphModule) -> bool:
     return gm.meta.get("_checkpoint_context_fn") is not None
 
 
+leave_autocast: Callable[..., None] = torch.amp.autocast_mode._exit_autocast
+"""Close an autocast region in a captured graph; the argument is the node that opened it."""
+
 _KEPT = "memeff_kept"
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mv")
 

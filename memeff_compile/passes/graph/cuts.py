@@ -251,6 +251,6 @@ def _piece(
         elif leaves_autocast(node):
             open_now.remove(node.args[0])  # type: ignore[arg-type]
     for node in reversed(open_now):
-        graph.call_function(torch.amp.autocast_mode._exit_autocast, (copies[node],))
+        graph.call_function(compat.leave_autocast, (copies[node],))
     graph.output(tuple(copies[node] for node in gives))
     return GraphModule(gm, graph)

@@ -109,7 +109,7 @@ def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
 
 def _storage(node: Node) -> int | None:
     value = compat.example_value(node)
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return compat.storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def _has_gradient(node: Node) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+
+from ... import compat
 
 ALIGNMENT = 16
 """Bytes that compilers assume of addresses that they have seen aligned to so many."""
@@ -65,7 +66,7 @@ def _constant(value: Any, places: Mapping[Node, int]) -> Hashable:
     return ("object", id(value))
 
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _described(inputs: Sequence[Any]) -> Hashable:
@@ -76,12 +77,12 @@ def _described(inputs: Sequence[Any]) -> Hashable:
 def _input(value: Any, storages: dict[int, int]) -> Hashable:
     if not isinstance(value, Tensor):
         return _constant(value, {})
-    if type(value) not in _PLAIN:
+    if not (type(value) in _PLAIN or compat.is_fake(value)):
         return _subclass(value, storages)
     if value.layout is not torch.strided:
         return ("object", id(value))
     # Inputs that share memory are compiled otherwise if one of them is written.
-    shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+    shared = storages.setdefault(compat.storage_key(value), len(storages))
     offset = value.storage_offset()
     return (
         (value.dtype, value.device, value.requires_grad, value.is_leaf),
