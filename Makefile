@@ -113,8 +113,10 @@ docs: $(INSTALLED)  ## rewrite the generated pages
 	mv docs/options.md.new docs/options.md
 
 # Not --quiet: a warning that is not logged does not count in strict mode.
+# The variable stops an advertisement of the theme's authors.
 site: $(INSTALLED_SITE)  ## build/site: these pages and the API reference; a broken link or anchor fails
-	$(VENV)/bin/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+	@echo "Look at it, with search: python3 -m http.server --directory build/site"
 
 clean:  ## remove everything that the commands above made
 	rm -rf .venv .venv-newest build dist demo_output *.egg-info \
