@@ -1,4 +1,4 @@
-"""Hooks of `make site` (mkdocs.yml): pages from outside of docs/, and examples of the API reference.
+"""Hooks of `make site` (mkdocs.yml): pages outside of docs/, and examples in the API reference.
 
 README.md is the front page, docs/index.md the table of contents. A file of the repository that a
 page links to is part of the site, in the same folder. What mkdocs cannot resolve then is an error.
