@@ -23,6 +23,7 @@ import pytest
 import memeff_compile
 from memeff_compile import compat
 from tests.support.fresh_python import FreshPython
+from tests.support.printed import normalised
 from tests.support.zoo import FAMILIES, FURTHER
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,13 +51,6 @@ name = {folder!r}
 transformers.LlamaForCausalLM(config).save_pretrained(name)
 ids = torch.randint(0, 32000, (2, 512))
 """
-
-
-def normalised(text: str) -> str:
-    """Return printed text without times, other packages' line numbers and Dynamo's node count."""
-    text = re.sub(r"\d+ nodes, our passes [\d.]+ m?s\)", "# nodes, our passes # ms)", text)
-    text = re.sub(r"(transformers/[\w/]+\.py):\d+", r"\1:#", text)
-    return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
 def programs_of(pages: Sequence[Path], folder: Path) -> str:
