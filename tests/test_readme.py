@@ -382,6 +382,18 @@ def test_the_index_names_every_page() -> None:
     assert pages - {"index.md"} <= set(LINK.findall(index))
 
 
+SEARCHED = (
+    "24 GB, 4090, A100, ROCm, uninstall, undo, report a bug, DeepSpeed, Axolotl, LLaMA-Factory, Unsloth, "
+    "Lightning, bitsandbytes, QLoRA, 8-bit Adam, flash_attention_2, Liger, vLLM, distillation, quick start"
+)
+
+
+@pytest.mark.parametrize("words", SEARCHED.split(", "))
+def test_the_faq_has_the_words_that_people_search_for(words: str) -> None:
+    text = " ".join((ROOT / "docs/use/faq.md").read_text().split())
+    assert words.lower() in text.lower()
+
+
 def constants(node: ast.AST) -> set[str]:
     """Return the strings an expression can be; an f-string counts up to its first value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
