@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import memeff_compile
 from memeff_compile import compat
@@ -68,6 +69,7 @@ def test_the_notebook_prints_what_it_shows(
         NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
         return
     assert outputs[-1] == "True\n", "generate() has the tokens of the uncompiled model"
-    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20):
+    newer = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
+    if newer and torch.__version__ >= "2.13":
         for cell, text in zip(cells, outputs, strict=True):  # older ones build a mask to recover
             assert normalised(text) == normalised(shown_by(cell)), "".join(cell["source"])
