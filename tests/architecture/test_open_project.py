@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import memeff_compile
+
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "https://example.invalid/owner/name"
 NEEDED = "README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md pyproject.toml Makefile"
@@ -29,6 +31,12 @@ def test_files_for_the_host_are_whole(path: Path) -> None:
     if path.parent.name == "ISSUE_TEMPLATE" and path.stem != "config":
         assert {"name", "description", "body"} <= {*found}
         assert len({field["id"] for field in found["body"]}) == len(found["body"])
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = parsed(ROOT / "CITATION.cff")
+    assert {"cff-version", "message", "title", "authors", "license"} <= {*citation}
+    assert citation["version"] == memeff_compile.__version__
 
 
 def test_the_workflow_runs_what_contributors_run() -> None:
