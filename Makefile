@@ -13,7 +13,7 @@ INSTALLED_SITE := $(VENV)/.installed-site
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest check gpu sanitize poison golden bench fuzz soak figures docs site clean
+.PHONY: help demo test test-all test-newest check gpu sanitize poison golden bench fuzz soak figures docs site address release clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -113,8 +113,23 @@ docs: $(INSTALLED)  ## rewrite the generated pages
 	mv docs/options.md.new docs/options.md
 
 # Not --quiet: a warning that is not logged does not count in strict mode.
+# The variable stops an advertisement of the theme's authors.
 site: $(INSTALLED_SITE)  ## build/site: these pages and the API reference; a broken link or anchor fails
-	$(VENV)/bin/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+	@echo "Look at it, with search: python3 -m http.server --directory build/site"
+
+URL ?=
+# Every file but this one and tests: those name the placeholder itself.
+address:  ## write the repository's address wherever readers need it: make address URL=https://host/owner/name
+	@case "$(URL)" in https://*) ;; *) echo "URL is '$(URL)': give https://host/owner/name"; exit 1;; esac
+	git grep -lF 'https://ADDRESS' -- ':!Makefile' ':!tests' | xargs sed -i 's#https://ADDRESS#$(URL)#g'
+
+TAG ?=
+release: $(INSTALLED_DEV)  ## check, build dist/ and say what is missing; with TAG=1 tag it here; pushes nothing
+	.ci/run
+	rm -rf dist build
+	$(PY) -m build --quiet --outdir dist .
+	$(PY) .ci/release.py $(if $(TAG),--tag)
 
 clean:  ## remove everything that the commands above made
 	rm -rf .venv .venv-newest build dist demo_output *.egg-info \

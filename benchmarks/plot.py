@@ -41,7 +41,19 @@ MODEL_COLOURS = {
     "vision transformer": "#2da44e",
     "diffusion transformer": "#e4572e",
 }
+NAMES = {
+    "inductor": "torch.compile (Inductor)",
+    "liger": "Liger, eager",
+    "llama3.2-1b": "Llama-3.2-1B",
+    "gemma2-2b": "Gemma-2-2B",
+}
+"""Names in rows -> names for readers."""
 Row = dict[str, Any]
+
+
+def called(name: str) -> str:
+    """Return what a reader calls a backend or a model."""
+    return NAMES.get(name, name)
 
 
 def colour(method: str) -> str:
@@ -92,21 +104,25 @@ def training_steps(rows: list[Row]) -> Any:
         (left, "peak memory, GiB", lambda row: row.get("peak_gib", 0.0)),
         (right, "time of a step, ms", lambda row: row["ms"]["median"]),
     ):
-        for offset, backend in enumerate(backends):
-            heights = []
-            for model in models:
-                found = [pick(r) for r in rows if (r["model"], name_of(r)) == (model, backend)]
-                heights.append(sorted(found)[len(found) // 2] if found else 0.0)
-            places = [i + 0.8 * offset / len(backends) for i in range(len(models))]
-            bars = axis.bar(
-                places, heights, 0.75 / len(backends), label=backend, color=colour(backend)
-            )
-            axis.bar_label(bars, fmt="%.1f", fontsize=8)
-        axis.set_xticks([i + 0.2 for i in range(len(models))], models)
+        middles, end = [], 0.0
+        for model in models:
+            here = [row for row in rows if row["model"] == model]
+            measured = [b for b in backends if any(name_of(row) == b for row in here)]
+            for offset, backend in enumerate(measured):
+                found = sorted(pick(row) for row in here if name_of(row) == backend)
+                height = found[len(found) // 2]
+                bars = axis.bar(end + offset, height, 0.95, label=backend, color=colour(backend))
+                axis.bar_label(bars, fmt="%.1f", fontsize=8)
+            middles.append(end + (len(measured) - 1) / 2)
+            end += len(measured) + 1
+        axis.set_xticks(middles, map(called, models))
         axis.set_ylim(bottom=0)
         tidy(axis, "", label)
-    left.legend(frameon=False, fontsize=8)
-    title = f"Training step, bf16, gradient checkpointing, unmodified model\n{caption(rows)}"
+    handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
+    shown = {called(name): handles[name] for name in backends}
+    right.legend(shown.values(), shown.keys(), frameon=False, fontsize=8, loc="upper left")
+    right.set_ylim(top=1.35 * right.dataLim.y1)
+    title = f"Training step, bf16, gradient checkpointing; lower is better\n{caption(rows)}"
     figure.suptitle(title, fontsize=9)
     return figure
 
@@ -129,14 +145,18 @@ def batch(rows: list[Row]) -> Any:
             own = sorted((r for r in here if name_of(r) == backend), key=lambda r: r["batch"])
             batches = [r["batch"] for r in own]
             each = [r["ms"]["median"] / r["batch"] for r in own]
-            for axis, values in ((upper, each), (lower, [r["peak_gib"] for r in own])):
-                axis.plot(batches, values, "o-", label=backend, color=colour(backend))
-        upper.set_title(model, fontsize=9)
-        for axis, label in ((upper, "ms per sequence"), (lower, "peak memory, GiB")):
+            for axis, values in ((upper, [r["peak_gib"] for r in own]), (lower, each)):
+                axis.plot(batches, values, "o-", label=called(backend), color=colour(backend))
+        upper.set_title(called(model), fontsize=11)
+        sizes = sorted(unique(row["batch"] for row in here))
+        for axis, label in ((upper, "peak memory, GiB"), (lower, "time per sequence, ms")):
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, sizes)
             axis.set_ylim(bottom=0)
-            tidy(axis, f"batch (x {here[0]['length']} tokens)", label)
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"Training step, bf16, gradient checkpointing\n{caption(rows)}", fontsize=9)
+            tidy(axis, f"batch (sequences of {here[0]['length']} tokens)", label)
+    axes[0][0].legend(frameon=False, fontsize=9)
+    title = "One training step, bf16, gradient checkpointing; lower is better"
+    figure.suptitle(f"{title}\n{caption(rows)}", fontsize=10)
     return figure
 
 
@@ -156,7 +176,7 @@ def gpus(rows: list[Row]) -> Any:
             steps = [last[count]["ms"]["median"] for count in sorted(last)]
             peaks = [last[count]["peak_gib"] for count in sorted(last)]
             for axis, heights in zip(column, (steps, peaks), strict=True):
-                axis.plot(sorted(last), heights, "o-", label=backend, color=colour(backend))
+                axis.plot(sorted(last), heights, "o-", label=called(backend), color=colour(backend))
         for axis, label in zip(column, ("time of a step, ms", "peak memory, GiB"), strict=True):
             axis.set_ylim(0, 1.1 * axis.dataLim.y1)
             axis.set_xticks(counts)
@@ -244,6 +264,8 @@ def curves(rows: list[Row]) -> Any:
     if not done:
         return None
     parsed = {tuple(name.split("/")): _validation(lines) for name, lines in done.items()}
+    if not any(method == convergence.BASE_METHOD for _, method, _ in parsed):
+        return None  # a curve alone says nothing
     phases = [p for p in convergence.training.PHASES if any(key[0] == p for key in parsed)]
     figure, axes = pyplot.subplots(2, len(phases), figsize=(4.6 * len(phases), 6), squeeze=False)
     for column, phase in enumerate(phases):

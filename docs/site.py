@@ -1,4 +1,4 @@
-"""Hooks of `make site` (mkdocs.yml): pages from outside of docs/, and the API reference.
+"""Hooks of `make site` (mkdocs.yml): pages outside of docs/, and examples in the API reference.
 
 README.md is the front page, docs/index.md the table of contents. A file of the repository that a
 page links to is part of the site, in the same folder. What mkdocs cannot resolve then is an error.
@@ -14,8 +14,6 @@ from griffe import Extension, GriffeLoader, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-
-import memeff_compile
 
 ROOT = Path(__file__).resolve().parents[1]
 MOVED = {"README.md": "index.md", "docs/index.md": "contents.md"}
@@ -36,6 +34,17 @@ def linked(page: str) -> set[str]:
     return {path for path in paths if not path.startswith("..") and (ROOT / path).is_file()}
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Say which version the site is of; link to the repository once its address is set."""
+    project = (ROOT / "pyproject.toml").read_text()
+    version = re.findall(r'^version = "(.+)"$', project, re.MULTILINE)[0]
+    config.copyright = f"memeff_compile {version}, BSD-3-Clause"
+    address = re.findall(r'^Repository = "(.+)"$', project, re.MULTILINE)[0]
+    if "ADDRESS" not in address:  # CONTRIBUTING.md, "Before publishing"
+        config.repo_url = address
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and files outside of docs/, found from page to page."""
     found = {f"docs/{file.src_uri}" for file in files.documentation_pages()} | {"README.md"}
@@ -54,11 +63,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links into those of the site; give the API's page every public name."""
+    """Turn links into those of the site."""
     source = Path(str(page.file.abs_src_path)).relative_to(ROOT).as_posix()
-    if source == "docs/api.md":
-        names = sorted(memeff_compile.__all__, key=str.lower)
-        markdown += "".join(f"\n::: memeff_compile.{name}\n" for name in names)
 
     def moved(match: re.Match[str]) -> str:
         if match[1] is None:

@@ -1,7 +1,7 @@
 """The front pages: their snippets run and print what the page says, links resolve, tables are whole.
 
-A ``text`` block behind a ``python`` block of README.md or docs/use/first-steps.md is what that
-snippet prints, up to times and what other releases count differently. Where a page and the program differ, EXPECTTEST_ACCEPT=1 rewrites the page, as it
+A ``text`` block after a ``python`` block of README.md, docs/use/quick-start.md or
+docs/use/first-steps.md is what that snippet prints, up to times and what other releases count differently. Where a page and the program differ, EXPECTTEST_ACCEPT=1 rewrites the page, as it
 does for the goldens of assert_expected_inline, so ``make golden`` renews both.
 """
 
@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
@@ -24,10 +24,12 @@ import torch
 import memeff_compile
 from memeff_compile import compat
 from tests.support.fresh_python import FreshPython
+from tests.support.printed import normalised
 from tests.support.zoo import FAMILIES, FURTHER
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+QUICK_START = ROOT / "docs" / "use" / "quick-start.md"
 FIRST_STEPS = ROOT / "docs" / "use" / "first-steps.md"
 PASS_PAGES = sorted(
     page for page in (ROOT / "docs").rglob("*.md") if "\n## What is declined\n" in page.read_text()
@@ -41,13 +43,15 @@ ARGUMENTS = re.compile(r"^Args:\n((?:    .*\n?|\n)+)", re.MULTILINE)
 PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MARK, END = "--- end of snippet", "--- end of page"
-
-
-def normalised(text: str) -> str:
-    """Return printed text without times, other packages' line numbers and Dynamo's node count."""
-    text = re.sub(r"\d+ nodes, our passes [\d.]+ m?s\)", "# nodes, our passes # ms)", text)
-    text = re.sub(r"(transformers/[\w/]+\.py):\d+", r"\1:#", text)
-    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+# What README.md leaves to its reader: the folder of a model, and some ids.
+READERS_OWN = """
+import torch, transformers
+config = transformers.LlamaConfig(vocab_size=32000, hidden_size=128, intermediate_size=256,
+                                  num_hidden_layers=1, num_attention_heads=4)
+name = {folder!r}
+transformers.LlamaForCausalLM(config).save_pretrained(name)
+ids = torch.randint(0, 32000, (2, 512))
+"""
 
 
 def programs_of(pages: Sequence[Path], folder: Path) -> str:
@@ -57,7 +61,8 @@ def programs_of(pages: Sequence[Path], folder: Path) -> str:
         program = folder / page.stem / "train.py"
         program.parent.mkdir()
         snippets = SNIPPET.finditer(page.read_text())
-        program.write_text("".join(f'{s[1]}\nprint("{MARK}")\n' for s in snippets))
+        before = READERS_OWN.format(folder=str(folder / "model")) if page == README else ""
+        program.write_text(before + "".join(f'{s[1]}\nprint("{MARK}")\n' for s in snippets))
         code += [f"runpy.run_path({str(program)!r})", f'print("{END}")']
         code += ["torch._dynamo.reset()", "memeff_compile.reset()"]
     return "\n".join(code)
@@ -89,7 +94,7 @@ def check_page(page: Path, output: str, *, compare: bool = True) -> None:
         pytest.param(True, id="as it stands", marks=pytest.mark.slow),
     ],
 )
-def test_readme_and_first_steps_print_what_they_show(
+def test_front_pages_print_what_they_show(
     as_it_stands: bool,
     fresh_python: FreshPython,
     tmp_path: Path,
@@ -102,7 +107,7 @@ def test_readme_and_first_steps_print_what_they_show(
     )
     newer = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
     newer = newer and torch.__version__ >= "2.13"
-    code = programs_of((README, FIRST_STEPS), tmp_path)
+    code = programs_of((README, QUICK_START, FIRST_STEPS), tmp_path)
     if as_it_stands:
         result = fresh_python(code)
         assert result.returncode == 0, result.stderr[-4000:]
@@ -113,16 +118,19 @@ def test_readme_and_first_steps_print_what_they_show(
         memeff_compile.reset()
         exec(code, {})
         printed = capsys.readouterr().out
-    readme, first_steps = printed.split(f"{END}\n")[:-1]
+    readme, quick_start, first_steps = printed.split(f"{END}\n")[:-1]
     check_page(README, readme, compare=newer)  # older ones build a mask to recover
+    check_page(QUICK_START, quick_start, compare=newer)
     check_page(FIRST_STEPS, first_steps)
 
 
-def test_readme_is_short_and_installs_first() -> None:
+def test_readme_is_short_and_shows_a_picture_installs_and_uses_first() -> None:
     lines = README.read_text().splitlines()
-    assert len(lines) <= 130
-    assert any("pip install" in line for line in lines[:10])
-    assert "last_report())" in "\n".join(lines[:30])
+    assert sum(map(bool, lines)) <= 100
+    first = ["![", "pip install", "from_pretrained(", "last_report())"]
+    where = [next(i for i, line in enumerate(lines) if text in line) for text in first]
+    assert where == sorted(where)
+    assert where[-1] < 40
 
 
 def anchors(page: Path) -> set[str]:
@@ -153,7 +161,8 @@ def test_the_site_lists_every_page_once() -> None:
     """mkdocs.yml against docs/; README.md is the site's front page, docs/index.md its contents."""
     listed = re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
-    assert sorted(listed) == sorted([*pages, "contents.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+    outside = ["contents.md", *(page.name for page in ROOT.glob("*.md") if page != README)]
+    assert sorted(listed) == sorted([*pages, *outside])
 
 
 @pytest.mark.parametrize("name", sorted({*memeff_compile.__all__} - {"__version__"}))
@@ -183,9 +192,10 @@ ROW = re.compile(
 
 
 def figures(value: Any) -> Iterator[float]:
-    """Yield the numbers of a row, wherever they lie in it."""
+    """Yield the numbers of a row, wherever they lie in it, without percentiles."""
     if isinstance(value, dict):
-        yield from itertools.chain.from_iterable(map(figures, value.values()))
+        inner = (part for name, part in value.items() if name not in ("p20", "p80"))
+        yield from itertools.chain.from_iterable(map(figures, inner))
     elif isinstance(value, int | float):
         yield float(value)
 
@@ -194,9 +204,14 @@ def holds(row: dict[str, Any], cell: str) -> bool:
     """Whether one row has every number of a table's cell, rounded as the cell rounds it."""
     values = list(figures(row))
     return all(
-        any(f"{value:.{len(number.partition('.')[2])}f}" == number for value in values)
+        any(rounds_to(value, number) for value in values)
         for number in re.findall(r"\d+(?:\.\d+)?", cell)
     )
+
+
+def rounds_to(value: float, number: str) -> bool:
+    """Say whether a number is a value, rounded as it is written; halves may go either way."""
+    return abs(value - float(number)) <= 0.5001 * 10 ** -len(number.partition(".")[2])
 
 
 def in_one_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -208,29 +223,151 @@ def in_one_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one is not other and commands[0] == commands[1] and one["date"] == other["date"]
 
 
-def test_every_figure_is_a_row_of_one_run() -> None:
+def test_every_figure_of_the_benchmarks_page_is_a_row_of_one_run() -> None:
     results = ROOT / "benchmarks" / "results" / "nvidia-h200"
-    counted = {}
-    for page in (README, ROOT / "docs" / "measured" / "benchmarks.md"):
-        (block,) = MEASURED.findall(page.read_text())
-        table = [line for line in block.splitlines() if line.startswith("|")]
-        matches = [ROW.match(line) for line in table[2:]]
-        counted[page.name] = len(matches)
-        for line, match in zip(table[2:], matches, strict=True):
-            assert match, line
-            rows = map(json.loads, (results / match["file"]).read_text().splitlines())
-            rows = [row for row in rows if row["commit"] == match["commit"]]
-            peers, ours = ([r for r in rows if holds(r, match[side])] for side in ("peer", "ours"))
-            assert any(in_one_run(*pair) for pair in itertools.product(peers, ours)), line
-    assert counted["README.md"] == 5
-    assert counted["benchmarks.md"] > 20
+    (block,) = MEASURED.findall((ROOT / "docs" / "measured" / "benchmarks.md").read_text())
+    table = [line for line in block.splitlines() if line.startswith("|")]
+    matches = [ROW.match(line) for line in table[2:]]
+    assert len(matches) > 20
+    for line, match in zip(table[2:], matches, strict=True):
+        assert match, line
+        rows = map(json.loads, (results / match["file"]).read_text().splitlines())
+        rows = [row for row in rows if row["commit"] == match["commit"]]
+        peers, ours = ([r for r in rows if holds(r, match[side])] for side in ("peer", "ours"))
+        assert any(in_one_run(*pair) for pair in itertools.product(peers, ours)), line
 
 
-def test_readme_counts_the_families_and_shows_a_plan_of_the_page() -> None:
+class Line(NamedTuple):
+    """Where a line of a table has its figures from."""
+
+    file: str
+    all_of: dict[str, Any]  # what the rows of every column share
+    columns: tuple[dict[str, Any] | None, ...]  # what each has of its own; None: not measured
+
+
+BACKENDS = tuple({"backend": name} for name in ("inductor", "liger", "memeff"))
+WITHOUT_LIGER = (BACKENDS[0], None, BACKENDS[2])
+GAINS = (
+    Line(
+        "nvidia-h100/batch.jsonl",
+        {"commit": "759b67e2", "model": "llama3.2-1b", "batch": 8, "length": 2048},
+        BACKENDS,
+    ),
+    Line(
+        "nvidia-h100/batch.jsonl",
+        {"commit": "759b67e2", "model": "gemma2-2b", "batch": 4, "length": 2048},
+        BACKENDS,
+    ),
+    Line(
+        "nvidia-h200/compressed-training.jsonl",
+        {"commit": "fe245ad", "model": "llama3-8b", "batch": 8, "length": 1024},
+        ({"way": "dense, after the backward"}, None, {"way": "tier"}),
+    ),
+    Line(
+        "nvidia-h200/outside-loss.jsonl",
+        {
+            "commit": "967f3e6",
+            "model": "llama3.2-1b",
+            "loss": "cross_entropy",
+            "batch": 8,
+            "length": 2048,
+        },
+        WITHOUT_LIGER,
+    ),
+    Line(
+        "nvidia-h200/log-probabilities.jsonl",
+        {"commit": "1689caa", "shape": "8192x4096x151936", "ignored": 0, "frozen": False},
+        ({"method": "inductor"}, None, {"method": "memeff"}),
+    ),
+    Line(
+        "nvidia-h200/kv-decode.jsonl",
+        {"commit": "974f822", "kind": "kv decode step", "batch": 16, "length": 8192, "filled": 65},
+        WITHOUT_LIGER,
+    ),
+)
+SHAPES = ({"shape": "gemma2"}, {"shape": "llama3"})
+LOSSES = (
+    *(
+        Line("nvidia-h200/head-and-loss.jsonl", {"commit": "76e7d8a", "method": method}, SHAPES)
+        for method in ("eager", "inductor", "liger", "apple", "apple no filter")
+    ),
+    Line(
+        "nvidia-h200/minimal-workspace.jsonl",
+        {"method": "memeff exact workspace=1"},
+        (SHAPES[0] | {"commit": "1c014ea"}, SHAPES[1] | {"commit": "442fbc8"}),
+    ),
+    Line(
+        "nvidia-h200/gradients-in-forward.jsonl",
+        {"commit": "c678a5e", "method": "memeff exact gradients=forward", "ignored": 0},
+        tuple(shape | {"frozen": False} for shape in SHAPES),
+    ),
+)
+COMPARE = ROOT / "docs" / "use" / "compare.md"
+TABLES = [
+    pytest.param(page, number, line, id=f"{page.stem}, line {number}")
+    for page, lines in ((README, GAINS), (COMPARE, LOSSES))
+    for number, line in enumerate(lines)
+]
+FIGURE = re.compile(r"(\d+(?:\.\d+)?) (GiB|MiB|ms|s|%|times)\b")
+# How a figure's unit follows from the units of rows, which are MiB or GiB, and ms or s.
+UNITS = {"GiB": (1, 1024), "MiB": (1,), "ms": (1,), "s": (1, 1000)}
+
+
+def holds_figure(row: dict[str, Any], number: str, unit: str) -> bool:
+    """Say whether a row has a number of this unit, rounded as it is written."""
+    return any(rounds_to(value / by, number) for value in figures(row) for by in UNITS[unit])
+
+
+def lines_of(page: Path) -> list[str]:
+    """Return the lines of a page's measured table."""
+    (block,) = MEASURED.findall(page.read_text())
+    return [line for line in block.splitlines() if line.startswith("|")][2:]
+
+
+@pytest.mark.parametrize(("page", "number", "line"), TABLES)
+def test_every_figure_of_a_table_is_of_the_row_that_its_line_names(
+    page: Path, number: int, line: Line
+) -> None:
+    label, *cells = (cell.strip() for cell in lines_of(page)[number].strip("|").split("|"))
+    rows = list(map(json.loads, (ROOT / "benchmarks/results" / line.file).open()))
+    for cell, own in zip(cells, line.columns, strict=True):
+        found = FIGURE.findall(cell)
+        assert bool(found) == (own is not None), "an empty cell is one that was not measured"
+        wanted = (line.all_of | (own or {})).items()
+        named = [row for row in rows if row.items() >= wanted]
+        assert any(all(holds_figure(row, *each) for each in found) for row in named), cell
+    if page == README:
+        sizes = re.findall(r"\d+", " ".join(map(str, line.all_of.values())))
+        assert {*re.findall(r"\d{3,}", label)} <= {*sizes}
+
+
+def test_every_line_of_a_table_of_figures_is_held_to_rows() -> None:
+    assert len(lines_of(README)) == len(GAINS)
+    assert len(lines_of(COMPARE)) == len(LOSSES)
+
+
+def test_the_readme_has_figures_in_its_table_alone() -> None:
+    """And the ratio of its first sentence follows from the first two lines of the table."""
     text = README.read_text()
-    assert f"Models: {len(FAMILIES) + len(FURTHER)} families" in text
-    plan = text.split("## Plan before you run")[1].split("```text\n")[1].split("```")[0]
-    assert plan in (ROOT / "docs" / "use" / "explain.md").read_text()
+    (block,) = MEASURED.findall(text)
+    elsewhere = FENCED.sub("", text.replace(block, ""))
+    assert not FIGURE.findall(re.sub(r"`[^`]*`", "", elsewhere))
+    assert "a third to a half of the memory" in text
+    lines = [line for line in block.splitlines() if line.startswith("| train")][:2]
+    peaks = [[float(found) for found in re.findall(r"([\d.]+) GiB", line)] for line in lines]
+    assert all(0.3 < memeff / inductor < 0.5 for inductor, _, memeff in peaks)
+
+
+def test_readme_counts_the_families() -> None:
+    assert f"{len(FAMILIES) + len(FURTHER)} families" in README.read_text()
+
+
+def test_the_api_page_has_every_public_name_once_and_stability_a_word_on_it() -> None:
+    listed = re.findall(r"^::: memeff_compile\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    names = {*memeff_compile.__all__} - {"__version__"}
+    assert sorted(listed) == sorted(names)
+    stability = (ROOT / "docs/use/stability.md").read_text()
+    assert names <= set(re.findall(r"`(\w+)`", stability))
 
 
 def test_pages_that_code_names_are_there() -> None:
@@ -245,6 +382,18 @@ def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if "docs" in page.parts}
     assert pages - {"index.md"} <= set(LINK.findall(index))
+
+
+SEARCHED = (
+    "24 GB, 4090, A100, ROCm, uninstall, undo, report a bug, DeepSpeed, Axolotl, LLaMA-Factory, Unsloth, "
+    "Lightning, bitsandbytes, QLoRA, 8-bit Adam, flash_attention_2, Liger, vLLM, distillation, quick start"
+)
+
+
+@pytest.mark.parametrize("words", SEARCHED.split(", "))
+def test_the_faq_has_the_words_that_people_search_for(words: str) -> None:
+    text = " ".join((ROOT / "docs/use/faq.md").read_text().split())
+    assert words.lower() in text.lower()
 
 
 def constants(node: ast.AST) -> set[str]:

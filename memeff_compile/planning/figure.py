@@ -20,17 +20,18 @@ def draw(
     title: str,  # above both panels
     # bytes of each group, without the passes and with them, from the bottom up
     groups: Mapping[str, tuple[int, int]],
-    tokens: Sequence[int] | None,  # the largest batches in tokens, if a memory was given
+    batches: Sequence[int] | None,  # the largest of a GPU, in sequences, if a memory was given
+    length: int,  # tokens of a sequence
     increase: float | None,  # how many times larger the second one is
 ) -> None:
     """Draw memory without and with the passes, and the largest batches where there are any."""
     matplotlib_for(ExplainError).use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    panels = 1 if tokens is None else 2
+    panels = 1 if batches is None else 2
     figure, axes = pyplot.subplots(1, panels, figsize=(1 + 4 * panels, 3.6), squeeze=False)
     _memory(axes[0][0], groups)
-    if tokens is not None:
-        _batches(axes[0][1], tokens, increase)
+    if batches is not None:
+        _batches(axes[0][1], batches, length, increase)
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -51,10 +52,10 @@ def _memory(axis: Any, groups: Mapping[str, tuple[int, int]]) -> None:
     axis.legend(frameon=False, fontsize=8)
 
 
-def _batches(axis: Any, tokens: Sequence[int], increase: float | None) -> None:
-    bars = axis.bar(COLUMNS, [count / 1e6 for count in tokens], 0.6, color=COLOURS[1:])
-    axis.bar_label(bars, [f"{count:,}" for count in tokens], fontsize=9)
+def _batches(axis: Any, batches: Sequence[int], length: int, increase: float | None) -> None:
+    bars = axis.bar(COLUMNS, batches, 0.6, color=COLOURS[1:])
+    axis.bar_label(bars, [f"{count:,}" for count in batches], fontsize=9)
     grows = "" if increase is None else f" ({increase:.1f} times)"
-    axis.set_ylabel(f"largest batch, million tokens{grows}")
-    axis.set_ylim(0, 1.15 * max(*tokens, 1) / 1e6)
+    axis.set_ylabel(f"largest batch per GPU,\nsequences of {length:,} tokens{grows}")
+    axis.set_ylim(0, 1.15 * max(*batches, 1))
     axis.spines[["top", "right"]].set_visible(False)

@@ -114,11 +114,11 @@ class Plan:
         ExplainError where matplotlib is not installed.
         """
         before, after = self.before, self.after
-        counts = [self._token_count(side) for side in (before, after)]
-        tokens = None if before.largest_batch is None else counts
+        counts = [side.largest_batch or 0 for side in (before, after)]
+        batches = None if before.largest_batch is None else counts
         groups = {name: (before.groups[name], after.groups[name]) for name in GROUPS}
         title = "\n".join(textwrap.wrap(f"{self.heading()}; predicted by explain", 100))
-        draw(Path(path), title, groups, tokens, self.increase)
+        draw(Path(path), title, groups, batches, self.sizes.length, self.increase)
 
 
 def _formula(moment: Moment) -> str:

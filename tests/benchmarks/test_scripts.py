@@ -93,6 +93,24 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     assert missing == {"linear-cross-entropy"}, "its file is not written above"
 
 
+def test_training_steps_draw_no_bar_for_a_backend_that_was_not_measured() -> None:
+    from benchmarks import plot
+
+    step = {"length": 8, "ms": {"median": 2.0}, "peak_gib": 1.0, **STATED}
+    measured = [("m", "inductor"), ("m", "memeff"), ("m", "memeff mass"), ("n", "memeff")]
+    figure = plot.training_steps([{**step, "model": m, "backend": b} for m, b in measured])
+    heights = [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
+    assert heights == [[1.0] * 4, [2.0] * 4]
+
+
+def test_curves_without_their_baseline_are_not_drawn() -> None:
+    from benchmarks import plot
+
+    start = {"run": "scratch/exact/0", "recipe": {"layers": 1, "width": 2, "vocabulary": 3}}
+    curve = [{**start, **STATED}, {"run": start["run"], "step": 1, "validation": 3.0}]
+    assert plot.curves([*curve, {"run": start["run"], "done": True, "validation": 3.0}]) is None
+
+
 def test_ablations_print_the_papers_table_from_rows_they_wrote(tmp_path: Path) -> None:
     out = tmp_path / "ablations.jsonl"
     size = ["--shape", "64x32x300", "--ignored", "0", "50", "--repeats", "1", "--dtype", "float32"]
