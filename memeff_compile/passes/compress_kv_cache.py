@@ -36,7 +36,7 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """One attention over a dense view: its call, the view, and what stands between."""
+    """One attention over a dense view: its call, the view, and the nodes between them."""
 
     view: Node
 
@@ -145,7 +145,9 @@ def _bits(view: Node) -> int | None:
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Strip what repeats the heads; return the view behind, if it is one, and the nodes between."""
+    """Strip nodes that repeat the heads; return the view they read, if it is one, and these
+    nodes.
+    """
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):
@@ -222,7 +224,9 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
-    """Return who else needs the dense view, or writes to what attention would read later."""
+    """Decline if another node needs the dense view, or writes to memory that attention reads
+    later.
+    """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):
             return Decline(

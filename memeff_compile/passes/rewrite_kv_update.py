@@ -7,7 +7,7 @@
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
 The writes stay, in place and in order. The read is exact for every boolean mask: ``last`` is the
-last key that a query sees. Where the mask compares the places of the keys with the positions of the
+last key that a query sees. If the mask compares the indices of the keys with the positions of the
 queries, ``last`` is those positions, read on the device, and the mask is gone. Any other boolean
 mask, such as the one that generate() builds outside of the graph, goes to the op, and ``last`` is
 found in it once per forward pass.
@@ -38,7 +38,7 @@ from .graph.graph_info import GraphInfo, node_name, same_shape
 
 # Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve.
 MAX_ROWS = 64
-# Without a kernel of ours the gain is the copies per query head; smaller ones do not pay.
+# Without a Triton kernel the only gain is the copies per query head; small ones do not pay.
 MIN_COPIED_BYTES = 4 << 20
 
 _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
@@ -46,16 +46,17 @@ _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys or values as attention takes them, and the cache behind."""
+    """Keys or values as attention takes them, and the cache they come from."""
 
     node: Node
     repeat: Any
-    chain: tuple[Node, ...]  # from what attention takes back to the cache, which is not in it
+    # the nodes from attention's operand back to the cache, the cache excluded
+    chain: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What the queries see: up to ``bound`` (less ``minus``), or what a mask shows."""
+    """The keys that queries see: up to ``bound`` (less ``minus``), or those that a mask shows."""
 
     mask: Node | None
     bound: Node | None = None
@@ -66,7 +67,7 @@ class Visible:
 
 @dataclass
 class Site(cached.CachedSite):
-    """One attention over caches that this graph wrote to; what was read of them and of the mask."""
+    """One attention over caches that this graph wrote to, with its caches and mask as read."""
 
     storages: frozenset[int]
     caches: tuple[Cache, ...] = ()
@@ -74,7 +75,7 @@ class Site(cached.CachedSite):
 
     @property
     def shown(self) -> Visible:
-        """What the queries see, where that was read."""
+        """The keys that queries see, if they could be read."""
         assert self.visible is not None
         return self.visible
 
@@ -167,7 +168,9 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether ``node`` is in one of ``storages``, or a copy of what is, a few steps away."""
+    """Return whether ``node`` is in one of ``storages``, or a copy of such a node a few steps
+    away.
+    """
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
         if not compat.is_fake(value):
@@ -183,7 +186,7 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
 
 
 def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
-    """Strip what repeats the heads, and name the cache behind; None for any other form."""
+    """Strip nodes that repeat the heads, and return the cache; None for any other form."""
     chain: list[Node] = []
     repeat: Any = 1
     for _ in range(cached.MAX_CHAIN):
@@ -209,7 +212,9 @@ def _copies(info: GraphInfo, match: Site) -> bool:
 
 
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
-    """Read the mask; None where there is none or it is no boolean mask for all heads alike."""
+    """Read the mask; None without one, or if it is not a boolean mask that is the same for all
+    heads.
+    """
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
     if not match.caches or not compat.is_fake(value):
@@ -304,7 +309,7 @@ def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
 
 
 def _unserved(info: GraphInfo, match: Site) -> Decline | None:
-    """Return what the op does not take of caches, mask and shapes, or None."""
+    """Return which property of caches, mask or shapes the op does not support, or None."""
     args = match.call.args
     if len(match.caches) < 2:
         return Decline(
@@ -406,13 +411,15 @@ def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] |
 
 
 def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
-    """Return whether what a write returns ends in ``owned`` nodes that nobody else uses."""
+    """Return whether the result of a write ends in ``owned`` nodes without other users."""
     others = [node for node in owned[1:] if node.op != "placeholder"]
     return all(set(node.users) <= set(owned) for node in (write, *others))
 
 
 def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
-    """Return the last write to a cache before attention: the node, what it writes, and where."""
+    """Return the last write to a cache before attention: the node, the written value, and the
+    index.
+    """
     held, last = compat.storage_key(info.value(cache.node)), None
     for write in info.writes:
         if write.position >= info.positions[match.node]:

@@ -1,12 +1,12 @@
-"""What an attention mask says, as a formula over batch, query and key index.
+"""An attention mask as a formula over batch, query and key index.
 
 A tensor is described by its shape and by one scalar, a function of the tensor's own index: integers
 are sums of axes, sizes and reads of other tensors (:class:`Linear`), truth values are formulas over
 such sums, and numbers are told apart by cases. Views, broadcasts and gathers are then substitutions
-of axes, and nothing is ever computed from data.
+of axes, and values of tensors are never read.
 
-What is decided is proved from the sizes, symbolic ones included; :mod:`mask_forms` says which of
-the known forms a formula is.
+Every decision is proved from the sizes, symbolic ones included; :mod:`mask_forms` says which of the
+known forms a formula is.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ TRUE, FALSE = Fixed(True), Fixed(False)
 
 
 class TooLarge(Exception):
-    """A formula has grown beyond what is worth reading."""
+    """A formula has grown too large to be worth reading."""
 
 
 def at_least_zero(total: Linear) -> Formula:
@@ -293,8 +293,8 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return which keys a mask lets through, by truth or by adding zero, where what it adds to
-    others is as low as `MASKED`; None for a bias that does more than to mask.
+    """Return which keys a mask keeps: where it is true, or where it adds zero and adds to all other
+    keys a number as low as `MASKED`. Return None for a bias that does more than mask.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -306,7 +306,7 @@ def allowed_by(scalar: Scalar) -> Formula | None:
 
 
 def values_taken(scalar: Scalar) -> frozenset[float]:
-    """Return what a mask adds where it takes keys away; nothing for a mask of truth values."""
+    """Return the numbers that a mask adds to removed keys; an empty set for a boolean mask."""
     if not isinstance(scalar, Cases):
         return frozenset()
     return frozenset(value for _, value in scalar.cases if value != 0)
@@ -373,5 +373,5 @@ def reads_in(scalar: Any) -> set[Read]:
 
 
 def same_axes(rank: int) -> dict[int, Linear]:
-    """Return what changes no axis where it is substituted."""
+    """Return the substitution that changes no axis."""
     return {place: axis(place) for place in range(rank)}

@@ -1,8 +1,8 @@
-"""What a mask's formula asks for, condition by condition: what sizes say of it, what tables say.
+"""The conditions of a mask's formula: those on sizes, and those read from tables.
 
 :func:`form_of` sorts the parts of a formula into bounds between query and key, tables of keys,
-equalities of ids, and the rest. Everything that is claimed is proved from the sizes, symbolic ones
-included; what cannot be proved stays a part of the form's ``rest``.
+equalities of ids, and the rest. Every claim is proved from the sizes, symbolic ones included; an
+unproved condition stays a part of the form's ``rest``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Form:
-    """What a mask says, condition by condition; a key counts where all of them hold."""
+    """The conditions of a mask; a key counts if all of them hold."""
 
     causal: Size | None = None  # o where ``key <= query + o`` is asked for, None where it is not
     window: Size | None = None  # w where ``key > query - w`` is asked for, None where it is not
@@ -34,16 +34,18 @@ class Form:
     tables: tuple[Formula, ...] = ()  # asked of the key, and of the row of the batch (padding)
     # equalities of a sum of the query's and a sum of the key's (packed sequences, chunks)
     ids: tuple[Ids, ...] = ()
-    queries: tuple[Formula, ...] = ()  # asked of the query, and of the row of the batch
+    queries: tuple[Formula, ...] = ()  # conditions on the query, and on the row of the batch
     length: bool = False  # whether a tensor says how many keys there are (a static cache)
     shifted: bool = False  # whether a tensor says from which key on it is causal
-    positions: bool = False  # whether sums read from tensors are compared that no index says
-    rest: tuple[Formula, ...] = ()  # everything else that is asked for
-    empty: bool = False  # whether some query attends to nothing, or may: no proof of the contrary
+    positions: bool = (
+        False  # whether it compares sums read from tensors that are no function of an index
+    )
+    rest: tuple[Formula, ...] = ()  # all other conditions
+    empty: bool = False  # whether a query may attend to no key (true unless the contrary is proved)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but sizes decides, and leaves every query a key."""
+        """Whether the mask depends on sizes only and leaves every query a key."""
         return not (self.reads_data or self.positions or self.rest or self.empty)
 
     @property
@@ -71,7 +73,7 @@ class Form:
 
     @property
     def conditions(self) -> list[str]:
-        """What is asked, in words."""
+        """The conditions in words."""
         plain = self.causal is None or compat.statically_true(self.causal == 0)
         said = [
             (self.causal is not None, f"causal{'' if plain else ', shifted'}"),
@@ -151,7 +153,7 @@ def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
-    """Split a sum into what the query decides and what the key decides; both in no term."""
+    """Split a sum into a part of the query and a part of the key; None if one term has both."""
     mine, theirs = Linear(total.constant), Linear()
     for term, times in total.terms.items():
         one = Linear(0, {term: times})
@@ -257,7 +259,7 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
-    """Return the two reads of ``read - other``, in both orders; nothing for any other sum."""
+    """Return the two reads of ``read - other``, in both orders; an empty list for any other sum."""
     terms = list(total.terms.items())
     if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
         return []

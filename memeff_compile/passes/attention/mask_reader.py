@@ -1,8 +1,8 @@
 """Reads a mask's part of the graph as a formula: an abstract interpreter, one rule per ATen op.
 
-What an op does is read through :mod:`canonical`; a node that no rule can read becomes a read of
-that node's own value, which is always true of it. Memory that anything in the graph writes to is
-never taken for what it was computed as.
+Ops are read through :mod:`canonical`. A node that no rule can read becomes a read of that node's
+value, which is always correct. If anything in the graph writes to a tensor, the tensor is never
+replaced by the formula that computed it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _require(holds: bool) -> None:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor as a function of its own index."""
+    """A tensor as a function of its index."""
 
     shape: tuple[Size, ...]
     scalar: Scalar
@@ -52,7 +52,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a mask lets through, and what it adds to the scores of the others."""
+    """Which keys a mask keeps, and the number it adds to the scores of the others."""
 
     formula: Formula  # which keys count
     added: frozenset[float] = frozenset()  # the numbers; empty for a mask of truth values
@@ -66,7 +66,7 @@ class MaskReader:
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return what is known of a tensor's node."""
+        """Return the value of a node, as far as it can be read."""
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
@@ -139,7 +139,9 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Read what a body is given by the graph around it, a piece of a model by one before."""
+        """Read an input that the graph around a body, or an earlier partition of the model, passes
+        in.
+        """
         if self.parent is None:
             return handed_over(node)
         given = self.info.argument_of(node)
@@ -474,7 +476,7 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Make the rule of a comparison from what it says of ``left - right``."""
+    """Make the rule of a comparison from its formula for ``left - right``."""
 
     def rule(given: _Operands) -> Value:
         shape, left, right = _pair(given)
@@ -621,7 +623,7 @@ def _where(given: _Operands) -> Value:
 
 
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
-    """Read a choice by the names of the condition and of what stands where it holds, or not."""
+    """Read a choice, given the names of the condition and of its two branches."""
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
@@ -730,15 +732,17 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return what is known of an input that an earlier piece of the model has made."""
+    """Return the value of an input that an earlier partition of the model made, if it was
+    recorded.
+    """
     notes = compat.notes_between_pieces()
     value: Value | None = None if notes is None else notes.get(compat.example_value(node))
     return value
 
 
 def hand_over(info: GraphInfo) -> None:
-    """Note for later pieces of the model what its sizes alone say of a tensor this one returns, and
-    forget what is noted of memory that this piece may write to; all of it where this fails.
+    """Record for later partitions what the sizes prove about a tensor that this one returns. Forget
+    records of memory that this partition may write to, or all records if recording fails.
     """
     notes = compat.notes_between_pieces()
     if notes is None:

@@ -1,7 +1,7 @@
-"""Writes what a mask's formula asks of keys and queries as small tensors: one row per sequence.
+"""Writes a mask's conditions on keys and queries as small tensors: one row per sequence.
 
 A mask is queries x keys; a table of its keys is one number per key. The tables are computed from
-the nodes that the mask was computed from, right behind the last of them, once for all layers.
+the nodes that the mask was computed from, right after the last of them, once for all layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Table:
     along: int  # the axis of the scores it runs along: that of the queries or of the keys
     sizes: tuple[Size, Size]  # the sizes of the batch and of that axis
     device: torch.device  # where
-    anchor: Node | None  # the node behind which it is written; None for the beginning of the graph
+    anchor: Node | None  # the node after which it is written; None for the beginning of the graph
     level: GraphInfo  # the graph it is written in
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
@@ -49,8 +49,8 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return behind which node of which level a table can be written, or None: behind the last node
-    it reads, or the last moment at which one was read whose memory changes.
+    """Return the node, and its level, after which a table can be written, or None. That is after
+    the last node it reads, or at the last read of memory that changes later.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info
@@ -75,7 +75,7 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
 
 
 def behind(editor: Editor, anchor: Node | None) -> Node:
-    """Return the node in front of which stands what is inserted behind ``anchor``."""
+    """Return the node before which to insert so that the new nodes follow ``anchor``."""
     node = anchor.next if anchor is not None else next(iter(editor.graph.nodes))
     while node.op in ("placeholder", "get_attr"):
         node = node.next

@@ -1,4 +1,4 @@
-"""What attention takes, as a call takes it: a node of the graph, and the views that are missing.
+"""Operands of attention: a node of the graph, and the views that turn it into the call's form.
 
 Products name their axes in any order and may leave axes out (batch and heads in one, keys without
 heads). PyTorch's call and memeff::attention want batch, heads, length and depth. The views are

@@ -2,12 +2,12 @@
 
 Dynamo records what the user typed: ``x.float()``, ``x.to(torch.float32)`` and ``x.to(dtype=...)``
 are three different nodes. Every pass reads through :func:`read`, which gives the pre-dispatch ATen
-calls with arguments bound by schema name and defaults filled, so a pass knows one spelling of each
-idea.
+calls with arguments bound by schema name and defaults filled, so a pass needs to know one spelling
+only.
 
 Reading never changes the graph. Two tiers: a table (names, then schemas) that costs microseconds,
-and :func:`trace`, which runs the one node on fake operands under ``make_fx`` and is the table's
-judge in the tests. A node neither tier can read is None: whoever asked declines.
+and :func:`trace`, which runs the one node on fake operands under ``make_fx`` and which the tests
+compare the table with. A node that neither tier can read gives None, and the caller declines.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def read(node: Node) -> Reading | None:
 
 
 def read_one(node: Any) -> Call | None:
-    """Read ``node`` as exactly one call, or None; what is no node is none."""
+    """Read ``node`` as exactly one call; return None if it is not a node or not one call."""
     reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
 
@@ -111,7 +111,7 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Follow calls of some ops back to what they were given; the nodes passed join ``way``."""
+    """Follow calls of some ops back to their first operand; the nodes passed join ``way``."""
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)
@@ -133,7 +133,7 @@ _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "s
 
 @dataclass(frozen=True)
 class Argument:
-    """What the schema of an op says of an argument; asked of PyTorch once."""
+    """One argument of an op's schema; PyTorch is asked once per op."""
 
     name: str
     kind: Any  # its type
@@ -383,10 +383,12 @@ def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``127 / x`` as what PyTorch does, ``reciprocal(x) * 127``; others as ``div``."""
+    """Read ``127 / x`` as PyTorch computes it, ``reciprocal(x) * 127``; other quotients as
+    ``div``.
+    """
     if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
-        # bind() knows nodes alone as tensors, so the number is bound beside the operand.
+        # bind() takes only nodes for tensors, so the number is bound separately from the operand.
         scaled = bind(aten.mul.Scalar, (args[1], args[0]), {})
         return (inverse, Call(aten.mul.Tensor, {"self": PREVIOUS, "other": scaled.args["other"]}))
     return (_bind_packet(aten.div, args, kwargs),)
@@ -414,7 +416,7 @@ def _einsum(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``x.T`` and ``x.mT``: Dynamo records getattr, since torch 2.14 ops of their own."""
+    """Read ``x.T`` and ``x.mT``: Dynamo records getattr; since torch 2.14, separate ops."""
     _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()
     if args[1] in ("T", aten.numpy_T) and rank == 2:
@@ -505,7 +507,7 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return how many axes an index goes along: a mask along all of its own."""
+    """Return how many axes an index consumes; a boolean mask consumes as many as it has."""
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
 

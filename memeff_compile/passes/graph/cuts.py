@@ -1,9 +1,10 @@
-"""Pieces of a graph, for gradients that come block by block and not all at once.
+"""Splits a graph into partitions, so that gradients arrive block by block, not all at once.
 
 A compiled graph is one node to autograd: its backward returns every gradient together, and an
-optimizer in the backward would run behind all of them. Where `optim_in_backward` updates weights,
-the graph is cut between the model's blocks, as Dynamo does for the buckets of DDP, and each piece
-is compiled by itself. What crosses a cut is an output of one piece and an input of others.
+optimizer in the backward would run after all of them. Where `optim_in_backward` updates weights,
+the graph is cut between the model's blocks, as Dynamo does for the buckets of DDP, and each
+partition is compiled separately. A value that crosses a cut is an output of one partition and an
+input of others.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 
 def starts(info: GraphInfo) -> tuple[Node, ...]:
-    """Return the nodes of a whole graph, as it is now, that begin another piece: none as a rule.
-
-    A cut lies where another block of the model begins, and gradients of updated weights come on
-    both sides of it. Graphs with writes, values of unknown sizes, and pieces of DDP stay whole.
+    """Return the nodes of a whole graph, in its current state, at which a new partition starts;
+    usually there are none. A cut lies where another block of the model begins, if both sides
+    produce gradients of updated weights. Graphs with writes, with values of unknown size, or
+    already split by DDP are not cut.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -111,7 +112,7 @@ def compiled_in_pieces(
     cuts: Sequence[Node],
     compile_one: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Compile what lies between the cuts piece by piece; return a function of the whole graph."""
+    """Compile the partitions between the cuts one by one; return a function of the whole graph."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
     pieces = _split(gm, set(cuts))

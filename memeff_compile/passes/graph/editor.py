@@ -23,7 +23,7 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """An edit would have changed what a consumer sees; the match is rolled back."""
+    """An edit would have changed a value that a consumer can see; the match is rolled back."""
 
 
 class Editor:
@@ -31,7 +31,9 @@ class Editor:
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
-        self._undo: list[Callable[[], object]] = []  # what takes back each edit, in order
+        self._undo: list[
+            Callable[[], object]
+        ] = []  # one function per edit that undoes it, in order
         self._touched: dict[Node, None] = {}  # nodes that are new or were given other operands
         self._outer: Editor | None = None
         self._at: tuple[Node, Node, Region] | None = None
@@ -46,7 +48,8 @@ class Editor:
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
         """Insert before ``node``; new nodes take source line and module path of ``like``.
-        ``region`` is what holds there, by default as at ``node``, which may switch gradients off.
+        ``region`` gives the autograd and autocast state there (default: that of ``node``); inserted
+        nodes may switch gradients off.
         """
         before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:
@@ -104,7 +107,9 @@ class Editor:
         return node
 
     def size(self, value: int | torch.SymInt) -> int | Node:
-        """Return a size as an argument: a number, or what computes it; else EditRefused."""
+        """Return a size as an argument: a number, or the node that computes it; else
+        EditRefused.
+        """
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 
     def _size_of(self, formula: sympy.Expr) -> Any:
@@ -121,7 +126,7 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return what this match or an earlier one has built under this key, or build it."""
+        """Return the node that this match or an earlier one built under this key, or build it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._undo.append(partial(self.info.shared.pop, key))
@@ -176,7 +181,7 @@ class Editor:
         return node
 
     def replace(self, old: Node, new: Node) -> None:
-        """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""
+        """Let every user of ``old`` use ``new``; refuse if a user could see a difference."""
         self.reroute([user for user in old.users if user is not new], old, new)
         self.info.replaced[old] = new
         self._undo.append(partial(self.info.replaced.pop, old, None))
@@ -207,8 +212,8 @@ class Editor:
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Check what was edited, which can fail, then erase unused nodes of ``dead``, for good.
-        The whole graph is linted once, behind all passes.
+        """Check the edited nodes, which can fail, then erase unused nodes of ``dead`` permanently.
+        The whole graph is linted once, after all passes.
         """
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"

@@ -1,8 +1,7 @@
 """Finds heads of a training graph whose loss was not fused, so that each has a record.
 
-A head is told from a wide layer inside a model by what becomes of its product. The product of a
-layer goes on into another one. That of a head ends in a number per row or less, as a loss does, or
-leaves the graph.
+A head differs from a wide layer inside a model by the use of its product. A layer's product feeds
+another product. A head's ends in at most one number per row, as in a loss, or leaves the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .head import Chain, Head, HeadReader
 
 LARGE_VOCABULARY = 8192  # classes from which a loss that is not fused is worth a word
 _MAX_NODES = 256
-_FEWER = 16  # what has less than this part of a product's numbers has lost its classes
+_FEWER = 16  # a tensor with less than this part of a product's elements no longer has the classes
 
 _HINT = (
     "compute the loss by F.cross_entropy, or by log_softmax and gather of one class per row, from "

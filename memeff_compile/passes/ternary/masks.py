@@ -13,7 +13,7 @@ from ..graph.canonical import aten, call_of, read_one
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     """Return x and the nodes of `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, perhaps cast,
-    or None: what ranks by a scatter of indices keeps another set among equals.
+    or None: a ranking by a scatter of indices keeps other elements if some are equal.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
@@ -83,7 +83,7 @@ def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> 
 
 
 def behind_item(node: Node) -> Node:
-    """Return what ``node`` is the first result of, or the node itself."""
+    """Return the node that ``node`` is the first result of, or the node itself."""
     is_first = node.target is operator.getitem and node.args[1] == 0
     whole = node.args[0] if is_first else node
     return whole if isinstance(whole, Node) else node
