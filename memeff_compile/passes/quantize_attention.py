@@ -282,9 +282,10 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
 def _without_gain(
     info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
-    """Return why low bits would not be faster, or None; a length that is given decides alone.
+    """Return why low bits would not be faster, or None; a length that you set decides alone.
 
-    A length that varies is compared with a guard, so that a longer or shorter one is asked anew.
+    A length that varies is compared with a guard, so that a length on the other side is checked
+    again.
     """
     queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length

@@ -12,8 +12,8 @@ queries, ``last`` is those positions, read on the device, and the mask is gone. 
 mask, such as the one that generate() builds outside of the graph, goes to the op, and ``last`` is
 found in it once per forward pass.
 
-Nothing is deleted but what the match owns. Graph.eliminate_dead_code would take the writes for
-dead, since nobody uses what they return.
+Only nodes that the match owns are deleted. Graph.eliminate_dead_code would remove the writes, since
+their results are not used.
 """
 
 from __future__ import annotations

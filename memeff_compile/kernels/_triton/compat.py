@@ -1,6 +1,6 @@
-"""The one place that knows Triton's private names: one file to fix per release of it.
+"""The only module that uses Triton's private names, so a new release needs changes in one file.
 
-Nothing here imports triton before it is called. Gluon's names are in `gluon`.
+Functions import triton when they are called. Gluon's names are in `gluon`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def is_compiled(kernel: Any) -> bool:
 def launcher(
     kernel: Any, compiled: Any, constants: Mapping[str, Any], count: int
 ) -> Callable[[tuple[int, ...], int, Sequence[Any]], None]:
-    """Return what launches a compiled kernel on a grid, with the `count` arguments that vary."""
+    """Return a function that launches a compiled kernel on a grid, with the `count` arguments that
+    vary.
+    """
     from triton.runtime import driver
 
     run, stream_of = compiled.run, driver.active.get_current_stream
@@ -74,7 +76,7 @@ def is_described(argument: Any) -> bool:
 
 
 def tiles_in(descriptor: Any) -> tuple[Any, ...]:
-    """Return what a kernel is compiled for of a descriptor, beside its layout."""
+    """Return the compile-time properties of a descriptor, apart from its layout."""
     return (*descriptor.block_shape, descriptor.base.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which keys count for which queries, and what the engines are told about it."""
+"""Which keys count for which queries, and the arguments that tell the engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conditions:
-    """What has to hold for a key to count for a query, and how the scores are made."""
+    """The conditions under which a key counts for a query, and how the scores are made."""
 
     key_mask: Tensor | None  # bool (B or 1, N): keys that count at all, or None
     # (B or 1, M) and (B or 1, N): equal where a key counts, or both None
@@ -24,7 +24,7 @@ class Conditions:
     # bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or what is added
     # to the score; then nothing above it decides. None for none.
     mask: Tensor | None = None
-    mask_tiles: Tensor | None = None  # what `mask_tiles.classify` says of the mask, or None
+    mask_tiles: Tensor | None = None  # the result of `mask_tiles.classify` for the mask, or None
 
     @property
     def is_bias(self) -> bool:

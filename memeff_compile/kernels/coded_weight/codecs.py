@@ -1,8 +1,8 @@
 """The engine `triton`: launches of the codecs' kernels. CUDA, sm_80 or later.
 
-Encoding reads a few numbers back: how long its lists have to be. Where the lists are there already,
-they are read after the fact (`Outcome`), so that nothing waits for the GPU. Decoding and products
-read nothing, so that they can be captured in CUDA graphs. No kernel sums with atomics: the same
+Encoding reads a few numbers back: the lengths of its lists. If the lists exist already, it reads
+the lengths later (`Outcome`), so the host does not wait for the GPU. Decoding and products read no
+value on the host, so they can be captured in CUDA graphs. No kernel sums with atomics: the same
 inputs give the same bits.
 """
 
@@ -85,11 +85,13 @@ def _run_often(
     kernel: str,
     grid: int,
     tensors: Sequence[Tensor],  # on one GPU; the dtype of each follows from the constants
-    numbers: Sequence[int | float],  # behind them; no two make a difference to the compiler
+    numbers: Sequence[int | float],  # after them; their values make no difference to the compiler
     warps: int,
     *constants: tuple[str, Any],
 ) -> None:
-    """Do what `_run` does in a fraction of the host's time: a training step has a thousand."""
+    """Do the same as `_run` in a fraction of the host time: a training step calls it a thousand
+    times.
+    """
     settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
         launch_plain(kernel_of(module, kernel), (grid,), tensors, numbers, settings, name)
@@ -159,9 +161,10 @@ class Outcome:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return memory of the host for so many weights that kernels on a GPU can write to.
+    """Return a spill buffer: host memory for ``count`` weights that kernels on a GPU can write to.
 
-    It is int16, pinned; None where there is none, or where a trial shows that it is not written to.
+    It is int16 and pinned. Return None if pinned memory cannot be had, or if a trial shows that the
+    GPU does not write to it.
     """
     try:
         refuge = torch.zeros(count, dtype=torch.int16, pin_memory=True)
@@ -214,13 +217,13 @@ def encode_soon(
     parts: Sequence[Tensor],
     weight: Tensor,
     form: Format,
-    refuge: Tensor | None = None,  # what `Outcome.shelter` takes
-    counts: Tensor | None = None,  # what `step` returned, if that made the weight
+    refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
+    counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
     """Encode a weight of the same shape into existing parts, with the windows they have.
 
-    Say whether it fitted, or return what will know, where the codec need not wait for the GPU.
-    Where it did not, the parts hold no weight any more; it is in the refuge, if there is one.
+    Return whether it fitted, or an `Outcome` that will know if the codec need not wait for the GPU.
+    If it did not fit, the parts no longer hold a weight; the spill buffer does, if there is one.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
@@ -240,9 +243,9 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write codes and signs, with a step those of the weight moved along a gradient.
+    """Write codes and signs; with a step, those of the weight moved along a gradient.
 
-    Return what `_list_win4` takes. Without a step the lists of patches are not read.
+    Return the counts that `_list_win4` takes. Without a step the lists of patches are not read.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -385,10 +388,10 @@ def steps(form: Format, gradient: Tensor) -> bool:
 def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor | None:
     """Turn a gradient into the weight after a step along it, in the gradient's memory.
 
-    The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. The parts hold
-    no weight afterwards: the new one has to be encoded into them, by `encode_soon`, which is given
-    what is returned. The format is a lossless one, and the gradient one that `steps` allows. Where
-    memory runs out, nothing was written.
+    The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. Afterwards the
+    parts hold no weight until `encode_soon` has encoded the new one into them; pass it this
+    function's result. The format must be lossless, and `steps` must allow the gradient. If memory
+    runs out, no part was changed.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)
@@ -418,10 +421,10 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the patterns of a weight, zeros behind the last, to a buffer of whole chunks.
+    """Write the bit patterns of a weight, then zeros, to a buffer of whole chunks.
 
-    With a step, which win4 takes where it encodes, the buffer holds a gradient, and gets the weight
-    moved along it. Its numbers are of 16 bits.
+    With a step, the buffer holds a gradient and gets the weight moved along it; win4 does this
+    while it encodes. The numbers have 16 bits.
     """
     size, warps, fields = _decoding(form.codec)
     fields = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), *fields)
@@ -456,7 +459,9 @@ def fuses(
 
 
 class _Product(NamedTuple):
-    """What is multiplied: tokens, the parts of a weight, a bias, and (N, K) of the weight."""
+    """The operands of a product: tokens, the parts of a weight, a bias, and (N, K) of the
+    weight.
+    """
 
     x: Tensor
     parts: Sequence[Tensor]
@@ -477,7 +482,7 @@ def product(
     bias: Tensor | None,  # (N,) bf16 or None
     shape: Sequence[int],  # (N, K), K a multiple of 256
     *,
-    setting: Setting | None = None,  # tile, by default what `shapes` says
+    setting: Setting | None = None,  # tile, by default the choice of `shapes`
 ) -> Tensor:
     """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape)
@@ -634,7 +639,7 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x with its columns in the order of `wide_kernel`, and its transpose.
 
-    The transpose is padded to whole sixteens of tokens; what stands there is not defined.
+    The transpose is padded to a multiple of sixteen tokens; the padding is undefined.
     """
     tokens, columns = x.shape
     groups, stride, width = columns // GROUP, -(-tokens // 16) * 16, shapes.ORDERED_TOKENS

@@ -1,9 +1,9 @@
-"""How a bf16 weight is cut into pieces, and what the pieces of each codec are called.
+"""How a bf16 weight is split into parts, and the names of each codec's parts.
 
 A weight is read in row-major order, as a flat run of 16-bit patterns padded with zeros to whole
 chunks. Every codec keeps the sign and the mantissa of each pattern as one byte, and codes the
-exponent. All of them use one order inside a group of 256 weights, so that a 32-bit word holds what
-belongs together and two weights are rebuilt at once:
+exponent. All of them use one order inside a group of 256 weights, so that one 32-bit word serves
+two neighbouring weights, which are rebuilt at once:
 
     group[64 * q + 2 * j + h]  is  half h of the pair q (0 to 3) of lane j (0 to 31)
 
@@ -44,7 +44,7 @@ BLOCKS = (32, 64, 128, 256, 512)
 
 PATCH_PARTS = ("patch_starts", "patch_places", "patch_values")
 LISTS = ("second", "third", "words", "patch_places", "patch_values")
-"""Parts whose length depends on the values; what lies behind their contents is not read."""
+"""Parts whose length depends on the values; memory after their contents is not read."""
 
 _EXPONENTS = {
     "win4": ("header", "codes", *PATCH_PARTS),
@@ -70,7 +70,7 @@ class Multiplied(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """What a codec's name says."""
+    """The properties encoded in a codec's name."""
 
     codec: str  # how exponents are coded, one of `CODECS`
     mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless

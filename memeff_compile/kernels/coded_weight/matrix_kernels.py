@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Products of several tokens with win4 weights, in Gluon: codes become operands in registers.
 
-A tensor core takes pairs of neighbours along K as 32-bit words, and so does a decoded weight lie
-in a pair word. Each thread loads the codes of just those weights that it has to hand to the tensor
-core, four words at once, so that nothing moves between threads. Along K the order of a sum is
-free, if the weights and x are permuted alike.
+A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights are stored as
+such pair words. Each thread loads only the codes of the weights that it passes to the tensor core,
+four words at once, so threads exchange no data. Along K the order of a sum is free, if the weights
+and x are permuted alike.
 
 Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
 """
@@ -289,7 +289,9 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load NOTED patches from `begin` on, place -1 behind the last: long before they are needed."""
+    """Load NOTED patches from `begin` on, long before they are needed; positions after the last are
+    -1.
+    """
     several: gl.constexpr = gl.BlockedLayout(
         [C.NOTED // (32 * C.WARPS), 16], [32, 1], [C.WARPS, 1], [1, 0]
     )
@@ -327,7 +329,7 @@ def _note_patches(
 
 @gluon.jit
 def _noted(notes, batch, layout: gl.constexpr):
-    """Read what is written down of 64 patches."""
+    """Read 64 patches that were saved in shared memory."""
     several: gl.constexpr = [notes.shape[0] // 64, 64]
     return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
 
@@ -356,14 +358,14 @@ def win4_wide_kernel(
     x_desc,  # (M, K) bf16, columns in the order of the operands
     codes_desc,
     signs_desc,
-    xt_ptr,  # (K, xt_stride) bf16, tokens behind the last hold anything
+    xt_ptr,  # (K, xt_stride) bf16, tokens after the last are undefined
     header_ptr,
     starts_ptr,
     places_ptr,
     values_ptr,
     bias_ptr,
     out_ptr,  # (M, N) bf16
-    shares_ptr,  # (splits, M, rows behind those of `whole`) fp32
+    shares_ptr,  # (splits, M, rows after those of `whole`) fp32
     tokens_count,
     rows_count,
     groups,  # K / 256
@@ -464,7 +466,7 @@ def win4_wide_kernel(
         code = codes.index(place).load(words)
         sign = signs.index(place).load(words)
         later = more.index(place).load(words)
-        # What is loaded by now is decoded between the products of this operand.
+        # The loaded codes are decoded between the products of this operand.
         acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
         following_operand = _first_half(code, sign, scale, left)
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])

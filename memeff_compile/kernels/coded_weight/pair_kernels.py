@@ -123,7 +123,9 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first patches from `begin` on, place -1 behind the last: long before their store."""
+    """Load the first patches from `begin` on, long before their store; positions after the last are
+    -1.
+    """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
     place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32)
@@ -132,7 +134,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Write patches over what the program has stored, `WEIGHTS` from `first` on.
+    """Write patches over the weights that the program has stored, `WEIGHTS` from `first` on.
 
     The first ones are loaded already, as `first_patches` returns them.
     """

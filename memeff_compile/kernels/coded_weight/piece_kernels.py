@@ -66,7 +66,7 @@ def piece_decode_kernel(
 
 @triton.jit
 def piece_encode_kernel(
-    counts_ptr,  # for each weight in turn what `encode_chunk` takes
+    counts_ptr,  # for each weight in turn, the arguments of `encode_chunk`
     p0,
     w0,
     p1,

@@ -167,11 +167,11 @@ class Outcomes:
 
 
 def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
-    """Move weights along their gradients and encode them where they are, all in one launch.
+    """Move weights along their gradients and encode them in place, all in one launch.
 
-    The gradients are bf16, of whole chunks, and over them the new weights go. The bits are those of
-    `codecs.step` and `encode_soon` for each. The pieces hold no weights until `list_patches` has
-    run, which is given what is returned. Where memory runs out, nothing was written.
+    The gradients are bf16, in whole chunks, and the new weights overwrite them. Each weight gets
+    the same bits as by `codecs.step` and `encode_soon`. The allocations hold no weights until
+    `list_patches` has run on this function's result. If memory runs out, no weight was changed.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)
@@ -184,9 +184,9 @@ def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Ten
 
 def list_patches(
     pieces: Sequence[Tensor],
-    weights: Sequence[Tensor],  # what `move` has made of the gradients
-    found: Tensor,  # what it returned
-    refuge: Tensor,  # of the host, `sheltered_together` long, for those that do not fit
+    weights: Sequence[Tensor],  # the gradients' memory, in which `move` wrote the weights
+    found: Tensor,  # the result of `move`
+    refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
     """Write the lists of weights that were moved, all in one launch.
 

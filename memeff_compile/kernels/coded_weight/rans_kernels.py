@@ -55,7 +55,7 @@ def rans_decode_kernel(
     out_words_ptr = as_words(out_ptr)
     chunk = tl.program_id(0) * C.WARPS + tl.arange(0, C.WARPS)
     is_chunk = chunk < chunks
-    chunk = tl.where(is_chunk, chunk, 0)  # a lane of its own writes the same values again
+    chunk = tl.where(is_chunk, chunk, 0)  # a separate lane writes the same values again
     lane = tl.arange(0, 32)[None, :]
     state = tl.load(states_ptr + chunk[:, None] * 32 + lane).to(tl.uint32, bitcast=True)
     place = tl.load(word_starts_ptr + chunk)

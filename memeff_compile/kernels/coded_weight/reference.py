@@ -1,7 +1,7 @@
-"""Encoding and decoding in plain PyTorch: right on every device, and what a CPU runs.
+"""Encoding and decoding in plain PyTorch: correct on every device, and used on a CPU.
 
-It works on some chunks of the weight at a time, so that its temporaries stay small. What a part of
-a coded weight is called, and the order of weights inside a group, stands in `layout.py`.
+It works on some chunks of the weight at a time, so that its temporaries stay small. `layout.py`
+defines the names of the parts and the order of weights inside a group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PIECE = 128 * CHUNK
 """Weights worked on at a time: a million."""
 
 STREAM_TAIL = 3
-"""Words behind a stream that a reader may touch."""
+"""Words after a stream that a reader may touch."""
 
 
 def as_patterns(weight: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Code exponents in 4 bits; return the parts without signs.
 
-    Code 0 is a zero of either sign; what lies outside the window is a patch.
+    Code 0 is a zero of either sign; an exponent outside the window is a patch.
     """
     header = win4_header(counts)
     codes, patches = [], []
@@ -350,7 +350,9 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
-    """Multiply each block by its normaliser; the inverse of `normalise` up to what it dropped."""
+    """Multiply each block by its normaliser; the inverse of `normalise`, except for the bits that
+    it dropped.
+    """
     out = torch.empty_like(patterns)
     for piece in _pieces(patterns.numel()):
         blocks = norms[piece.start // form.block : piece.stop // form.block]

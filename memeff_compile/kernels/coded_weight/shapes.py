@@ -112,7 +112,7 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
 
 
 class _Cost(NamedTuple):
-    """What a wide tile costs, microseconds on an H200, fitted to `coded-weight-widths.txt`."""
+    """The cost of a wide tile, microseconds on an H200, fitted to `coded-weight-widths.txt`."""
 
     resident: int  # programs on a multiprocessor at a time
     start: float  # of a program
@@ -127,7 +127,7 @@ WIDE_TILES: dict[WideTile, _Cost] = {
     WideTile(128, 256): _Cost(1, 1.62, 0.966, 0.966),
 }
 _ORDERING, _SUMMING = 3.6, 2.4
-"""Microseconds of the kernels before and behind a wide product."""
+"""Microseconds of the kernels before and after a wide product."""
 _SUMMED_BYTES, _DECODED = 2.0e6, 1.14e6
 """In a microsecond: bytes of shares that are written and read, and weights that are decoded."""
 _READ, _MULTIPLIED = 1.75e6, 3.66e8
@@ -157,8 +157,8 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
     """Return the tile for more tokens, M, on Hopper, or None where decoding first is faster.
 
-    It is the one whose time is the least by what was measured. Shares of the columns never take
-    more memory than the decoded weight would.
+    It is the tile with the least predicted time, by the measured costs. Shares of the columns never
+    take more memory than the decoded weight would.
     """
     size, weights = (tokens, rows, columns), rows * columns
     read = max(7.0, weights / _READ, 3.5 + weights * tokens / _MULTIPLIED)

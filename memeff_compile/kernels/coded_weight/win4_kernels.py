@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The codec win4 on a GPU: decode, encode, and products that decode on the way.
 
-A word of codes holds the exponents of eight weights, two words of signs the rest of them. Nothing
+A word of codes holds the exponents of eight weights, two words of signs the rest of them. No weight
 depends on a neighbour, so every kernel is a stream: about ten operations per weight.
 
 Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
@@ -242,9 +242,9 @@ def list_chunks(
 ):
     """Write where the patches of each chunk start, and the patches, in order.
 
-    Those beyond the lists are dropped; where there are any, the weight goes to the refuge, and
-    what is left stays within the lists: who decodes it reads no memory of others. Without a refuge
-    the last start says how long the lists have to be.
+    Patches beyond the lists are dropped. Then the weight also goes to the spill buffer, and the
+    start positions stay within the lists, so that decoding reads no other memory. Without a spill
+    buffer the last start is the required length of the lists.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge
@@ -352,7 +352,7 @@ def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUN
 
 @triton.jit
 def _scaled_pair(pair, scale):
-    """Multiply both bf16 of a pair word with both of another; a power of two: nothing is rounded.
+    """Multiply both bf16 of a pair word with both of another; a power of two, so no bit is rounded.
 
     Adding -0.0 keeps the sign of a zero.
     """

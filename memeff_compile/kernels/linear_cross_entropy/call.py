@@ -1,8 +1,8 @@
-"""A request as every engine has it, and what an engine returns.
+"""The request that every engine takes, and the results that it returns.
 
-Per row: `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward` takes
-`RowGradients` and what was `Saved` besides, and returns `Gradients`. As one number: `ScalarLoss` is
-the request and `LossAndGradients` the answer. Axis letters as in `shapes`.
+Per row: `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward` also takes
+`RowGradients` and `Saved`, and returns `Gradients`. As one number: `ScalarLoss` is the request and
+`LossAndGradients` the answer. Axis letters as in `shapes`.
 """
 
 from __future__ import annotations
@@ -155,17 +155,17 @@ class Gradients(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks that hold parts of the classes, and meet once per block of rows.
+    """The ranks that hold parts of the classes, and exchange statistics once per block of rows.
 
-    Of each row a rank has the log-sum-exp of its own classes, and the loss of the target among
-    them: 0 where another rank has the target. The others need no more, in one dtype and one order,
-    whatever engine made it. Blocks are of rows in the order of `counted_first`, of all ranks alike.
+    For each row a rank has the log-sum-exp of its classes, and the target's loss if the target is
+    among them, else 0. Ranks need no other data of each other. The format does not depend on the
+    engine. Blocks follow the row order of `counted_first`, which is the same on all ranks.
     """
 
     rank: int
     ranks: int
     height: int  # rows of a block
-    owner: Tensor  # (N,) int32: the rank that has a row's target; any, where there is none
+    owner: Tensor  # (N,) int32: the rank that has a row's target; any rank for a row without one
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -379,8 +379,9 @@ class BackwardByClasses(Differentiating):
 class ByRows(Differentiating):
     """A walk over blocks of R rows: X of a block, and the products that make gradients of it.
 
-    X, R by the vocabulary in whole tiles, is what the gradients of the block's logits are but for a
-    factor per row. `step` is R, `columns` the width of a tile of X and `tiles` their number.
+    X has R rows and the vocabulary in whole tiles as columns. Up to a factor per row, it is the
+    gradient of the block's logits. `step` is R, `columns` the width of a tile of X and `tiles`
+    their number.
     """
 
     tallest = AUTO_BYTES
@@ -388,7 +389,9 @@ class ByRows(Differentiating):
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], *, height: int = 0
     ) -> None:
-        """Allocate what the walk needs. A given height is whole tiles, as ranks agreed."""
+        """Allocate the buffers of the walk. A height that is passed in is whole tiles, as ranks
+        agreed.
+        """
         hidden, weight, bias, target, *_ = given
         hidden = _aligned(hidden)
         self.hidden, self.weight, self.settings = hidden, weight, settings
@@ -452,7 +455,9 @@ class ByRows(Differentiating):
     def weigh(
         self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
     ) -> None:
-        """Tell a filter what X of a row is times, what is light in it, and how many rows count."""
+        """Tell a filter the factor from |X| to |p - 1(target)|, each row's light mass, and the row
+        count.
+        """
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
         """Describe a matrix to the kernels as tiles of this shape, once for all blocks."""
@@ -514,8 +519,10 @@ class ByRows(Differentiating):
 
             kernel = specialized._linear_cross_entropy_hopper_specialized_products_kernel
             parts, splits = [self.parts], [self.splits]
-            del constants["num_stages"]  # it has stages of its own
-        # What is not asked for is not read; something has to stand there.
+            del constants["num_stages"]  # this kernel sets its stages itself
+        # Arguments of gradients that are not requested are never read, but some tensor must be
+        # passed.
+
         scaled = self.weight if factor is None else factor
         written = self.x if self.grad_weight is None else self.grad_weight
         wide = step, columns
@@ -571,7 +578,8 @@ class BackwardByRows(ByRows):
         self.gradient.write(hidden, self.x, self.columns, (first, here, 0, self.width))
         if self.filter is not None:
             self.filter.choose(self, hidden, block.number, first, here)
-        # Rows after the last are zero in G, and after the end of what is multiplied with it.
+        # Rows after the last are zero in G, and after the end of the matrix that it is multiplied
+        # with.
         self.add_products(block, hidden)
 
     def weigh(
@@ -768,7 +776,9 @@ def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
 def _row_values(
     grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
 ) -> Tensor:
-    """Gather what a row of G needs of the rows that count, (5, N) fp32 in compact order."""
+    """Gather the inputs that a row of G needs, for rows that count: (5, N) fp32 in compact
+    order.
+    """
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))
     block = 512

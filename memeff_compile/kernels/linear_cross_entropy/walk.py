@@ -70,11 +70,11 @@ class Walk(ABC):
 
     @abstractmethod
     def results(self) -> Any:
-        """Return what the call asked for, after the last block."""
+        """Return the results that the call requested, after the last block."""
 
 
 class Statistics(Walk):
-    """A walk that computes logits, and from them what the losses of rows need."""
+    """A walk that computes logits, and from them the statistics for the rows' losses."""
 
     @abstractmethod
     def statistics(self, block: Block) -> None:
@@ -377,7 +377,7 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     of_nll = given.row_gradients(nll.dtype)
     grads = RowGradients(of_nll, torch.zeros_like(lse), found.logit_sum, found.entropy)
     if ranks is not None:
-        # What pulls a target elsewhere up is another rank's; what pushes all classes down is not.
+        # A target on another rank is pulled up there; all ranks push all their classes down.
         grads = grads._replace(nll=of_nll.where(here, 0), lse=of_nll.where(elsewhere, 0))
         met = _met(ranks, lse, nll.where(here, 0), counted_first(given.target))
         lse, nll = (each.where(here | elsewhere, 0) for each in met)
