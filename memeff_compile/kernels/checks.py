@@ -1,4 +1,4 @@
-"""Sentences about inputs that no op serves: what is seen, what is needed, what to do."""
+"""Sentences about unsupported inputs: they name the input, the requirement and the way out."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 
 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
-    """Say why queries, keys and values cannot meet, or return None: layout, dtype, axes, device.
+    """Return why queries, keys and values do not fit together, or None.
 
-    Each is (batch, heads, length, depth); the first is what the others are compared with.
+    Each is (batch, heads, length, depth). Layout, dtype, axes and device are compared with the first.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():
@@ -84,7 +84,7 @@ def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
 
 
 def unlike_sizes(named: Mapping[str, Tensor]) -> str | None:
-    """Say why sizes that `unlike_heads` has nothing against do not meet, or return None."""
+    """Return why sizes do not fit together, after `unlike_heads` passed, or None."""
     (q_name, q), (k_name, k), (v_name, v) = named.items()
     sizes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     if k.shape != v.shape:

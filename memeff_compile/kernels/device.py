@@ -1,4 +1,4 @@
-"""The one door to what a GPU is and what runs there, and the setting that ops run in."""
+"""Which GPU is present and which kernels it runs, and the settings that ops run in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..compat import without_autocast as without_autocast
 from ._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
 
 DEFAULT_PROCESSORS = 132
-"""Of an H200; also what the width rules assume where there is no GPU to ask."""
+"""Multiprocessors of an H200; the width rules also assume this many if there is no GPU to ask."""
 
 _planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
 
@@ -55,12 +55,14 @@ def can_run_kernels(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def runs_kernels(index: int) -> bool:
-    """Say so of CUDA device `index`, which is here."""
+    """Return whether the Triton kernels run on CUDA device `index`, which is present."""
     return find_spec("triton") is not None and _gpu(index).runs_kernels
 
 
 def kernels_need(device: torch.device) -> str:
-    """Say what is missing where `kernels_serve` says no on a GPU, as the object of "need"."""
+    """Return the missing requirement where `kernels_serve` is false on a GPU, as the object of
+    "need".
+    """
     owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
     return f"triton and {owner}compute capability 8.0 or later"
 
@@ -76,7 +78,9 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return what the GPU of `device` has, or what an H200 has where there is none to ask."""
+    """Return the properties of the GPU of `device`, or those of an H200 if there is no GPU to
+    ask.
+    """
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return H200
     return _gpu(_index(device))
@@ -128,7 +132,7 @@ def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextMan
 
 @lru_cache(maxsize=64)
 def machine(index: int) -> decisions.Machine:
-    """Return what a measurement on CUDA device `index` holds for."""
+    """Return the machine for which a measurement on CUDA device `index` holds."""
     major, minor = _gpu(index).capability
     try:
         triton = version("triton")
@@ -161,7 +165,7 @@ def tuned(device: torch.device, name: str, default: str) -> str:
 
 
 def speed_note(device: torch.device) -> str:
-    """Say what is known of the speed of our choices on a device, or "" where it is no GPU here."""
+    """Return a remark on measured speed on a device, or "" if no such GPU is present."""
     found = machine_of(device)
     return "" if found is None else decisions.speed_note(found)
 

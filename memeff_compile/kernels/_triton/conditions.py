@@ -21,8 +21,8 @@ class Conditions:
     scale: float  # factor of the scores
     softcap: float  # c > 0 makes a score c * tanh(score / c); 0 leaves it
     mean: bool  # a query without any key that counts gets the mean of all values, not zeros
-    # bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or what is added
-    # to the score; then nothing above it decides. None for none.
+    # bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or the number
+    # added to the score; then the fields above are not used. None for no mask.
     mask: Tensor | None = None
     mask_tiles: Tensor | None = None  # the result of `mask_tiles.classify` for the mask, or None
 

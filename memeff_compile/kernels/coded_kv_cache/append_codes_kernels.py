@@ -309,7 +309,7 @@ def _behind(length, coded, new, C: tl.constexpr):
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or values, of one sequence and head; return the counts behind them."""
+    """Write the new keys, or values, of one sequence and head; return the counts after them."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -321,14 +321,14 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
     before = length
     behind = _behind(length, coded, new, C)
     if length + new > limit:
-        # Nothing may be lost in silence: what attention returns is no number until a reset.
+        # An overflow must be visible: attention returns nan until a reset.
         nothing = tl.full((C.DEPTH,), float("nan"), tl.float32)
         last = (length + C.WINDOW - 1) % C.WINDOW
         tl.store(window + last * C.DEPTH + depth, nothing.to(room[2].dtype.element_ty))
         done += new
     while done < new:
         if C.TOKENS > 1 and coded >= before:
-            # `_code_new_groups` has coded what follows; the last ones stay in the window.
+            # `_code_new_groups` has coded the tokens that follow; the last ones stay in the window.
             done = tl.maximum(done, new - C.WINDOW)
             length = before + done
             coded = behind

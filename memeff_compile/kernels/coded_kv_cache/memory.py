@@ -1,7 +1,7 @@
 """Bytes of a coded cache, as formulas in B (sequences), H (key-value heads), N (tokens) and D.
 
-`bytes_per_token` is what a token costs once it is in codes; `fixed_bytes` is what a layer holds
-however long the cache is: its window and its kept tokens.
+`bytes_per_token` is the size of a token in codes; `fixed_bytes` is a layer's part that does not
+depend on the cache's length: its window and its kept tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def bytes_per_token(
     bits: int,  # of a code
     *,
     group: Size,  # tokens that share the scales of a channel of keys; 0 for one per token and head
-    shares: Size,  # groups of channels of a value with scales of their own; not read with group 0
+    shares: Size,  # groups of channels of a value that have separate scales; not read with group 0
     itemsize: int = 2,  # bytes of a scale
 ) -> sympy.Expr:
     """Return the bytes of one token's keys and values in codes, in one layer and sequence."""

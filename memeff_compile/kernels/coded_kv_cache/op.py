@@ -1,8 +1,9 @@
 """memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
 
 A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
-gives their shapes. `coded_kv_cache_append` writes to all of them but `places` and returns nothing;
-the others read. There is no backward: the ops serve generation, and a gradient through one raises.
+gives their shapes. `coded_kv_cache_append` writes to all of them except `places` and has no result;
+the other ops read. There is no backward: the ops serve generation, and a gradient through one
+raises.
 """
 
 from __future__ import annotations

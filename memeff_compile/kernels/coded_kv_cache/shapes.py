@@ -18,7 +18,7 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a launch of the attention kernel is compiled for."""
+    """The sizes that a launch of the attention kernel is compiled for."""
 
     warps: int  # warps per program
     stages: int  # turns in flight

@@ -1,7 +1,7 @@
 """The engine `codes`: attention over codes, split over programs. CUDA, sm_80 or later.
 
-Nothing waits for the GPU or reads a value on the host, and the grid follows from static sizes, so
-calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
+The host never waits for the GPU or reads a value from it, and the grid follows from static sizes,
+so calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
 the same inputs give the same bits.
 
 The floor is the time to read the codes and their scales once.
@@ -28,7 +28,9 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch is made of: warps and stages, and programs per sequence and key-value head."""
+    """The parameters of a launch: warps and stages, and programs per sequence and key-value
+    head.
+    """
 
     shapes: Shapes
     splits: int
@@ -98,7 +100,7 @@ def attend(
     scale: float,  # factor of the scores
     bits: int,  # of a code
     *,
-    plan: Plan | None = None,  # the launch, by default what `plan_for` gives
+    plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
     """Attend with one query per sequence; the shapes are as the op has checked them."""
     from . import split_codes_kernels as kernels

@@ -355,8 +355,8 @@ class CodedWeight(Tensor):
     def store_soon(
         self,
         value: Tensor,  # bf16, same shape and device, without autograd history
-        # memory of the host, as `make_refuge` gives, that nothing else is put into until the value
-        # is settled; without it, nobody may write to the value until then
+        # a spill buffer from `make_refuge`, not used for anything else until the value is
+        # confirmed; without one, the value must not change until then
         refuge: Tensor | None = None,
         counts: Tensor | None = None,  # the result of `step`, if that made the value
     ) -> Unsettled:
@@ -490,9 +490,9 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Serve what reaches memory past the dispatcher, and turn an eager linear into the op.
+        """Serve functions that reach memory without the dispatcher; turn an eager linear into the op.
 
-        A compiler sees the linear, and our pass does it.
+        A compiler sees the linear, which the pass `encode_weights` rewrites.
         """
         with compat.without_torch_function():
             out = kwargs.get("out") if kwargs else None

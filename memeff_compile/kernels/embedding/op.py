@@ -76,7 +76,9 @@ class _Places(NamedTuple):
 
 
 def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of a weight at places, which may have none, and zeros where one is -1."""
+    """Return the rows of a weight at `places`, and zeros for a place of -1; the weight may be
+    empty.
+    """
     if weight.shape[0] == 0:
         return weight.new_zeros((*places.shape, weight.shape[1]))
     rows: Tensor = torch.ops.aten.embedding.default(weight, places.clamp(min=0))
@@ -122,7 +124,7 @@ class _TiedEmbedding(torch.autograd.Function):
             alone = embedding_backward(grad_rows, places, ctx.places.vocab, padding_idx)
             # with create_graph=True every step must stay differentiable
             return alone if grad_weight is None else grad_weight + alone, None, None, None
-        # Nobody else holds this buffer: the graph feeds the table to nothing but fused heads, whose
+        # This buffer has no other reader: the graph feeds the table only to fused heads, whose
         # backward ops return fresh tensors.
         embedding_accumulate(grad_weight, grad_rows, places, padding_idx)
         return grad_weight, None, None, None

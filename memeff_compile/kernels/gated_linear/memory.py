@@ -23,8 +23,9 @@ def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
 
 
 def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes an op holds while it runs, beside what it is given and returns.
+    """Return the bytes an op needs while it runs, besides its arguments and results.
 
-    The forward has the product; the backward the product's gradient, which becomes the product.
+    The forward pass needs the product; the backward pass the product's gradient, which becomes the
+    product.
     """
     return dtype.itemsize * sympy.sympify(tokens) * sympy.sympify(inner)

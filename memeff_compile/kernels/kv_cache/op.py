@@ -1,9 +1,9 @@
 """memeff::kv_cache_append and memeff::kv_cache_attention: schemas, validation, engines, fakes.
 
 `kv_cache_append` and `kv_cache_last` are written in terms of other ops (CompositeImplicitAutograd):
-the inner compiler sees the two in-place writes and fuses them with what computes the keys, rotary
-embedding included. `kv_cache_attention` is opaque and functional, and has no backward: it serves
-generation. A gradient through it raises.
+the inner compiler sees the two in-place writes and fuses them with the ops that compute the keys,
+rotary embedding included. `kv_cache_attention` is opaque and functional, and has no backward: it
+serves generation. A gradient through it raises.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: T
 
 
 class _Call(NamedTuple):
-    """What `kv_cache_attention` is called with."""
+    """The arguments of `kv_cache_attention`."""
 
     q: Tensor
     k_cache: Tensor

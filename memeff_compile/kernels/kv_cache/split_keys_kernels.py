@@ -22,7 +22,9 @@ from .._triton.split_softmax_kernels import of_shares, step
 
 @triton.jit
 def _last_key_of_rows(given, batch, query, is_row, keys):
-    """Return the last key that each row sees, -1 for none, never beyond the cache."""
+    """Return the last key that each row sees, -1 if there is no such key, never beyond the
+    cache.
+    """
     last_ptr, stride_last_batch, stride_last_query = given
     last = tl.load(
         last_ptr + batch * stride_last_batch + query * stride_last_query, mask=is_row, other=-1

@@ -224,8 +224,8 @@ def _linear_cross_entropy_hopper_statistics_kernel(
     column_weight_ptr,  # (V,) fp32 or None
     target_ptr,  # (N,) int32, compact, -1 for a row without a target
     kept_ptr,  # (1,) int32 or None
-    # (2 to 4, T, R) fp32 out: maximum, sum of exp2, weighted sum of logits, sum of exp2(d) d with
-    # d the distance to the maximum, which is never positive, so that nothing cancels in the entropy
+    # (2 to 4, T, R) fp32 out: maximum, sum of exp2, weighted sum of logits, sum of exp2(d) d, where
+    # d is the distance to the maximum, never positive, so the entropy has no cancellation
     stats_ptr,
     target_logit_ptr,  # (N,) fp32 out, base 2
     first_row,  # compact row where the group of R rows starts

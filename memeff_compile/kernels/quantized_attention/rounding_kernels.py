@@ -72,7 +72,7 @@ def _codes_of_rows(x, least, LIMIT: tl.constexpr):
 def _add_turned(found, x, signs_ptr, first, C: tl.constexpr):
     """Add the Hadamard transform of channels from `first` on to `found`.
 
-    Numbers of bf16, times powers of two, are exact in it. Of others PARTS 2 adds what that leaves.
+    It is exact for bf16 numbers times powers of two. For others, PARTS=2 adds the remainder.
     """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     channel = first + tl.arange(0, C.TURNED)

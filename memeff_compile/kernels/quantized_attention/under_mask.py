@@ -1,7 +1,7 @@
 """Attention in low bits under a mask that is stored: for comparisons, not for speed.
 
-The op takes what masks say, which a compiler reads off the graph. Whoever compares levels on calls
-that have already happened holds the mask itself.
+The op takes a mask's conditions, which a compiler reads from the graph. A comparison of levels on
+recorded calls has only the mask itself.
 """
 
 from __future__ import annotations
