@@ -67,7 +67,7 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
     """Return why queries, keys and values do not fit together, or None.
 
-    Each is (batch, heads, length, depth). Layout, dtype, axes and device are compared with the first.
+    Each is (batch, heads, length, depth); layout, dtype, axes and device have to be the first's.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():

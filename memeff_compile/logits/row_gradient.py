@@ -90,7 +90,9 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Wrap the gradient of a few rows; a gradient with a graph of its own stays as it is."""
+        """Wrap the gradient of a few rows; a gradient with an autograd graph is returned
+        unchanged.
+        """
         if type(rows) is not Tensor or rows.requires_grad or compat.is_batched(rows):
             return rows
         return RowGradient(rows.shape, (Piece(rows, ()),), rows)
@@ -170,7 +172,7 @@ class RowGradient(LazyTensor):
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor; what is no gradient in rows stays as it is."""
+    """Return a gradient as a plain tensor; other tensors are returned unchanged."""
     return grad.dense() if isinstance(grad, RowGradient) else grad
 
 
@@ -201,7 +203,7 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """A view of a gradient, and what it was before, as one step."""
+    """A view of a gradient after another one, as one step."""
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:

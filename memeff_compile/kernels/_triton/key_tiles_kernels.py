@@ -56,9 +56,9 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
     """Return the tiles that a program tile visits, by positions alone.
 
-    A position p of the program tile sees others from p - down to p + up. In each pair of lengths and of tile
-    sizes, the first element is ours; the span, and whether it bounds anything, are (up, down).
-    Return first, full first, full stop and stop.
+    A position p of the program tile sees others from p - down to p + up. In each pair of lengths
+    and of tile sizes, the first element is the program tile's; the span, and whether it bounds
+    anything, are (up, down). The result is first, full first, full stop and stop.
     """
     ours, others = lengths
     up, down = span

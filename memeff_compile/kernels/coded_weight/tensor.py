@@ -490,7 +490,7 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Serve functions that reach memory without the dispatcher; turn an eager linear into the op.
+        """Serve functions that reach memory without the dispatcher; run eager linears as the op.
 
         A compiler sees the linear, which the pass `encode_weights` rewrites.
         """

@@ -8,7 +8,7 @@ waiting for the GPU.
 A compiled graph carries its counters as buffers. If a site is compiled again, for example for other
 shapes, it gets the counter of its earlier graph, as long as the model's parameter and that graph
 live; two models count separately. Calls from several threads are counted one by one. Checkpoints
-recompute nothing here, for the op serves where no gradient is needed.
+do not recompute it, since the op runs only without gradients.
 
 If you capture a CUDA graph yourself, its kernels are chosen once: then every replay uses the
 most precise level, and calls are not counted. Inductor leaves the op out of the

@@ -10,7 +10,7 @@ The product of each tile's weights and values is separate and added in fp32: ten
 multiply 8-bit floats keep about 14 bits of a sum, too few for many keys.
 
 After the first product, weights are not in the registers where the second one reads them. So the
-values' keys are stored in the order of the weights' registers (`prepare_kernels`), see `_reordered`.
+values' keys are stored in the order of the weights' registers (`prepare_kernels`): `_reordered`.
 
 UPCAST computes in fp32 where the interpreter has no 8-bit arithmetic, with the same rounding.
 """

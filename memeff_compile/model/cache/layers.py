@@ -1,7 +1,7 @@
-"""The layers that a `KVCache` is made of, and what they share: exact ones, and ones in codes.
+"""The layers of a `KVCache`, exact and coded ones, and their common base.
 
-Needs transformers, which nothing else of the package does; it is imported here, and with a sentence
-where it is missing.
+This module needs transformers, as no other module does; if it is missing, the import raises with a
+sentence.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ CACHE_NAME = "cache" if "cache" in _NAMES else OLDER_CACHE_NAME
 
 
 def refuse(sentence: str) -> None:
-    """Raise an error that says what was seen and what is needed."""
+    """Raise an error with a sentence that names the input and the requirement."""
     raise UnsupportedInputError(f"KVCache: {sentence}")
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return what a tensor and the buffer it is written to have in common."""
+    """Return the properties that a tensor and the buffer it is written to must share."""
     batch, heads, _, depth = tensor.shape
     return batch, heads, depth, tensor.dtype, tensor.device
 
@@ -70,11 +70,11 @@ def remaining(tokens_to_remove: int) -> int:
 
 
 Place: TypeAlias = tuple[object, str]
-"""What has a tensor as an attribute, and the attribute's name."""
+"""The owner of a tensor, and the attribute's name."""
 
 
 class InPlace(CacheLayerMixin):
-    """What the layers of a KVCache share: tensors that are changed in place, never moved."""
+    """The common base of a KVCache's layers: tensors are changed in place, never moved."""
 
     is_compileable = True
     is_sliding = False
@@ -125,10 +125,10 @@ class InPlace(CacheLayerMixin):
         """Return all keys and values, those that were just written among them."""
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse what does not fit what is there, before anything is written.
+        """Refuse tokens that do not fit the cache, before any are written.
 
-        How many tokens there are already is asked where the host knows it: not on a GPU, and not in
-        a compiled graph.
+        The number of tokens in the cache is checked only if the host knows it: not on a GPU, and
+        not in a compiled graph.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -155,7 +155,7 @@ class InPlace(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors, without what layers share."""
+        """Bytes of its tensors, without those that layers share."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def keeps(self, remove: int) -> str | None:
@@ -164,7 +164,7 @@ class InPlace(CacheLayerMixin):
 
     @abstractmethod
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens, which `keeps` has nothing against."""
+        """Remove the last tokens, after `keeps` allowed it."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; a negative number says how many."""
@@ -222,7 +222,7 @@ class ExactLayer(AsTheyCome):
         self.is_empty = True
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse more tokens, too, than there is room for behind those that are there."""
+        """Also refuse more tokens than there is room for after the existing ones."""
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -261,10 +261,10 @@ class ExactLayer(AsTheyCome):
 class WindowLayer(AsTheyCome):
     """A layer that sees a window of tokens, and has room for some more of them.
 
-    New tokens are written behind the others. Where there is no room the window moves to the front,
-    once in as many steps as there is room beside it; masks say which tokens are seen. How far it is
-    filled is counted on the host, for masks, and on the device, for the places that are written to.
-    In a cache that is no longer than that, no token ever leaves the layer.
+    New tokens are appended. When there is no room, the window moves to the front; the more spare
+    room, the rarer that is. Masks select the visible tokens. The fill level is counted on the host,
+    for masks, and on the device, for write positions. If the cache is not longer than this layer,
+    no token ever leaves it.
     """
 
     buffers = held = long = "keys", "values"
@@ -323,7 +323,7 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """The tokens that stay where the window moves: what the next one sees of those here."""
+        """The tokens that stay when the window moves: those that the next token will see."""
         return min(self.filled - _NONE, self.window - 1)
 
     def _latest(self, kept: int) -> tuple[Tensor, Tensor]:
@@ -331,9 +331,10 @@ class WindowLayer(AsTheyCome):
         return self.keys.index_select(2, places), self.values.index_select(2, places)
 
     def make_room(self, new: int) -> None:
-        """Move the window to the front where so many tokens do not fit behind those that are here.
+        """Move the window to the front if ``new`` tokens do not fit after the existing ones.
 
-        Done before a compiled step, so that there is one step: that which writes behind the others.
+        This runs before a compiled step, so that there is only one compiled step: the one that
+        appends.
         """
         if self.is_empty or self.filled + new <= self.room + _NONE or self.kept + new > self.room:
             return
@@ -373,7 +374,7 @@ class WindowLayer(AsTheyCome):
         return self.total - _NONE
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last tokens cannot be removed: what was before them has left."""
+        """Return why the last tokens cannot be removed (earlier tokens have left), or None."""
         if self.total - _NONE == self.here or self.here - remove >= self.window - 1:
             return None
         return (
@@ -422,7 +423,7 @@ class CodedLayer(InPlace):
         self.settings = settings  # of `Layout`, without the depth, which the first keys tell
         self.starts = starts
         self.is_empty = True
-        self.layout: op_folder.Layout | None = None  # what it is made of, once it is known
+        self.layout: op_folder.Layout | None = None  # its tensors, once their shapes are known
 
     def pool(self) -> list[Tensor]:
         """Return the tensors in the order in which the ops take them."""
@@ -514,7 +515,7 @@ class Starts:
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
-        self.span: Tensor  # nothing for each token that there is room for
+        self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
         self._shape: tuple[int, ...] = ()
         if attention_mask is not None and attention_mask.dim() != 2:
             refuse(

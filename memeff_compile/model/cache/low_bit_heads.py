@@ -52,7 +52,7 @@ class _Heads:
 
 
 class Undo(VerbReport, AbstractContextManager["Undo"]):
-    """What a verb returns that changes a model: call it, or leave its ``with`` block, to undo."""
+    """Result of a function that changes a model: call it, or leave its ``with`` block, to undo."""
 
     def __init__(self, undo: Callable[[], None], verb: str, what: str) -> None:
         self.undo = undo

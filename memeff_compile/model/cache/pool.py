@@ -1,8 +1,8 @@
-"""Caches that generate() is handed again, so that they stay where they are from call to call.
+"""Reuses the caches of generate(), so that their addresses stay the same from call to call.
 
-A CUDA graph of a step holds for the addresses of its cache, and compiled code for its sizes. So
-sizes come in buckets, tensors are allocated before the first prompt runs, and a cache that nobody
-holds any more is emptied and handed out again.
+A CUDA graph of a step depends on the addresses of its cache, and compiled code on its sizes. So
+sizes are rounded up to buckets, tensors are allocated before the first prompt runs, and a cache
+that is no longer in use is emptied and used again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Kept:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds the cache that was handed out."""
+        """Whether the cache that was handed out is no longer in use."""
         return self.handed_out() is None
 
 
@@ -62,7 +62,7 @@ class Pool:
 
     def take(
         self,
-        kind: Hashable,  # what caches have in common that can stand for each other
+        kind: Hashable,  # key of caches that can replace each other
         tokens: range,  # the lengths that serve
         mask: Tensor | None,  # of padding, for the cache
         make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
@@ -87,7 +87,7 @@ class Pool:
             return made
 
     def __reduce__(self) -> Any:  # noqa: ANN401
-        """Pickle and copy nothing of it."""
+        """Pickle and copy an empty pool."""
         return Pool, ()
 
 
