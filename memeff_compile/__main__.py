@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(add("explain", "what would happen to a model, and its memory"))
     add_tune_arguments(add("tune", "measure this machine's GPU and store what is best"))
     add("options", "every option, as docs/options.md")
-    # What follows is the demo's own, --help included.
+    # The arguments that follow belong to the demo, --help included.
     add("demo", "train a small Llama with and without the backend", add_help=False)
     command, rest = parser.parse_known_args(arguments)
     if rest and command.command != "demo":

@@ -31,10 +31,8 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """Return what there is to say of layers that no graph has been seen of, behind the graph of a
-    head with these gathered weights.
-
-    Layers of one class share a graph: where one of them was in it, all are.
+    """Return a remark on layers that appeared in no graph, after the graph of a head with these
+    gathered weights. Layers of one class share a graph: if one of them was in it, all are.
     """
     every = compat.sharded_with(weights[0]) if weights else []
     every = [each for each in every if not compat.is_compiled_by_itself(each)]
@@ -57,9 +55,7 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
     """Compile layers one by one, in place, that a graph of the whole model cannot have.
 
-    Args:
-        model: what is going to be compiled.
-        given: the arguments of `torch.compile` for it.
+    Args: model: the model to compile. given: the arguments of `torch.compile` for it.
 
     Returns:
         How many there are.

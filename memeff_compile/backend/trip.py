@@ -1,8 +1,8 @@
 """The trip of one graph through the backend, and the wrappers of the compiled result.
 
-A trip reads the graph once as it came and once as the passes made it. A wrapper takes the compiled
-callable and the trip, and returns a callable of the same arguments, or the one it was given where
-there is nothing for it to do.
+A trip reads the graph once before and once after the passes. A wrapper takes the compiled callable
+and the trip, and returns a callable of the same arguments, or the original one if it has nothing to
+add.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Trip:
     gm: GraphModule  # the graph, which the passes edit in place
     example_inputs: Sequence[Any]  # the tensors and sizes it was captured with
     options: Options  # of this compilation
-    pieces: list[int] = field(init=False)  # inputs that another compiled piece hands over
-    original: KeptGraph | None = None  # the graph as it came, where it will be compared
-    outcome: Outcome = field(init=False)  # what the passes did
+    pieces: list[int] = field(init=False)  # inputs that another compiled partition passes on
+    original: KeptGraph | None = None  # the original graph, if it will be compared
+    outcome: Outcome = field(init=False)  # the passes' results
     # whether it is recorded as a CUDA graph
     choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
-    rewritten: KeptGraph | None = None  # the graph as the passes made it, where it will be compared
+    rewritten: KeptGraph | None = None  # the rewritten graph, if it will be compared
     present: list[bool] | None = None  # which outputs there are, where the passes left some as None
     cuts: tuple[Node, ...] = ()  # where it is compiled in pieces
-    unread: list[int] = field(default_factory=list)  # inputs that nothing left of it comes from
+    unread: list[int] = field(default_factory=list)  # inputs that the rewritten graph does not read
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
         """Read the graph, let the passes edit it, report what they did, and read it again."""
@@ -58,7 +58,7 @@ class Trip:
         self.pieces = compat.inputs_from_other_graphs(gm)
         _refuse_dropped(self.example_inputs, self.pieces)
         self.original = None if options.verify == "off" else keep(gm, options)
-        # A checkpoint around the compiled function would count what our fake operations save.
+        # A checkpoint around the compiled function would count tensors saved by fake operations.
         with compat.unseen_by_saved_tensor_hooks():
             self.outcome = run(gm, passes, options)
         info = GraphInfo(gm, options, ambient_region())
@@ -80,7 +80,7 @@ class Trip:
             self.unread = [place for place, is_read in enumerate(counts) if not is_read]
 
     def _choose(self, info: GraphInfo) -> None:
-        """Decide whether the graph is recorded, and say so in its report."""
+        """Decide whether the graph is recorded, and report it."""
         try:
             choice = cuda_graphs.decide(info, self.options)
         except Exception as error:  # the graph runs all the same
@@ -92,7 +92,7 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
 
     def _cut(self, info: GraphInfo) -> None:
-        """Decide where the graph is cut for updates in the backward, and say so in its report."""
+        """Decide where the graph is cut for updates in the backward pass, and report it."""
         try:
             self.cuts = cuts.starts(info)
             found = cuts.said(info, self.cuts) if self.cuts else None
@@ -103,10 +103,10 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records)
 
     def _hand_over(self, info: GraphInfo) -> None:
-        """Tell later pieces of the model what masks say that this one makes."""
+        """Record the meaning of masks made here for later partitions of the model."""
         try:
             hand_over(info)
-        except Exception:  # later pieces find notes of none
+        except Exception:  # later partitions find no records
             log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
 
     def _look_for_layers(self, info: GraphInfo) -> None:
@@ -135,7 +135,9 @@ class Trip:
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
-        """What Inductor's config is patched with: advice of passes, the user's words, safety."""
+        """The settings that Inductor's config is patched with: advice of passes, the user's keys,
+        safety.
+        """
         advice, given = self.outcome.inductor, self.options.inductor_patches()
         return {**advice, **given, **self.choice.patches}
 
@@ -197,8 +199,8 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
-    """Return the outermost callable as `aot_compile` saves it: the inner compiler's, and what goes
-    around it in every process. Verification and recordings stay in this one.
+    """Return the outermost callable in a form that `aot_compile` can save: the inner compiler's,
+    and the wrappers that every process needs. Verification and recordings are not saved.
     """
     around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
     how = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"
@@ -222,9 +224,9 @@ def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 WRAPPERS: tuple[Callable[[Compiled, Trip], Compiled], ...] = (
-    replay,  # what is recorded takes and returns tensors of the graph, and nothing of ours
+    replay,  # a recording takes and returns only tensors of the graph
     put_back,
     accept_pieces,
-    attach_logits,  # outside of what gives back missing outputs: a plan counts them
+    attach_logits,  # outside of the wrapper that restores missing outputs: a plan counts them
     verify_first_call,  # around all the others, which it compares
 )
