@@ -28,7 +28,7 @@ from .sizes import Scale, Size, tensors_in
 from .timeline import Step, Timeline, Transient, called_op, op_name, writes_to_an_input
 
 PER_BLOCK = ("block gradients", "activations", "logits")
-"""The parts that grow with depth: what a block adds to them, each of its kind does."""
+"""The parts that grow with depth: each block of a kind adds the same to them."""
 
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
 """Words in the names of ops whose results each block has for itself."""
@@ -38,7 +38,7 @@ LOSSES = tuple(
 )
 
 LIBRARY_WORKSPACES = 2 * 32 * 2**20
-"""What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""
+"""cuBLAS's workspaces on a Hopper GPU: one for forward's thread and one for backward's."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Block:
 
 
 _Part = tuple[str, Block | None]
-"""What bytes are, and the block that they belong to."""
+"""The kind of bytes, and the block that they belong to."""
 
 Owned = defaultdict[_Part, sympy.Expr]
 
 _Place = tuple[str, Block | None, bool]
-"""A phase, a block, and whether what runs is outside of it, next to it."""
+"""A phase, a block, and whether the running op is outside of it, next to it."""
 
 _PartOf = Callable[[Node], _Part]
 
@@ -148,7 +148,7 @@ class _Replay:
     transient: Transient
     root: str = ""
     peaks: dict[_Place, list[Owned]] = field(default_factory=lambda: defaultdict(list))
-    # what exists when the forward ends, and when the backward does
+    # the buffers that exist when the forward ends, and when the backward does
     kept: Owned = field(default_factory=lambda: defaultdict(int))
     produced: Owned = field(default_factory=lambda: defaultdict(int))
 
@@ -254,7 +254,7 @@ class _Replay:
             other = Block(block.stack, place)
             others = [i for i in other.alike if i != index]
             if place != block.place:
-                others.remove(block.stack.kept[place])  # it is in what was found
+                others.remove(block.stack.kept[place])  # it is part of the result
             before = sum(i < index for i in others)
             for part in PER_BLOCK:
                 key = (part, other)
@@ -320,7 +320,7 @@ class _Replay:
                 if not _may_hold_a_part(node):
                     continue
                 wanted = self.scale.elements(node.meta["val"])
-                # what an element of a tuple is made from, its maker is
+                # the source of an element of a tuple; the maker of the tuple is one
                 maker = cast("Node", node.args[0]) if line.kind[node] == "view" else node
                 values = {buffer: buffer.meta.get("val") for buffer in line.reads[maker] - {node}}
                 queue += [
@@ -363,7 +363,7 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block that runs, or the last one and that what runs is outside of it."""
+        """Return the block that runs, or the last one and True if the op is outside of it."""
         for node in nodes:
             seen = self._block_of(node)
             if seen is not None:
@@ -414,7 +414,7 @@ def _module_path(node: Node) -> str | None:
 
 
 def op_transient(scale: Scale, device: str) -> Transient:
-    """Return a function that says what an op holds while it runs, beside its results."""
+    """Return a function that gives an op's temporary bytes, besides its results."""
 
     def transient(node: Node) -> sympy.Expr:
         op: Any = called_op(node)
@@ -444,7 +444,7 @@ def _is_in_a_block(node: Node) -> bool:
 
 
 def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sympy.Expr | int:
-    """Return how much an op of ours holds, by its name and its arguments."""
+    """Return the temporary bytes of a memeff op, by its name and its arguments."""
 
     def value(argument: str) -> torch.Tensor:
         return cast("torch.Tensor", given[argument].meta["val"])

@@ -47,8 +47,8 @@ class Told:
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
-        """Return sizes apart from a model's own, the length at three quarters of the call's: what
-        grows in steps is another number, and tables of positions are long enough.
+        """Return sizes that differ from the model's constants, with the length at three quarters of
+        the call's: so sizes that grow in steps differ, and tables of positions are long enough.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
@@ -58,7 +58,9 @@ class Told:
         return Told(batch, length)
 
     def formula(self, size: int) -> sympy.Expr:
-        """Return what a size is in batch and length; a number that is neither is itself."""
+        """Return a size as a formula in batch and length; a number that is neither stays a
+        number.
+        """
         if size < 2:
             return sympy.Integer(size)
         rest, found = size, sympy.Integer(1)
@@ -159,7 +161,7 @@ class Scale:
 
     @property
     def zero(self) -> Values:
-        """Nothing, at every point."""
+        """Zero bytes, at every point."""
         return (0,) * len(self.points)
 
 

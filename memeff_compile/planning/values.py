@@ -1,8 +1,8 @@
-"""The values of tensors without memory, where they are known and may steer what a model does.
+"""The values of tensors without memory, if they are known and may steer a model's control flow.
 
-A vision-language model reads the sizes of its images off a tensor, splits by lengths, and numbers
-positions by where images stand. What is computed from inputs that have values alone is computed on
-them too; what parameters enter is known by its sizes.
+A vision-language model reads the sizes of its images from a tensor, splits by lengths, and numbers
+positions by the images' positions. Results that depend only on inputs with values are computed from
+these; for results that depend on parameters only the sizes are known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Values:
     def __init__(self) -> None:
         # the memory of values that something unknown was written to, held so that it stays theirs
         self._lost: dict[int, torch.Tensor] = {}
-        self.are_read = False  # whether what was done depended on any
+        self.are_read = False  # whether an op depended on any of them
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Remember the values of a fake tensor; those that share memory stay together."""

@@ -49,7 +49,7 @@ MIN_SIZE = 1 << 20
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """What became of one weight."""
+    """The result for one weight."""
 
     name: str  # as in `named_parameters()`
     shape: tuple[int, ...]
@@ -153,33 +153,22 @@ def compress_(
     inputs: Iterable[Any] | Tensor | Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> CompressionReport:
-    """Compress the weights of a model's linears in place.
-
-    Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Every bit of them comes
-    back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
-    order. Call it before an optimizer is made and before the model is compiled.
-
-    Args:
-        model: any module, also under PEFT; on the device where it will run.
-        codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
-        mantissa: mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no
-            longer require gradients.
-        block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
-        skip: names of modules to leave dense, with everything inside them; a name matches the last
-            parts of a path, and `*` and `?` match as in file names.
-        min_size: leave smaller weights dense, in elements.
-        inputs: of the lossy modes: what the model is called with, for each run a mapping of keyword
-            arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
-            itself is that of one run. Weights are then rounded so that products by such inputs
-            lose less, in as many bits. The model runs eagerly, without gradients, in eval mode.
-        progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
-
-    Returns:
-        What became of each weight.
-
-    Raises:
-        OptionError: The codec, mantissa or block is not one there is, or inputs are none or not
-            looked at.
+    """Compress the weights of a model's linears in place. Compressed are bf16 weights that nothing
+    but `nn.Linear` modules owns. Every bit of them comes back where `mantissa` is 7; products with
+    a few tokens, which decode on the way, sum in another order. Call it before an optimizer is made
+    and before the model is compiled. Args: model: any module, also under PEFT; on the device where
+    it will run. codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest). mantissa:
+    mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no longer require
+    gradients. block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
+    skip: names of modules to leave dense, with everything inside them; a name matches the last
+    parts of a path, and `*` and `?` match as in file names. min_size: leave smaller weights dense,
+    in elements. inputs: for the lossy modes: the model's arguments, for each run a mapping of
+    keyword arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
+    itself is that of one run. Weights are then rounded so that products by such inputs lose less,
+    in as many bits. The model runs eagerly, without gradients, in eval mode. progress: show a bar
+    (with tqdm, if it is installed); None: on a terminal only. Returns: The result for each weight.
+    Raises: OptionError: The codec, mantissa or block does not exist, or inputs are empty or not
+    used.
 
     Example:
         >>> linear = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
@@ -220,17 +209,17 @@ def compress_(
 
 
 def compression_report(model: nn.Module) -> CompressionReport | None:
-    """Return what the last `compress_` of a model returned, or None if there was none.
+    """Return the report of a model's last `compress_`, or None.
 
-    The model is what `compress_` or `compile(weights=...)` was given, or what `compile` returned.
+    The model is the argument of `compress_` or `compile(weights=...)`, or the result of `compile`.
     """
     return cast("CompressionReport | None", verb_report(model, "compress_"))
 
 
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
-    """Compress a model that is about to be compiled; a warning says where nothing was.
+    """Compress a model before it is compiled; warn if no weight was compressed.
 
-    OptionError where it is no model, but a function, whose weights are not known.
+    Raise OptionError for a function, whose weights are not known.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -407,7 +396,7 @@ def _unfit_shard(weight: Tensor, codec: str, min_size: int) -> str:
 
 
 def _is_cut_once(weight: Tensor) -> bool:
-    """Return whether a weight is cut for tensor parallelism, and by nothing else."""
+    """Return whether a weight is split for tensor parallelism, and in no other way."""
     mesh: Any = getattr(weight, "device_mesh", None)
     return mesh is not None and mesh.ndim == 1 and compat.is_tensor_parallel(weight)
 
@@ -440,7 +429,7 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:
-    """Encode a weight, or what it was rounded to, unless its code is hardly smaller."""
+    """Encode a weight, or its rounded values, unless its code is hardly smaller."""
     weight = compat.local_part(place.parameter) if rounded is None else rounded
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
@@ -479,7 +468,7 @@ def _put(place: _Place, value: nn.Parameter) -> None:
 
 
 def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
-    """Make a tensor what this process holds of a weight; say whether it was possible."""
+    """Make a tensor this process's part of a weight; return whether it was possible."""
     old = place.parameter
     if compat.is_dtensor(old) and not compat.is_tensor_parallel(old):
         return _put_shard(place, local)
