@@ -42,11 +42,9 @@ def memeff(
 ) -> Callable[..., Any]:
     """Compile a captured graph: our passes, then the inner compiler.
 
-    Args:
-        gm: the graph Dynamo captured.
-        example_inputs: the tensors and sizes it was captured with.
-        mode: an Inductor mode, as torch.compile's ``mode=``.
-        options: ``memeff.*`` keys for us, every other key for Inductor.
+    Args: gm: the graph Dynamo captured. example_inputs: the tensors and sizes it was captured with.
+        mode: an Inductor mode, as torch.compile's ``mode=``. options: ``memeff.*`` keys, and keys
+        for Inductor.
 
     Raises:
         OptionError: an option is unknown, mistyped or out of range.
@@ -70,7 +68,9 @@ memeff.reset = report.clear  # type: ignore[attr-defined]
 
 
 def _inner(trip: Trip) -> Callable[..., Any]:
-    """Hand the graph to the inner compiler, in pieces where its gradients are to come so."""
+    """Compile the graph with the inner compiler, in partitions if its gradients have to come one by
+    one.
+    """
     gm, options = trip.gm, trip.options
     if options.inner == "eager":
         forward: Callable[..., Any] = gm.forward

@@ -186,7 +186,7 @@ class Recorder:
         return recording
 
     def _stop(self, why: str) -> None:
-        """Run the step as it is from now on."""
+        """From now on run the step without recording."""
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()
@@ -202,7 +202,7 @@ def _place(tensor: Any) -> Hashable:
 
 
 def _address(tensor: Any) -> Hashable:
-    """Return where the memory of a tensor is, part by part where it is made of several."""
+    """Return the addresses of a tensor's memory, one per part if it has several."""
     if type(tensor) in _PLAIN:
         return int(tensor.data_ptr())
     names, about = compat.parts_of(tensor)

@@ -1,9 +1,9 @@
 """Layers that FSDP2 shards, where Dynamo leaves them out of every graph.
 
-FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. Where a checkpoint stands
-around the hooks, as transformers had it before 5.23, it gives the layer up: under any backend that
-compiles the whole model such layers run op by op. Compiled one by one they have graphs of their
-own, inside their checkpoints.
+FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
+hooks, as in transformers before 5.23, Dynamo skips the layer: under any backend that compiles the
+whole model, such layers run op by op. Compiled one by one they have graphs of their own, inside
+their checkpoints.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let systems guard inputs where no gradient can be asked for."""
+        """Let systems guard inputs that cannot need a gradient."""
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for hooks in system.hooks():
@@ -159,8 +159,9 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
-    """Take outputs that are None out of the graph; return which ones stayed, None if all did. Only
-    where DDP compiles a model in pieces AOTAutograd does not take them.
+    """Remove outputs that are None from the graph; return which ones stayed, or None if all did.
+
+    AOTAutograd rejects them, but only if DDP splits the model.
     """
     output = gm.graph.output_node()
     values: Any = output.args[0]
@@ -181,17 +182,17 @@ def replay(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
-    """Return None again where outputs were taken out."""
+    """Return None again for the removed outputs."""
     return compiled if trip.present is None else with_missing_outputs(compiled, trip.present)
 
 
 def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
-    """Take deferred logits where another piece of the model hands them over."""
+    """Accept deferred logits from another partition of the model."""
     return accept(compiled, trip.pieces) if trip.pieces else compiled
 
 
 def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
-    """Hand out deferred logits in the place of hidden states."""
+    """Return deferred logits instead of hidden states."""
     plan, use = trip.outcome.deferred, trip.outcome.report.logits
     if not plan:
         return compiled
@@ -208,7 +209,7 @@ def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
 
 
 def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:
-    """Compare the first call with the graph as it came, where an option asks for it."""
+    """Compare the first call with the original graph, if an option asks for it."""
     if trip.original is None or trip.rewritten is None:
         return compiled
     return verified(

@@ -22,7 +22,7 @@ def require(op: str, sentence: str | None) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums of numbers of a dtype are taken in: fp64 of fp64, else fp32."""
+    """Return the dtype of sums of numbers of a dtype: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -32,7 +32,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def unplain(name: str, tensor: Tensor) -> str | None:
-    """Say why a tensor's memory cannot be used, or return None."""
+    """Return why a tensor's memory cannot be used, or None."""
     if tensor.layout == torch.strided and not tensor.is_quantized:
         return None
     kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
@@ -40,7 +40,7 @@ def unplain(name: str, tensor: Tensor) -> str | None:
 
 
 def unfloating(name: str, tensor: Tensor) -> str | None:
-    """Say why a tensor's dtype cannot be computed in, or return None."""
+    """Return why a tensor's dtype is not supported, or None."""
     if tensor.dtype in FLOATING:
         return None
     return (
@@ -50,14 +50,14 @@ def unfloating(name: str, tensor: Tensor) -> str | None:
 
 
 def two_dtypes(name: str, dtype: torch.dtype, other: str, of_other: torch.dtype) -> str | None:
-    """Say that two tensors have to share a dtype, or return None where they do."""
+    """Return a sentence that two tensors have to share a dtype, or None if they do."""
     if dtype == of_other:
         return None
     return f"{name} has dtype {short(dtype)} and {other} {short(of_other)}; cast them to one dtype."
 
 
 def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str | None:
-    """Say that two tensors have to be on one device, or return None where they are."""
+    """Return a sentence that two tensors have to be on one device, or None if they are."""
     if tensor.device == of_other.device:
         return None
     where = f"{name} is on {tensor.device} and {other} on {of_other.device}"

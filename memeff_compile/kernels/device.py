@@ -34,22 +34,18 @@ def planned_for(device: torch.device) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device whose engines are asked about: `device`, or the one planned for."""
+    """Return the device to choose engines for: `device`, or the one that is planned for."""
     return _planned.get() or device
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether our Triton kernels serve tensors of this dtype on a device, or a planned one."""
+    """Return whether the Triton kernels support this dtype on a device, or on a planned one."""
     device = where_it_runs(device)
     return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Say whether our Triton kernels and fp32-output products run on a GPU.
-
-    They need triton and a GPU of NVIDIA's of compute capability 8.0 or later, which a planned
-    device is taken to be.
-    """
+    """Return whether the Triton kernels and fp32-output products run on a GPU."""
     return _planned.get() is not None or runs_kernels(_index(device))
 
 
@@ -92,7 +88,7 @@ def starts_early(device: torch.device) -> bool:
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Say whether an op's speed was measured on this kind of GPU; also where there is no GPU."""
+    """Return whether an op's speed was measured on this kind of GPU; True without a GPU."""
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return True
     return op in gpu(device).measured
@@ -124,7 +120,7 @@ def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make a stream that `stream_of` returned current again."""
+    """Make a stream from `stream_of` current again."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)
@@ -153,7 +149,7 @@ def _has_gpu() -> bool:
 
 
 def machine_of(device: torch.device) -> decisions.Machine | None:
-    """Return the machine that serves a device; None for a CPU or a device that is only planned."""
+    """Return the machine of a device; None for a CPU or a device that is only planned."""
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return None
     return machine(_index(device))

@@ -74,7 +74,7 @@ def refusing(error: type[Exception], sentence: str) -> Function:
 
 
 def only_first(gradients: Function, refusal: str) -> Function:
-    """Return `gradients` for where a second derivative may be asked for: that is refused."""
+    """Return `gradients`, made to refuse a second derivative."""
 
     class Once(torch.autograd.Function):
         @staticmethod

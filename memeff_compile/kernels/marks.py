@@ -38,7 +38,7 @@ def is_updated_in_backward(parameter: Tensor | None) -> bool:
 
 
 def announce(parameters: Sequence[Tensor]) -> None:
-    """Say that the gradients of these parameters are there, all of them, and about to be given."""
+    """Announce that all gradients of these parameters exist and will come next."""
     told: dict[Announce, list[Tensor]] = {}
     for parameter in parameters:
         mark = getattr(parameter, "updated_in_backward", None)

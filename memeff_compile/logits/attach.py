@@ -46,7 +46,7 @@ def defer(
     """Return the logits of `hidden` as a `DeferredLogits`, joined to autograd as they would be.
 
     Reading it for the first time after the head or the hidden states were changed in place raises a
-    `StaleLogitsError`; `logits[:, -1].argmax(-1)` computes the last rows and no others.
+    `StaleLogitsError`; `logits[:, -1].argmax(-1)` computes only the last rows.
     """
     return _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
 
@@ -103,7 +103,7 @@ def _fake(
 def with_missing_outputs(
     compiled: Callable[..., Any], present: Sequence[bool]
 ) -> Callable[..., Any]:
-    """Return None for the outputs that are not present."""
+    """Return None for the outputs that were removed."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))
@@ -114,7 +114,7 @@ def with_missing_outputs(
 
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones,
-    with gradients; ``places`` are the arguments that come out of another compiled callable.
+    with gradients; ``places`` are the positions of arguments from another compiled callable.
     """
 
     def run(*args: Any) -> Any:

@@ -47,7 +47,7 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return a recipe as the op takes it, or a sentence that says why it cannot."""
+    """Return a recipe in the op's form, or a sentence with the reason why not."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -73,8 +73,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """The number that casts, multiplications and divisions amount to, which can be divided by; None
-    for other steps.
+    """The product of all casts, multiplications and divisions as one number; None for other
+    steps.
     """
     factor = 1.0
     for name, value in steps:
@@ -100,7 +100,7 @@ class Head:
 
     @property
     def folded(self) -> Folded:
-        """The recipe as the op takes it."""
+        """The recipe in the op's form."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
@@ -225,7 +225,7 @@ class FusedRows:
 
     @property
     def is_batched(self) -> bool:
-        """Whether several gradients are asked for at once, as by `is_grads_batched`."""
+        """Whether several gradients are computed at once, as by `is_grads_batched`."""
         given = (self.nll, self.lse, self.total, self.plogp)
         return any(each is not None and compat.is_batched(each) for each in given)
 

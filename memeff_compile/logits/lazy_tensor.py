@@ -67,7 +67,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the values are, or will be."""
+        """The device of the values."""
         return self._device
 
     def refuse_memory(self) -> NoReturn:
@@ -87,8 +87,8 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor over the same values that is a leaf, or not, as `self` is:
-        refusals, as of `numpy()` where it requires grad, then come from eager PyTorch itself.
+        """Return a plain tensor over the same values, a leaf if `self` is one: then eager PyTorch
+        raises the usual errors, such as that of `numpy()` on a tensor that requires grad.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:

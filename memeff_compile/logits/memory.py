@@ -22,7 +22,7 @@ _LEAST_ROWS = 64
 
 
 class Statistics(NamedTuple):
-    """Numbers per row that are known of one place in the memory of deferred logits."""
+    """Numbers per row that are known for one view of deferred logits."""
 
     place: tuple[tuple[int, ...], tuple[int, ...], int]
     lse: Tensor

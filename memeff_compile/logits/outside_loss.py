@@ -3,15 +3,15 @@
 
     loss = F.cross_entropy(out.logits.view(-1, V).float(), labels.view(-1))
 
-`SERVED` names the functions of PyTorch that are looked at before autograd sees them. Each handler
+`SERVED` names the PyTorch functions that are handled before autograd sees them. Each handler
 returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states and
 head, or says that it declines; then the function itself runs, on computed values.
 
 `_Rows` is the autograd function in the middle: logits in, numbers per row out. Its backward sends
-the gradient of the logits in factored form (`FusedRows`) through whatever views, casts and scales
-lie before, so hooks, `retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and
-whoever looks at that gradient gets the dense one. Log-probabilities (`_LogSoftmax`) are deferred
-tensors in their own right: gathered, summed or handed to `nll_loss` they are never built.
+the gradient of the logits in factored form (`FusedRows`) through all earlier views, casts and
+scales, so hooks, `retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and a
+reader of that gradient gets the dense one. Log-probabilities (`_LogSoftmax`) are deferred tensors
+in their own right: gathered, summed or handed to `nll_loss` they are never built.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ class _Kept(NamedTuple):
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows as a loss takes them."""
+        """Return the rows in the form of a loss."""
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
@@ -385,7 +385,7 @@ def _is_deferred(value: Any) -> bool:
 
 
 def _last(view: DeferredLogits, dim: Any) -> bool:
-    """Whether `dim` is the vocabulary, and stands last."""
+    """Whether `dim` is the vocabulary, and is the last dimension."""
     rank = len(view.dims)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -591,7 +591,7 @@ def _exp(input: Any, *, out: Any = None) -> Any:
 
 
 def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
-    """p log p, of the very log-probabilities that the probabilities came from."""
+    """p log p, from the same log-probabilities that the probabilities were computed from."""
     for probs, logs in ((input, other), (other, input)):
         if not _is_deferred(probs) or probs.log_probs is not logs or out is not None:
             continue

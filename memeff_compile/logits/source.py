@@ -107,9 +107,9 @@ class LogitsSource:
             return recipe.logits(rows, self.weight, self.bias, self.vectors, gather)
 
     def require_unchanged(self) -> None:
-        """Raise a StaleLogitsError if something has changed, without waiting for a GPU as a look at
-        the head's values would: until a gradient has come back, before which no ordinary loop
-        writes to the head by hand, that look is left to an assertion on the device.
+        """Raise a StaleLogitsError if something has changed, without waiting for a GPU as reading
+        the head's values would. Until a gradient has come back, an assertion on the device checks
+        the values instead; no ordinary loop writes to the head before that.
         """
         if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
             self._refuse(self.change())

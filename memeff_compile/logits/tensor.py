@@ -125,7 +125,7 @@ class DeferredLogits(LazyTensor):
         return plain
 
     def __getattr__(self, name: str) -> Any:
-        """Where the head is split over ranks there is a `full_tensor()`, as DTensors have."""
+        """If the head is split over ranks there is a `full_tensor()`, as DTensors have."""
         memory = self.__dict__.get("memory")
         if name == "full_tensor" and memory is not None and memory.source.ranks is not None:
             return self._asked_by_all
@@ -154,7 +154,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Where this tensor is in its memory: as `as_strided` takes it."""
+        """The position of this tensor in its memory, in the form of `as_strided`."""
         return self.dims, self.strides, self.offset
 
     @property
@@ -206,7 +206,7 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one ATen operation: lazily where a rule says how, else on the computed values."""
+        """Run one ATen operation: lazily if there is a rule, otherwise on the computed values."""
         rule = _LAZY.get(func)
         if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
             result = rule(_Call(func, args[0], args[1:], kwargs))
@@ -222,7 +222,9 @@ class DeferredLogits(LazyTensor):
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
-    """Say whether a rule holds for `view`; few do when its vocabulary is not in the last place."""
+    """Return whether a rule applies to `view`; few do if its vocabulary is not the last
+    dimension.
+    """
     if view.window is not None:
         return rule in (_shaped_like, _itself, _recorded)
     if rule in (_permuted, _scaled) and view.memory.source.loss is None:
@@ -309,7 +311,7 @@ _Rule = Callable[[_Call], Any]
 def _derive(
     view: DeferredLogits, geometry: Tensor, rows: Tensor, order: tuple[int, ...] | None = None
 ) -> DeferredLogits:
-    """A view of `view` that has the given rows, and perhaps the vocabulary in another place."""
+    """A view of `view` with the given rows, and perhaps the vocabulary in another dimension."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
@@ -322,7 +324,8 @@ def _derive(
 
 def _windows(call: _Call) -> Any:
     """Views that are no rows: a part of the vocabulary, a diagonal, all logits in one dimension;
-    their values are a view of those of `view`. None for views that are more: of another dtype.
+    their values are a view of those of `view`. None for other views, such as those of another
+    dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -373,7 +376,7 @@ def _some_rows(call: _Call) -> Any:
 
 
 def _permuted(call: _Call) -> DeferredLogits:
-    """Dimensions in another order; the vocabulary may go to another place and come back."""
+    """Dimensions in another order; the vocabulary may move to another dimension and back."""
     view = call.view
     geometry = call.on(view._geometry())
     order = call.on(torch.empty(tuple(range(len(view.dims))), device="meta")).shape

@@ -29,7 +29,7 @@ class Changes(VerbReport, int):
     def __new__(
         cls, verb: str, sentence: str, places: Mapping[str, str], left: Mapping[str, str] | None
     ) -> Changes:
-        """Make the number, and hang the rest on it."""
+        """Make the number, and set the attributes."""
         self = super().__new__(cls, len(places))
         self.verb, self._sentence, self.places, self.left = verb, sentence, places, left or {}
         return self
@@ -55,7 +55,7 @@ _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, VerbReport]] = weakref.Wea
 
 
 def require_module(model: object, verb: str) -> None:
-    """Raise UnsupportedInputError where a verb was given anything but a module."""
+    """Raise UnsupportedInputError if the argument is not a module."""
     if not isinstance(model, nn.Module):
         raise UnsupportedInputError(
             f"{verb} was given a {type(model).__name__}; it needs an nn.Module: the model itself."

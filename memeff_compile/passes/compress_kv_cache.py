@@ -69,7 +69,7 @@ class CompressKVCache(cached.CachedPass):
                 yield _unread(view)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Say which layers of a cache of few bits stay exact, where only some do."""
+        """Return which layers of a low-bit cache stay exact, if only some do."""
         return [("exact_layers", k.kept_exact) for k in _keepers(info) if k.has_codes]
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -139,7 +139,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _bits(view: Node) -> int | None:
-    """Return the bits of a view's codes: a number, also where a second cache made it a symbol."""
+    """Return the bits of a view's codes as a number, even if a second cache made it a symbol."""
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)
 

@@ -51,7 +51,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Several:
-    """Linears of one input, in order; `split` says why others of it are not among them."""
+    """Linears of one input, in order; `split` is the reason why others are not included."""
 
     sites: tuple[Coded, ...]
     split: str = ""

@@ -60,7 +60,7 @@ class Multihead:
 
     @property
     def builds_weights(self) -> bool:
-        """Whether the call goes PyTorch's slower way, by scores and weights."""
+        """Whether the call builds scores and weights, PyTorch's slower way."""
         return bool(self.given["need_weights"])
 
     @property
@@ -257,7 +257,7 @@ def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Ask whether the call in the place of scores and weights would be one kernel."""
+    """Decline if the new call would not be one fused kernel."""
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
     reason = why_no_kernel(info, info.value(match.output), size, size)
     return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None

@@ -12,7 +12,7 @@ Several lookups in one table (encoder and decoder) are chained: each takes the t
 previous one. Gradients of other uses of the table come from autograd as usual.
 
 A large 16-bit table without a fused head in the same graph becomes memeff::embedding, whose
-backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are left alone there:
+backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are not rewritten there:
 the buffer that Inductor scatters into is the gradient it returns.
 
 If DTensor splits a table over ranks, each rank looks up rows in its part, by `over_ranks`. If the
@@ -193,7 +193,7 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
-        """Return whether ranks hold the table, whose gradients may move between them."""
+        """Return whether ranks hold parts of the table, whose gradients may move between them."""
         return compat.is_dtensor(info.value(match.weight))
 
     def dead(self, match: Table) -> Sequence[Node]:
@@ -258,8 +258,8 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return the nodes that read ``weight`` for fused heads after ``last``: the ops, a cast, or a
-    slice of the classes. A cast to a narrower dtype is left out: its gradient would be held wide
-    through the whole backward pass.
+    slice of the classes. A cast to a narrower dtype is left out: its gradient would stay in the
+    wide dtype through the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -314,13 +314,13 @@ def _sizes(weight: torch.Tensor) -> dict[str, int]:
 
 
 def _layout(info: GraphInfo, weight: Node, ids: Node) -> op_folder.Layout | None:
-    """Return how ranks hold a table that is looked up, or None for a plain one."""
+    """Return how a table that is looked up is split over ranks, or None for a plain one."""
     table = info.value(weight)
     return op_folder.layout_of(table, info.value(ids)) if compat.is_dtensor(table) else None
 
 
 def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> Decline | None:
-    """Say why a table that ranks hold cannot be looked up part by part, or return None."""
+    """Return why a split table cannot be looked up part by part, or None."""
     anchor, found = match.lookups[0], None
     if all(compat.known_size(size) is not None for size in weight.shape):
         found = op_folder.layout_of(weight, ids)

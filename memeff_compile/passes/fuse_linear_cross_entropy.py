@@ -17,9 +17,9 @@ nll_loss or gather, logsumexp (z-loss), and metrics of the same logits: argmax, 
 without a gradient. Consumers that use the same rows and targets share one op call. The reductions
 stay ATen nodes, so an empty or all-ignored batch gives nan as in eager.
 
-Declined, never guessed: class-probability targets, other sums and uses of the logits inside the
-graph, logits or operands written in place in between, mixed grad regions, subclass or integer
-weights, scales that are tensors, heads in another graph. The docs page lists every code.
+The pass declines: class-probability targets, other sums and uses of the logits inside the graph,
+logits or operands written in place in between, mixed grad regions, subclass or integer weights,
+scales that are tensors, heads in another graph. The docs page lists every code.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class FuseLinearCrossEntropy(GraphPass):
         return [*match.covered, *match.aside, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
-        """Return whether the rewrite gathers from ranks, all of which have to make it."""
+        """Return whether the rewrite gathers over ranks; then all of them have to apply it."""
         return compat.is_dtensor(info.value(match.head.node))
 
 

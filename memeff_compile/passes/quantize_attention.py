@@ -7,7 +7,7 @@ It runs after recover_attention and rewrites calls of PyTorch's attention withou
 of memeff::attention, whose conditions the op takes unchanged. SageAttention2, arXiv 2411.10958.
 
 It is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per module.
-Where a gradient is needed attention stays exact, and the report says so.
+If a gradient is needed, attention stays exact; this is reported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NEVER_FASTER = {
     "8b+f16": "was slower than PyTorch's kernels wherever it was measured",
     "4b": "was nowhere measured to be faster than PyTorch's kernels",
 }
-"""Levels that a length has to ask for: without one, a call that asks for them stays exact."""
+"""Levels that need a minimum length: without one, a call at these levels stays exact."""
 
 WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
 
@@ -114,7 +114,7 @@ class QuantizeAttention(GraphPass):
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all sites that are served alike, then why others are not."""
+        """Yield one match for all sites with the same arguments, then the declines of others."""
         matches: dict[str, Match] = {}
         declines: list[Decline] = []
         places = {place.node: place for place in _places(info)}
@@ -207,7 +207,7 @@ def _asked_of_op(call: Node) -> Asked | Decline:
 
 
 def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
-    """Return how a place is served, or why it is not."""
+    """Return how a call is served, or why it is not."""
     found, node = place.asked, place.node
     if isinstance(found, Decline):
         return replace(found, node=node)

@@ -207,7 +207,9 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return is_causal, where keys are cut off, the words; None: PyTorch's call cannot say it."""
+    """Return is_causal, the end of the keys, and the words; None if PyTorch's call cannot express
+    it.
+    """
     queries, keys = (operand.value.shape[-2] for operand in (site.query, site.key))
     if site.mask is None:
         if not site.causal or compat.statically_true(keys == queries):

@@ -6,11 +6,11 @@
     after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
-The writes stay, in place and in order. The read is exact for every boolean mask: ``last`` is the
-last key that a query sees. If the mask compares the indices of the keys with the positions of the
-queries, ``last`` is those positions, read on the device, and the mask is gone. Any other boolean
-mask, such as the one that generate() builds outside of the graph, goes to the op, and ``last`` is
-found in it once per forward pass.
+The writes are kept, in place and in order. The read is exact for every boolean mask: ``last`` is
+the last key that a query sees. If the mask compares the indices of the keys with the positions of
+the queries, ``last`` is those positions, read on the device, and the mask is gone. Any other
+boolean mask, such as the one that generate() builds outside of the graph, goes to the op, and
+``last`` is found in it once per forward pass.
 
 Only nodes that the match owns are deleted. Graph.eliminate_dead_code would remove the writes, since
 their results are not used.
@@ -96,7 +96,9 @@ class RewriteKVUpdate(cached.CachedPass):
                 yield Site(node, call, storages)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Read the place, which an earlier rewrite may have changed; return why not, or None."""
+        """Read the match again, as an earlier rewrite may have changed it; return why not, or
+        None.
+        """
         match.call = read_one(match.node) or match.call
         read = (_cache(info, match.call.args[name], match.storages) for name in ("key", "value"))
         match.caches = tuple(cache for cache in read if cache is not None)
@@ -109,7 +111,7 @@ class RewriteKVUpdate(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the copies per query head, where there are any."""
+        """Return the formula for the copies per query head, if there are any."""
         query = info.tensor(match.call.args["query"])
         if query is None or not _copies(info, match):
             return None
@@ -299,7 +301,9 @@ def _bound(editor: Editor, visible: Visible) -> Node:
 
 
 def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
-    """Return where the mask's queries see last, found once for all who take the same mask."""
+    """Return the node with ``last`` for the mask's queries, computed once for all users of the
+    mask.
+    """
     end = info.positions[match.node]
     for user in mask.users:
         begin = info.positions.get(user, end) if user.target is op_folder.kv_cache_last else end
@@ -390,7 +394,7 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return both writes, and the op's operands, where one op may do both at the later place."""
+    """Return both writes and the op's operands, if one op can do both at the later position."""
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:
@@ -453,7 +457,7 @@ def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
 def _nothing_between(
     info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor]
 ) -> bool:
-    """Return whether no node between the two writes anything or sees one of the caches."""
+    """Return whether no node between the two writes or reads one of the caches."""
     held = set(map(compat.storage_key, caches))
     lo, hi = info.positions[first], info.positions[second]
     if any(lo < write.position < hi for write in info.writes):

@@ -8,10 +8,10 @@
             packed = memeff.ternary_linear_pack(w, a)
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
-The codes are those of the model's own chain; their products are summed exactly, where a dense
-linear rounds both operands first. In training, the backward pass multiplies the same values as the
-model's, decoded from the codes: it keeps two bits per weight and eight per input instead of two
-full tensors. Linears of one input share its codes. Without gradients, one op does everything.
+The codes equal those of the model's chain. Their products are summed exactly; a dense linear rounds
+both operands first. In training, the backward pass multiplies the same values as the model's,
+decoded from the codes: it keeps two bits per weight and eight per input instead of two full
+tensors. Linears of one input share its codes. Without gradients, one op does everything.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Site:
 
     @property
     def both(self) -> tuple[Quantized, Quantized]:
-        """Weight and tokens, where both were read."""
+        """Weight and tokens, if both were read."""
         assert isinstance(self.weight, Quantized)
         assert isinstance(self.tokens, Quantized)
         return self.weight, self.tokens
@@ -64,7 +64,7 @@ class Site:
 
 @dataclass
 class Group:
-    """Linears of one input, quantised in one way."""
+    """Linears of one input, quantised in the same way."""
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
@@ -210,7 +210,7 @@ class TernarizeLinear(GraphPass):
 
 
 def _site(node: Node) -> Site | None:
-    """Read a linear of which an operand is quantised, or return None."""
+    """Read a linear with a quantised operand, or return None."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     tokens, weight = call.args["input"], call.args["weight"]

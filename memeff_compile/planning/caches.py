@@ -148,7 +148,7 @@ class _Shape:
 
     @property
     def row(self) -> int:
-        """Bytes of the keys and values of one token in one layer, as they come."""
+        """Bytes of the keys and values of one token in one layer, without codes."""
         return 2 * self.heads * self.depth * self.itemsize
 
 

@@ -1,8 +1,8 @@
 """Captures a model as the backend would compile it, on tensors that have sizes and no memory.
 
 The model is copied; weights, buffers and inputs become fake tensors on the CPU that stand for
-tensors on the planned device. Batch and length are numbers, as in the call that is planned: plain
-Python between the graphs of a model, and operations that read sizes, work as they do there.
+tensors on the planned device. Batch and length are numbers, as in the planned call, so Python code
+between the graphs, and operations that read sizes, behave as in that call.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" where the sizes here are those of `other` as it reads them, or why not."""
+        """Return "" if the sizes here are those of `other`, or the reason why not."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
@@ -210,8 +210,8 @@ def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
 
 
 def _attend_as_a_gpu_does(gm: GraphModule) -> None:
-    """Take dropout out of fused attention: a GPU draws it inside its kernel and keeps a seed, no
-    mask, where on a CPU it means the unfused one.
+    """Take dropout out of fused attention: a GPU applies it inside its kernel and keeps a seed, not
+    a mask; on a CPU dropout selects the unfused form.
     """
     for module in levels_of(gm):
         for node in module.graph.nodes:
@@ -319,8 +319,8 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
-    """Return the parameters' paths in the model, and that of the module whose forward the graph is
-    of: where the model's own breaks, it calls that one `self`.
+    """Return the parameters' paths in the model, and the path of the module whose forward the graph
+    belongs to; after a graph break Dynamo calls that module `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):

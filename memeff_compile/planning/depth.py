@@ -38,7 +38,7 @@ class Stack:
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the blocks that the captured one at a place stands for, itself included."""
+        """Return the blocks that a captured block represents, itself included."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)

@@ -31,7 +31,9 @@ from .setting import Footprint, Setting, read_memory
 from .sizes import Scale, Sizes, Told, points_around
 
 LEFT_FREE = 0.05
-"""The share of a memory that the largest batch leaves free: a plan may be that much too low."""
+"""The share of a memory that the largest batch leaves free, since a plan may be that much too
+low.
+"""
 
 LEFT_OUT = 0.03
 """The largest share of the peak that may be allocated outside of graphs, where it is not
@@ -116,8 +118,9 @@ _Take = Callable[..., Capture]
 """Captures a model at sizes."""
 
 _Captured = tuple[Capture, Capture, list[Stack], dict[str, str]]
-"""A model at the sizes of the call, for the report, and at sizes told apart, with its stacks, and
-why the batch or the length stays as it is."""
+"""A model at the sizes of the call, for the report, and at distinct sizes, with its stacks, and why
+the batch or the length is fixed.
+"""
 
 
 def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
@@ -182,7 +185,7 @@ def _constants(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Return the report with the places of all blocks, of which those captured are some."""
+    """Return the report with the modules of all blocks; only some were captured."""
 
     def all_like(path: str) -> list[str]:
         """Return the paths in the whole model that one in the captured model stands for."""

@@ -23,7 +23,7 @@ def draw(
     tokens: Sequence[int] | None,  # the largest batches in tokens, if a memory was given
     increase: float | None,  # how many times larger the second one is
 ) -> None:
-    """Draw memory without and with the passes, and the largest batches where there are any."""
+    """Draw memory without and with the passes, and the largest batches if there are any."""
     matplotlib_for(ExplainError).use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     panels = 1 if tokens is None else 2

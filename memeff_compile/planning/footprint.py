@@ -43,14 +43,14 @@ LIBRARY_WORKSPACES = 2 * 32 * 2**20
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a captured model: its list, and its place among those that were captured."""
+    """One block of a captured model: its list, and its index among the captured ones."""
 
     stack: Stack
     place: int
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """The blocks that it stands for."""
+        """The blocks that it represents."""
         return self.stack.alike(self.place)
 
 
@@ -338,7 +338,7 @@ class _Replay:
         before: Owned,
         part_of: _PartOf,
     ) -> None:
-        """Note, per place, the parts of its largest moments."""
+        """Record the parts of the largest moments of each kind."""
         found: dict[_Place, list[Owned]] = defaultdict(list)
         best: dict[_Place, list[tuple[int, int]]] = {}
         block: Block | None = None
@@ -373,7 +373,9 @@ class _Replay:
         return block, False
 
     def _owners(self, nodes: Iterable[Node]) -> dict[Node, Block | None]:
-        """Return the block of each node: that of the node before, where it does not say."""
+        """Return the block of each node: that of the previous node if the node has no module
+        path.
+        """
         found: dict[Node, Block | None] = {}
         last: Block | None = None
         for node in nodes:

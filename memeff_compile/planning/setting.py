@@ -156,7 +156,8 @@ def _as_in_the_paper(
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
     """Return a moment's parts on one GPU of several: FSDP reduces a block's gradients after its
-    backward, so those of two blocks are whole at a time, and others until the end.
+    backward pass, so those of two blocks are unsharded at a time; other gradients are unsharded
+    until the end.
     """
     if setting.shards == 1:
         return parts

@@ -21,7 +21,7 @@ Values = tuple[int, ...]
 BATCH, LENGTH = sympy.symbols("B L", integer=True, positive=True)
 
 NEAR = (-1, 1, -2, 2)
-"""How much longer than a sequence something made from it can be: shifted targets, a token more."""
+"""How much longer than a sequence a derived tensor can be: shifted targets, one more token."""
 
 LEAST_BATCH, LEAST_LENGTH = 11, 13
 """Smaller ones divide numbers of heads and of experts."""
@@ -37,8 +37,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """Batch and length that no other size of a model is a multiple of: sizes say how they grow, and
-    11 x 2039 can only be batch x length.
+    """Batch and length that no other size of a model is a multiple of. So each size shows how it
+    grows: 11 x 2039 can only be batch x length.
     """
 
     batch: int | None = None  # None where it is not told apart: sizes then do not grow with it
@@ -84,7 +84,9 @@ class Told:
 
 
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
-    """Return a prime of which no other size is a multiple, give or take; not larger if it can."""
+    """Return a prime that no other size, plus or minus a little, is a multiple of; not larger if
+    possible.
+    """
 
     def fits(number: int) -> bool:
         if any(number % d == 0 for d in range(2, math.isqrt(number) + 1)):
@@ -185,7 +187,7 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
-    """Return sizes around the user's own, which come first; those not told apart stay."""
+    """Return sizes around the user's, which come first; those that are not distinct stay."""
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}
     long |= {length}

@@ -1,15 +1,15 @@
 """Which buffers live when a captured graph runs under Inductor, kernel by kernel.
 
-Inductor writes a value to memory only where something needs it there: a matrix product, another
-op, an output, or a kernel of another shape. The rules here are its own, simplified:
+Inductor writes a value to memory only if it is needed there, by: a matrix product, another op, an
+output, or a kernel of another shape. The rules here are its own, simplified:
 
 - views have no memory; pointwise values are computed inside the kernels that read them, unless a
   product reads them, they leave the graph, or several readers would recompute a long chain;
-- kernels that read the same large buffer over the same elements are one kernel, where no product
-  stands between them, so all their results exist at once;
+- kernels that read the same large buffer over the same elements are one kernel, if no product is
+  between them, so all their results exist at once;
 - kernels run in graph order, each as early as its first member; a buffer is free after its last
   reader; a kernel may write over a buffer that only it reads;
-- `a @ b + c` is one call of the library, made where the sum is.
+- `a @ b + c` is one library call, at the position of the sum.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 26
 
 
 class Values:
-    """Knows the values of some fake tensors; a single number that is known is no fake at all."""
+    """Knows the values of some fake tensors; a known scalar is a real number, not a fake tensor."""
 
     def __init__(self) -> None:
         # the memory of values that something unknown was written to, held so that it stays theirs
@@ -34,7 +34,7 @@ class Values:
         return fake
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor, None where they are not known."""
+        """Return the values of a tensor, None if they are not known."""
         if not compat.is_fake(tensor):
             return tensor
         value: torch.Tensor | None = vars(tensor).get("memeff_value")
@@ -48,7 +48,7 @@ class Values:
         run: Callable[[], Any],
         mode: Any,  # of the fake tensors
     ) -> Any:
-        """Run an operation on fake tensors, and on their values where all of them are known."""
+        """Run an operation on fake tensors, and on their values if all of them are known."""
         self.are_read = self.are_read or compat.reads_values(op)
         if compat.is_item(op) and (number := self.of(args[0])) is not None:
             with compat.on_real_tensors():

@@ -142,15 +142,15 @@ class Comparison:
 
     @cached_property
     def dropped(self) -> set[int]:
-        """Outputs that the rewritten graph leaves out, as ``memeff.logits=none`` asks."""
+        """Outputs that the rewritten graph omits, as ``memeff.logits=none`` requests."""
         if self.options.logits != "none":
             return set()
         values: Any = self.rewritten.module.graph.output_node().args[0]
         return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:
-        """Compare, and leave everything of the caller's as it was; NotRunError where this graph or
-        the memory does not allow it, PostponedError where the original graph itself raises.
+        """Compare without changing the caller's state. Raise NotRunError if the graph or the memory
+        does not allow it, PostponedError if the original graph itself raises.
         """
         reason = self._obstacle(args)
         if reason:
@@ -302,7 +302,7 @@ class Comparison:
         return _Trial(values, groups, asks, gradients, after, drew)
 
     def _inputs(self, args: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
-        """Return arguments that a graph may do anything with, and those that take a gradient."""
+        """Return arguments that a graph may change freely, and those that need a gradient."""
         made: list[tuple[Any, Tensor | None]] = []
         known: dict[int, int] = {}
         for place, arg in enumerate(args):
@@ -394,7 +394,7 @@ def _seen(output: Any) -> Any:
 
 
 def _rows(output: Tensor, most: int) -> Tensor | None:
-    """Return the positions of evenly spaced rows, or None where all of them are few enough."""
+    """Return the positions of evenly spaced rows, or None if there are few enough to take all."""
     count = output.numel() // max(output.shape[-1], 1) if output.dim() > 1 else output.numel()
     most = max(most, 1)
     if count <= most or (output.dim() <= 1 and count <= _MOST_ENTRIES):
@@ -445,7 +445,7 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
-    """Give back the random state that is found; yields a way to ask whether it was used."""
+    """Restore the current random state at the end; yield a way to ask whether it was used."""
     places = {arg.device for arg in args if isinstance(arg, Tensor)} - {torch.device("cpu")}
     kinds = {device.type for device in places} or {"cuda"}
     with contextlib.ExitStack() as stack:

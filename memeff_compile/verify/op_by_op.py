@@ -113,7 +113,7 @@ def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
 
 
 def _widen_node(node: Node) -> None:
-    """Make casts and factories of a narrower floating dtype those of float64."""
+    """Replace narrower floating dtypes in casts and factories by float64."""
     if node.op not in ("call_function", "call_method"):
         return
     if node.op == "call_method" and node.target in _CASTS:
@@ -128,8 +128,8 @@ def _wider(value: Any) -> Any:
 
 
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
-    """Run a kept graph with PyTorch's own operations. ``wide``: all in float64, whatever casts and
-    autocast say, from float64 arguments; CannotWidenError where a result is narrower.
+    """Run a kept graph with PyTorch's own operations. ``wide``: all in float64, ignoring casts and
+    autocast, from float64 arguments. Raise CannotWidenError if a result is narrower.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))

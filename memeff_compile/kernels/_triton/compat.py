@@ -21,7 +21,7 @@ def _runtime() -> Any:
 
 
 def is_watched(kernel: Any) -> bool:
-    """Say whether somebody, such as a profiler, asked to be called around each launch."""
+    """Return whether a launch hook is set, for example by a profiler."""
     every = _runtime()
     calls = every.launch_enter_hook.calls or every.launch_exit_hook.calls
     return bool(calls or kernel.pre_run_hooks)
@@ -71,7 +71,7 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:
 
 
 def is_described(argument: Any) -> bool:
-    """Say whether an argument is such a descriptor."""
+    """Return whether an argument is such a descriptor."""
     return hasattr(argument, "block_shape")
 
 

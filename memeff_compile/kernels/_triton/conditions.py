@@ -32,11 +32,13 @@ class Conditions:
         return self.mask is not None and self.mask.dtype.is_floating_point
 
     def has_tables(self) -> bool:
-        """Say whether anything but the positions decides."""
+        """Return whether more than the positions decides."""
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Say whether every query has a key within `ahead` and `behind`, as with ahead=0 alone."""
+        """Return whether every query has a key within `ahead` and `behind`, as with ahead=0
+        alone.
+        """
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead
@@ -44,7 +46,7 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Say whether a query may get the mean of all values, which has to visit every key."""
+        """Return whether a query may get the mean of all values, which needs every key."""
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:

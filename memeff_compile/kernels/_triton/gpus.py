@@ -32,7 +32,9 @@ class Gpu(NamedTuple):
 
     @property
     def runs_kernels(self) -> bool:
-        """Say whether our Triton kernels run here; they are compiled and tested for NVIDIA only."""
+        """Return whether the Triton kernels run here; they are compiled and tested for NVIDIA
+        only.
+        """
         return self.is_nvidia and self.capability >= (8, 0)
 
     @property
@@ -42,17 +44,17 @@ class Gpu(NamedTuple):
 
     @property
     def has_fp8(self) -> bool:
-        """Say whether tensor cores multiply E4M3."""
+        """Return whether tensor cores multiply E4M3."""
         return self.is_nvidia and self.capability >= (8, 9)
 
     @property
     def has_descriptors(self) -> bool:
-        """Say whether tiles are loaded by descriptors."""
+        """Return whether tiles are loaded by descriptors."""
         return self.is_nvidia and self.capability >= (9, 0)
 
     @property
     def starts_early(self) -> bool:
-        """Say whether a kernel may start before those that it waits for end."""
+        """Return whether a kernel may start before the kernels that it depends on end."""
         return self.is_nvidia and self.capability >= (9, 0)
 
 

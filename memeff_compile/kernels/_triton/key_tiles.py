@@ -46,7 +46,7 @@ class Cells(NamedTuple):
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """Return a tensor as kernels take it."""
+    """Return a tensor in the form that kernels take."""
     return Rows(tensor, *tensor.stride()[:3])
 
 
@@ -62,7 +62,7 @@ def depth_block(depth: int, least: int = 16) -> int:
 
 
 def tiles_of(length: int, size: int) -> int:
-    """Return how many tiles of a size hold so many places."""
+    """Return how many tiles of a size cover so many positions."""
     return -(-length // size)
 
 
@@ -87,7 +87,7 @@ def _unit_stride(table: Tensor | None) -> Tensor | None:
 
 
 def flags_of(given: Conditions) -> dict[str, bool]:
-    """Return the constants that say which conditions there are."""
+    """Return the constants that tell a kernel which conditions there are."""
     return {
         "HAS_AHEAD": given.ahead is not None,
         "HAS_BEHIND": given.behind is not None,

@@ -5,7 +5,7 @@ names are in capitals on both sides: `start(kernel, grid, x, ROWS=64)` is C.ROWS
 kernel.
 
 Triton binds arguments by name, asks each for its specialisation and writes all of it into a key:
-for a kernel of thirty arguments that takes longer than many a kernel runs. A training step of small
+for a kernel of thirty arguments that takes longer than many kernels run. A training step of small
 kernels then waits for the host. Here the key consists of the few properties that a specialisation
 depends on, and the compiled kernel is called directly.
 """
@@ -46,7 +46,7 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, those in capitals as one, C, where the kernel takes them so."""
+    """Return arguments by name, with those in capitals packed as C if the kernel takes them so."""
     if not compat.takes(kernel, "C"):
         return dict(given)
     constants = tuple(item for item in given.items() if item[0].isupper())

@@ -111,7 +111,9 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return a tile's sum; on the way, give back the memory that the tile before left through."""
+    """Return a tile's sum; meanwhile release the shared memory from which the previous tile was
+    written.
+    """
     x_by_column_desc, left, right = operands
     full, empty, _, held_empty, _, _ = bars
     acc = gl.zeros([C.BM, C.BN], gl.float32, MMA)
@@ -174,7 +176,7 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _add_to(part, held, C: gl.constexpr):
-    """Put a part of dC where it leaves from, with the old one that lies there."""
+    """Write a part of dC to shared memory, added to the old part that is there."""
     if C.ADD:
         part += held.load(part.type.layout).to(gl.float32)
     held.store(part.to(gl.bfloat16))

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Which tiles of a mask are empty, partial and full, and the lists of those that kernels visit.
 
-Codes are those of `mask_tiles`: 0 empty, 1 partial, 2 full; 3 is low until its rows are known.
+Codes as in `mask_tiles`: 0 empty, 1 partial, 2 full; 3 is low until its rows are known.
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ def listed(index, list_ptr, others, MASKED: tl.constexpr):
 
 @triton.jit
 def firsts_of(list_ptr, others):
-    """Return the first full tile and the first partial one, where there are any."""
+    """Return the first full tile and the first partial one, if there are any."""
     return listed(0, list_ptr, others, False), listed(0, list_ptr, others, True)
 
 
 @triton.jit
 def corner_of(dense, batch, head, query, key):
-    """Return where a tile of the mask begins; numbers are 64 bits wide."""
+    """Return the offset of a tile of the mask, as a 64-bit number."""
     return dense.ptr + batch * dense.batch + head * dense.head + query * dense.row + key * dense.key
 
 

@@ -59,7 +59,7 @@ class _Call:
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def has_bounds(self) -> bool:
-        """Say whether positions alone do not tell which tiles count."""
+        """Return whether more than positions decides which tiles count."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
@@ -93,7 +93,7 @@ class _Call:
     def scales(self) -> tuple[float, float]:
         """Return the scale of raw scores in base 2, above 0, and that inside the softcap.
 
-        Where the mask is added, the second one makes scores of products, and the first is plain.
+        If the mask is added, the second one turns products into scores, and the first is plain.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:

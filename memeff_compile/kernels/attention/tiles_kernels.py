@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of the engine `tiles`: which tiles count, attention, and the two of its backward.
 
-A tile of queries meets a tile of keys. Pairs in which no key counts are not visited; pairs in which
-all do are computed without a look at the conditions. For one tile the pairs are four numbers: first
-and stop of the visited tiles, and within them first and stop of the complete ones. Positions alone
-give them by arithmetic; tables (masks and ids) by a small kernel that runs first.
+A program combines a tile of queries with tiles of keys, or the reverse. Pairs in which no key
+counts are not visited; pairs in which all do are computed without a look at the conditions. For one
+tile the pairs are four numbers: first and stop of the visited tiles, and within them first and stop
+of the complete ones. Positions alone give them by arithmetic; tables (masks and ids) by a small
+kernel that runs first.
 
 Softmax runs in base 2 on differences of raw numbers (products, or tanh of them), which are then
 scaled: an exponent above 0 cannot arise however large the numbers are.
@@ -110,8 +111,8 @@ def _program(rows, tiles, C: tl.constexpr):
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
     """Return which tiles a tile visits, and their list with HAS_MASK and how long it may be.
 
-    The tile is batch, first head, number and how many there are. Of two lengths, bounds, sizes and
-    whether it is bound, ours come first.
+    The tile is batch, first head, number and how many there are. In each pair of lengths, bounds
+    and sizes, the program tile's come first.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(

@@ -13,13 +13,13 @@ from .layout import Pool, channel_group
 from .reference import is_per_head
 
 WARPS = 8
-"""Warps of a program that several tokens come to."""
+"""Warps of a program when several tokens are appended."""
 
 NEW_GROUPS = (4, 4)
 """Programs that share a group of new tokens alone, at most, and their warps."""
 
 PROGRAMS = 8192
-"""Programs that code such groups, where there are as many."""
+"""Programs that code such groups, if there are as many groups."""
 
 
 def cut(bits: int, depth: int) -> tuple[int, int]:

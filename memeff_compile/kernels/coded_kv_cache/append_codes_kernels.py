@@ -65,7 +65,7 @@ def _stored(step, ptr):
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the least and the largest number of each column, 0 where all are left out."""
+    """Return the least and the largest number of each column, 0 if all are left out."""
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high
@@ -288,7 +288,7 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Write those of some rows that are kept, to where the sequence and head has them."""
+    """Write the kept ones of some rows to the kept rows of the sequence and head."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]
@@ -356,7 +356,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Code a piece of some groups of new keys, or values, and write those that are kept."""
+    """Code a block of some groups of new keys, or values, and write the kept ones."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)

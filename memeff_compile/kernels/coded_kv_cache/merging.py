@@ -21,8 +21,9 @@ RULES = ("slerp", "average", "max_norm")
 """How the direction of a pair is found."""
 
 READINGS = ("distinct", "similar")
-"""Which rows are kept as they came: those farthest apart, as the paper intends, or those nearest,
-as its inequality can be read."""
+"""Which rows are kept unchanged: those farthest apart, as the paper intends, or those nearest, as
+its inequality can be read.
+"""
 
 _NEARLY_PARALLEL = 1e-4
 
@@ -55,7 +56,7 @@ def shared_direction(
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
-    """Return the direction that stands for both rows, (..., D) of length one, in fp32 or fp64."""
+    """Return the direction that replaces both rows, (..., D) of length one, in fp32 or fp64."""
     (u, m), (v, n) = direction_and_length(lower), direction_and_length(upper)
     if rule == "max_norm":
         return torch.where((m >= n).unsqueeze(-1), u, v)
@@ -94,10 +95,8 @@ def kept_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose rows to keep: those beyond the bound, the most extreme first, while there is room.
 
-    Returns:
-        chosen: bool (B, H, N).
-        rank: int64 (B, H, N), 0 for the most extreme row of those beyond the bound.
-        left_over: (B, H) int64, rows beyond the bound that found no room.
+    Returns: chosen: bool (B, H, N). rank: int64 (B, H, N), 0 for the most extreme row of those
+        beyond the bound. left_over: (B, H) int64, rows beyond the bound that had no room.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)

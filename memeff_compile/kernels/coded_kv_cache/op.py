@@ -161,7 +161,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
     """Say in a sentence why a GPU should read the dense view instead, or return None.
 
-    The op runs where it is called; whoever chooses for others should choose something else.
+    The op itself works on any GPU; this is advice for passes that choose it.
     """
     if where_it_runs(q.device).type != "cuda":
         return None

@@ -57,7 +57,7 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """Code groups of keys or values; return codes, (B, H, n, G * D * bits / 8) uint8, and scales.
 
-    Scales are as the cache holds them. Where bits is PLAIN, codes are (B, H, n, G * D) numbers.
+    Scales are in the cache's layout. Where bits is PLAIN, codes are (B, H, n, G * D) numbers.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:

@@ -58,7 +58,7 @@ def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
-    """Return a mask, bool (B or 1, 1, 1, N) or None, as kernels take it: bytes and strides."""
+    """Return a mask, bool (B or 1, 1, 1, N) or None, in the kernels' form: bytes and strides."""
     if mask is None:
         return like, 0, 0
     return mask.view(torch.uint8), 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3)
@@ -79,7 +79,7 @@ def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def combine(out: Tensor, share: Tensor, stat: Tensor, shares: int) -> None:
-    """Add up shares, if there are several, into results."""
+    """Sum shares, if there are several, into the result."""
     from . import split_codes_kernels as kernels
 
     batch, _, heads, depth = out.shape

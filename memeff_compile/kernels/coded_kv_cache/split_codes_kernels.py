@@ -2,14 +2,14 @@
 """The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
 
 Program i of n takes the turns i, i + n, i + 2n ... of a few groups of codes each, then tiles of the
-window and of the kept tokens in the same manner. Scores stand with tokens down and query heads
-across: then keys and values are both the left operand of their product, read as bytes and unpacked
-in registers, and eight query heads fill a tile. Where they fill no more than half of it, two groups
-lie side by side, HALVES: the columns of one group's queries, then those of the next one's. Of each
-product the columns of its own group count; from there on each half is a separate share. Codes
-stay whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added
-once per turn. Weights are summed token by token in registers and across tokens at the end, so a
-turn has two reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
+window and of the kept tokens in the same manner. Scores have tokens as rows and query heads as
+columns: then keys and values are both the left operand of their product, read as bytes and unpacked
+in registers, and eight query heads fill a tile. If they fill at most half of it, two groups share
+it (HALVES): the columns of one group's queries, then those of the next one's. Of each product the
+columns of its own group count; from there on each half is a separate share. Codes stay whole
+numbers: a key's scales multiply the query, a value's the weight, and zeros are added once per turn.
+Weights are summed token by token in registers and across tokens at the end, so a turn has two
+reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
 
 PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
 small; in bf16 queries and weights are multiplied by 2 ** 64 for it, and products by 2 ** 69. The
@@ -42,8 +42,9 @@ def _moved(name, source, right):
 
 @triton.constexpr_function
 def _take_two(BITS, PART, BYTE):
-    """Return code that makes numbers of the codes of a part in either byte of two times 16 bits; of
-    3 bits the third one comes from a second operand, and those of the last part lie apart.
+    """Return assembly code that converts the codes of a part in either byte of two 16-bit words to
+    numbers. For 3-bit codes, the third bit comes from a second operand, and the last part is stored
+    separately.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -165,8 +166,8 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 def _pair_of(base, place):
     """Return two numbers that lie side by side, in fp32; two of 16 bits are one load.
 
-    Loads of less than four bytes are not made ahead of time, and waiting for them would cost more
-    than all the rest of a turn.
+    Triton does not prefetch loads of less than four bytes, and waiting for them would take longer
+    than the rest of a turn.
     """
     kind: tl.constexpr = base.dtype.element_ty
     if kind == tl.bfloat16:
@@ -240,7 +241,7 @@ def _attend_exact(
     sums,
     C: tl.constexpr,
 ):
-    """Add a tile of tokens that are stored as they came."""
+    """Add a tile of tokens that are stored without codes."""
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
     LANES: tl.constexpr = C.ROWS // C.HALVES
     k_base, v_base = bases

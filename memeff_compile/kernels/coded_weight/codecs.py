@@ -109,12 +109,12 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return the numbers of 16 bits that so many weights take in a refuge."""
+    """Return how many 16-bit numbers the spill buffer of so many weights needs."""
     return HEADING + padded(count)
 
 
 class Outcome:
-    """Whether a weight fitted into the lists that were there, known when the GPU has got so far."""
+    """Whether a weight fitted into the existing lists, known once the GPU has run the kernels."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Take the lengths, and where they will be."""
+        """Take the lengths, and the tensor that will contain them."""
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
@@ -291,7 +291,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches, (starts, places, values), whose starts are there already."""
+    """Fill a list of patches, (starts, places, values), whose starts are written already."""
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
         tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
@@ -299,7 +299,7 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write codes and signs; the streams are zeros, and where they start stands already."""
+    """Write codes and signs; the streams are zeros, and their starts are written already."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
@@ -450,7 +450,7 @@ def fuses(
     *,
     trains: bool = False,  # a gradient is wanted: sums are taken as in the dense layer, bit for bit
 ) -> bool:
-    """Say whether a product with this many tokens decodes on the way."""
+    """Return whether a product with this many tokens decodes on the way."""
     if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
@@ -500,7 +500,7 @@ Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
 
 
 def setting_of(tokens: int, shape: Sequence[int], device: torch.device) -> Setting | None:
-    """Return how a product decodes on the way, or None where the weight is decoded first."""
+    """Return how a product decodes on the way, or None if the weight is decoded first."""
     (rows, columns), count = shape, processors(device)
     if tokens == 1:
         return shapes.row_tile(rows, count)

@@ -64,7 +64,9 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return where rows begin: chunk, chunks, place inside; and their patches, first and end."""
+    """Return the positions of rows: chunk, chunks, position inside; and their patches, first and
+    end.
+    """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
     chunk = first // CHUNK

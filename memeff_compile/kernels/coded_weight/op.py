@@ -112,7 +112,7 @@ def steps(gradient: Tensor, codec: str) -> bool:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return memory of the host for values that do not fit, or None where it is not needed."""
+    """Return host memory for values that do not fit, or None if it is not needed."""
     return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
 
@@ -157,7 +157,7 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the format of a weight that a product can be made with; refuse any other."""
+    """Return the format of a weight that products support; refuse any other."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
@@ -263,7 +263,7 @@ class _Products(NamedTuple):
 
 
 def _products(given: _Products) -> list[Tensor]:
-    """Multiply with several weights: one launch for one token, else one after the other."""
+    """Multiply with several weights: one launch for one token, otherwise one after the other."""
     several, x, form = given.apart(), given.x, parse(given.codec)
     columns = x.shape[-1]
     fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)
@@ -277,7 +277,7 @@ def _products(given: _Products) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Serve a dense weight, real or fake; a coded one is taken apart before it gets here."""
+    """Serve a dense weight, real or fake; a coded one is split into parts before it gets here."""
     return F.linear(x, weight, bias)
 
 
@@ -344,7 +344,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiplies; hands the gradient of the product on."""
+    """Multiply; pass the gradient of the product on."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:

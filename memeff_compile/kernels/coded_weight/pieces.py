@@ -1,4 +1,4 @@
-"""The engine `triton` for weights of win4 in one piece of memory: updates of several at once."""
+"""The engine `triton` for win4 weights in one allocation each: updates of several at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADING = 2 * MOST_TOGETHER
 
 
 def parts_of(piece: Tensor, count: int) -> list[Tensor]:
-    """Return the parts of a weight of so many elements in one piece, which share its memory."""
+    """Return the parts of a weight of so many elements in one allocation; they share its memory."""
     found = []
     for place, (start, length) in enumerate(piece_places(count, piece.numel())):
         words = piece[start : start + length]
@@ -35,7 +35,7 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
-    """Return a piece with the parts of a weight of so many elements, or fill one that is longer."""
+    """Return an allocation with the parts of a weight of so many elements, or fill a longer one."""
     if piece is None:
         words = piece_words(count, parts[3].numel())
         piece = torch.zeros(words, dtype=torch.int32, device=parts[0].device)
@@ -45,7 +45,9 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return the numbers of 16 bits that weights of so many elements take in a refuge together."""
+    """Return how many 16-bit numbers the common spill buffer of weights of so many elements
+    needs.
+    """
     return HEADING + sum(map(padded, counts))
 
 
@@ -190,7 +192,7 @@ def list_patches(
 ) -> Outcomes:
     """Write the lists of weights that were moved, all in one launch.
 
-    One that does not fit is in the refuge then, and its piece holds something else.
+    A weight that does not fit is in the spill buffer then, and its allocation has no valid weight.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

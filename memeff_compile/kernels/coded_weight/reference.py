@@ -115,7 +115,7 @@ def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the patch list of pieces one after the other: starts, places, values."""
+    """Return the patch list of blocks, one after the other: starts, places, values."""
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     return starts, places, values
@@ -166,8 +166,7 @@ _TIER_SHIFTS = [2 * place for place in range(16)]
 def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes of the three tiers for each exponent, and whether it is a patch.
 
-    A code of 3, 3 and 15 in turn says: look in the next tier; in the last one it stands for the
-    exponent 0.
+    Codes 3, 3 and 15 of the three tiers mean: look in the next tier; in the last one, exponent 0.
     """
     narrow, middle, wide = header
     first = exponents - narrow
@@ -304,7 +303,7 @@ def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each piece, flat int16."""
+    """Yield the exponents of each block, flat int16."""
     table, words, starts, states = parts[:4]
     words = F.pad(words, (0, 1)).long() & 0xFFFF
     table = table.long() & 0xFFFFFFFF
@@ -386,7 +385,7 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Copy new parts of a weight into existing ones, where there is room; say whether."""
+    """Copy new parts of a weight into existing ones, if they have room; return whether."""
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):

@@ -1,6 +1,7 @@
 """Tiles, warps and stages of the Triton kernels, as plain numbers.
 
-Launchers ask here, and so do the tests that compile the kernels for GPUs that are not there.
+Launchers call this module, and so do the tests that compile the kernels for GPUs that are not
+present.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class WideTile:
 
     @property
     def noted(self) -> int:
-        """Return the patches whose places a program writes down at once."""
+        """Return how many patches a program writes at once."""
         return 4 * self.rows
 
 
@@ -155,7 +156,7 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 
 @lru_cache(maxsize=4096)
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
-    """Return the tile for more tokens, M, on Hopper, or None where decoding first is faster.
+    """Return the tile for more tokens, M, on Hopper, or None if decoding first is faster.
 
     It is the tile with the least predicted time, by the measured costs. Shares of the columns never
     take more memory than the decoded weight would.

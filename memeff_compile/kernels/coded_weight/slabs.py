@@ -22,8 +22,9 @@ SLAB = 64 << 20
 ALIGNED = 512
 """Bytes that every list starts at a multiple of, as memory of the allocator's own does."""
 EVEN = Room(0.02, 1024)
-"""Most that a list is made longer than its room, to be as long as others of its kind: a compiler
-then sees the same block wherever a model has one, and compiles it once."""
+"""How much longer than its room a list may become, to match others of its kind. Then all blocks of
+a model have the same shapes, and are compiled once.
+"""
 
 
 def side_by_side(

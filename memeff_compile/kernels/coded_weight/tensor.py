@@ -42,13 +42,16 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight of which is not known yet whether its code fitted.
+    """A new value of a weight whose code may not have fitted.
 
-    Where it did not, it is taken from the refuge, or from the value, which is kept until then.
+    If it did not fit, the value is encoded again from the spill buffer, or from the dense value,
+    which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Mark the weight, whose parts are about to be written: whoever reads it settles first."""
+        """Mark the weight, whose parts are about to be written: every reader calls `settle`
+        first.
+        """
         self._weight = weight
         self._outcome: codecs.Outcome | bool = False
         self._lock = threading.RLock()
@@ -93,8 +96,8 @@ class Unsettled:
 class UnsettledTogether:
     """New values of several weights in one piece each, encoded in one launch; as `Unsettled`.
 
-    Until `encode` is called the gradients that make them wait here. Who reads a weight before
-    calls it. They come on one stream, and the kernels run there, whoever calls.
+    Until `encode` is called the gradients that make them wait here. Reading a weight before calls
+    it. The gradients come on one stream, and the kernels run there, whatever stream calls.
     """
 
     is_settled = False
@@ -125,9 +128,9 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Move and encode them, with a place for those that do not fit.
+        """Move and encode them, with a spill buffer for those that do not fit.
 
-        CodedWeightError where memory ran out in between: then the values are kept as they are.
+        Raise CodedWeightError if memory runs out in between: then the values are kept unchanged.
         """
         with self._lock, on_stream(self._stream):
             held = [cast("Tensor", weight.piece) for weight in self.weights]
@@ -229,7 +232,7 @@ class CodedWeight(Tensor):
         # spare room of lists that have to be made again
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
-        """Wrap parts as `op.encode` makes them."""
+        """Wrap the parts that `op.encode` returns."""
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it
         self.codec, self.room, self.place = codec, room, parts[0].device
@@ -237,7 +240,7 @@ class CodedWeight(Tensor):
         _watch_optimizers()
 
     def _hold(self, parts: Sequence[Tensor]) -> None:
-        """Take parts, or one piece of memory."""
+        """Take parts, or one allocation."""
         names = parse(self.codec).parts
         self.piece = parts[0] if len(parts) == 1 < len(names) else None
         if self.piece is None:
@@ -324,7 +327,9 @@ class CodedWeight(Tensor):
                 owner.unsettled.settle()
 
     def _owners(self) -> list[CodedWeight]:
-        """Return this weight and those whose parts it shows; a moved model's may show its own."""
+        """Return this weight and those whose parts it shares; a moved model's weight may have its
+        own.
+        """
         found: list[CodedWeight] = []
         owner: object = self
         while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
@@ -399,14 +404,14 @@ class CodedWeight(Tensor):
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Take other memory for a part, which holds the same or belongs to a new value."""
+        """Take other memory for a part, with the same contents or those of a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
             for known in ("_number", "_memory_number"):
                 vars(owner).pop(known, None)
 
     def show_all(self, held: Sequence[Tensor]) -> None:
-        """Take other memory for all parts, or one piece of it."""
+        """Take other memory for all parts, or one allocation."""
         for owner in self._owners():
             owner._hold(held)
             for known in ("_number", "_memory_number"):
@@ -427,7 +432,7 @@ class CodedWeight(Tensor):
         return None if out is not None else (gathered[0], ())
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
-        """Say which attributes are tensors; compilers take the weight apart with it."""
+        """Return which attributes are tensors; compilers split the weight by them."""
         self.settle()
         names = ["piece"] if self.piece is not None else list(parse(self.codec).parts)
         return names, self.codec
@@ -563,7 +568,7 @@ class CodedWeightView(Tensor):
         return self._plain
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Say which attributes are tensors; compilers take the view apart with it."""
+        """Return which attributes are tensors; compilers split the view by them."""
         return ["plain"], self.storage_offset()
 
     @staticmethod
@@ -657,7 +662,7 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear as the op, cast as autocast would; None where it is not the op's to serve."""
+    """Run a linear as the op, with autocast's casts; None if the op does not support it."""
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None
     kind = x.device.type
@@ -779,7 +784,7 @@ def _storage(weight: CodedWeight) -> torch.TypedStorage:
 
 @torch.no_grad()
 def _set_data(weight: CodedWeight, new: Tensor) -> None:
-    """Take new data: whole values of the weight are encoded, any other make it a dense tensor."""
+    """Take new data: a whole value of the weight is encoded; any other makes it a dense tensor."""
     like = (new.dtype, tuple(new.shape), new.device)
     if like == (weight.dtype, tuple(weight.shape), weight.device):
         weight.store(new)
@@ -842,7 +847,7 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Serve a view of the same shape and one as a row of elements; FSDP2 makes both of a shard."""
+    """Serve a view of the same shape and a flat one; FSDP2 makes both of a shard."""
     if tuple(size) == tuple(weight.shape):
         return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
@@ -946,7 +951,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise before an optimizer changes anything, where it would come to a coded weight."""
+    """Raise if an optimizer would update a coded weight, before it changes any parameter."""
     computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
     for group in optimizer.param_groups:
         for each in group["params"]:

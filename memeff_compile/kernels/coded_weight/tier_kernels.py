@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec tier on a GPU: a thread holds sixteen codes of two bits and takes from two streams.
+"""The codec tier on a GPU: a thread has sixteen codes of two bits and reads from two streams.
 
 How far a thread has to skip in the second stream is the number of threes in the words before its
 own, which is a count of bits and one prefix sum per sixteen weights; likewise in the third.
@@ -44,7 +44,7 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream from bit `at` on, where there are at most 33 to be read."""
+    """Return 64 bits of a stream from bit `at` on, of which at most 33 are used."""
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)

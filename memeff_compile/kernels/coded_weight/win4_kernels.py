@@ -162,10 +162,10 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes and signs of one chunk; count its patches and say where they are.
+    """Write the codes and signs of one chunk; count its patches and write their positions.
 
     With a step a weight is read and written once: decoded, moved and encoded in registers. Patches
-    go to the gradient's memory, where the others are as well, and come back from there.
+    are written to the gradient's memory, next to the others, and read back from there.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -300,7 +300,7 @@ def win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the lists of a weight, as `list_chunks` says."""
+    """Write the lists of a weight, as `list_chunks` describes."""
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)
@@ -415,7 +415,7 @@ def _some_rows(
 ):
     """One token: ROWS products of a row and x, in fp32.
 
-    The code is the exponent less base, and as an exponent makes a tiny number: code 0 with no
+    The code is the exponent minus base. Used as an exponent it gives a tiny number: code 0 without
     mantissa is zero, the others are scaled by 2^base.
     """
     HAS_BIAS: tl.constexpr = TILE[0]

@@ -26,8 +26,8 @@ class Layout(NamedTuple):
 
 
 def layout_of(table: Any, ids: Any) -> Layout | None:
-    """Return how the rows that ids look up in a table are laid out, or None where DTensor would
-    move one of them between ranks first; the answer is the same on every rank.
+    """Return the layout of a lookup's result, or None if DTensor would first move ids or table
+    between ranks; the answer is the same on every rank.
 
     The table is a DTensor; the ids are one, or the same on every rank.
     """

@@ -1,7 +1,7 @@
 """Bytes before and after, as formulas in N (tokens) and I (intermediate size).
 
-They count the tensors of tokens x intermediate size that live at once where the backward computes
-the product and the gradients of gate and up.
+They count the tensors of tokens x intermediate size that exist at once while the backward pass
+computes the product and the gradients of gate and up.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ ENGINES = {
 def supports(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
-    """Say why attention cannot be served, or return None; `last` is None where it is not there."""
+    """Return why attention is not supported, or None; `last` is None if it is not given."""
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (
         unlike_heads(named)

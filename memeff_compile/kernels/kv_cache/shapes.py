@@ -82,8 +82,8 @@ def rows_for(rows: int, itemsize: int) -> int:
 def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     """Return the number of programs that share the keys of one sequence and key-value head.
 
-    There is a group for each of these and tile of query rows; keys of the cache count, filled or
-    not, and `slots` programs run at once: 16 share for (8, 32768, 128, 132), one for
+    There is a group for each of these and each tile of query rows. All keys of the cache count,
+    filled or not, and `slots` programs run at once: 16 share for (8, 32768, 128, 132), one for
     (128, 4096, 128, 132).
     """
     tiles = -(-keys // tile)

@@ -48,7 +48,9 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return the elements that divide strides of keys, 1 where Triton sees by itself that 16 do."""
+    """Return the elements that divide strides of keys, 1 if Triton itself detects divisibility by
+    16.
+    """
     common = math.gcd(16, *strides)
     return 1 if common == 16 else common  # 100: 4, 128: 1
 

@@ -3,8 +3,8 @@
 
 The query heads of one key-value head, times the queries, are the rows of one tile, so each key and
 value is loaded once. Program i of n takes the tiles i, i + n, i + 2n ... of keys up to the last one
-that any of its rows sees: the shares are even however much of the cache is filled, and programs
-beyond it end at once. Sums run in a fixed order.
+that any of its rows sees: so shares are even at any fill level, and programs beyond it end
+immediately. Sums run in a fixed order.
 
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
 

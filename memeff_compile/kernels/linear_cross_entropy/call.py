@@ -26,8 +26,8 @@ ELSEWHERE = -2
 class Settings(NamedTuple):
     """The settings of a call, as in the schema.
 
-    A row with an ignored target is still computed where a statistic that does not depend on the
-    target is asked for, as it would be in eager PyTorch.
+    A row with an ignored target is still computed if a statistic that does not depend on the target
+    is requested, as in eager PyTorch.
     """
 
     ignore_index: int | None
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Which of the results in `RowResults` are asked for."""
+        """Which of the results in `RowResults` are requested."""
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
@@ -68,7 +68,7 @@ class Settings(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call. An op takes any leading dimensions in place of N."""
+    """An op takes any leading dimensions instead of N."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -104,7 +104,7 @@ class Operands(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """The results of a forward: one element per row each, or (0,) where not asked for.
+    """The results of a forward: one element per row each, or (0,) if not requested.
 
     No two of them share memory.
     """
@@ -128,7 +128,7 @@ class RowResults(NamedTuple):
 class RowGradients(NamedTuple):
     """A cotangent per row for each differentiable result.
 
-    fp32 or fp64; (0,) where the result was not asked for.
+    fp32 or fp64; (0,) if the result was not requested.
     """
 
     nll: Tensor
@@ -145,7 +145,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the operands; None where not asked for."""
+    """The gradients of the operands; None if not requested."""
 
     hidden: Tensor | None  # (N, D)
     weight: Tensor | None  # (V, D), laid out like the weight
@@ -186,10 +186,7 @@ def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted_first(target: Tensor) -> Tensor:
-    """Return the order in which ranks meet over rows: those that count, then ignored ones.
-
-    Engines that leave ignored rows out have them in this order and no other.
-    """
+    """Return the order in which ranks process rows: those that count, then ignored ones."""
     return (target == IGNORED).to(torch.int8).sort(stable=True).indices
 
 
@@ -225,7 +222,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """The tensors as a loss per row takes them."""
+        """The tensors in the form of a loss per row."""
         return Operands(*self[:4], None, self.low, self.up)
 
     @property
@@ -235,7 +232,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        """The settings as a loss per row takes them."""
+        """The settings in the form of a loss per row."""
         settings = Settings(*self[6:9], False, False, self.gradient_filter, self.workspace)
         return settings._replace(
             filter_level=self.filter_level, sort_vocabulary=self.sort_vocabulary
@@ -313,7 +310,7 @@ def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
 
 
 def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
-    """Return the gradients that are asked for where there are no rows."""
+    """Return the requested gradients for an input without rows."""
     asked = zip(given.trained, mask, strict=False)
     return Gradients(
         *(torch.zeros_like(each) if wanted and each is not None else None for each, wanted in asked)

@@ -193,7 +193,7 @@ class Filter:
     def choose(self, walk: Filtered, hidden: Tensor, index: int, first: int, here: int) -> None:
         """Find the tiles that count in a block of rows, and pack them.
 
-        `hidden` has the rows of the block, of which dC is made.
+        `hidden` has the block's rows, from which dC is computed.
         """
         tile, blocks, tiles = self.tile, self.blocks, self.tiles
         kept, order, levels = walk.selection.kept, walk.selection.order, self.levels

@@ -2,9 +2,9 @@
 """The kernels of `gradient_filter`: which classes of a block of rows count, and products of those.
 
 Rows are ranked by their mass in light tiles, and TILE of them at a time are one of up to 16 blocks.
-A column counts in a block or it does not, so 16 blocks make a word of bits per column; columns in
-the order of their words make tiles that count whole or not at all. A tile that counts is packed,
-and its columns are rows of the weight and of its gradient, read and added to where they lie.
+A column counts in a block or it does not, so 16 blocks make a word of bits per column; ordered by
+their words, columns form tiles that count completely or not at all. A tile that counts is packed,
+and its columns are rows of the weight and of its gradient, read and added to in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _linear_cross_entropy_filter_weigh_kernel(
     scale,
     C: tl.constexpr,
 ):
-    """Say how much of each row may be left out, roughly."""
+    """Estimate how much of each row may be left out."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     tl.store(here_ptr, rows_here)
@@ -80,7 +80,7 @@ def _linear_cross_entropy_filter_weigh_rows_kernel(
     scale,
     C: tl.constexpr,
 ):
-    """Say the same of rows of gradients, whose entries are light one by one."""
+    """The same for rows of gradients, whose elements are light one by one."""
     row = tl.program_id(0)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     tl.store(here_ptr, rows_here)
@@ -257,7 +257,8 @@ def _linear_cross_entropy_filter_word_kernel(
     """Write a column's word: a bit for each block that it counts in, the first one's the highest.
 
     It counts at the highest level at which no row of the block loses too much. Ordered by their
-    words, columns that count where few do stand together, which fills more tiles than the reverse.
+    words, columns that count in rarely used blocks are adjacent, which fills more tiles than the
+    reverse.
     """
     columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     rows_here = tl.load(here_ptr)

@@ -5,18 +5,18 @@ order; the tile that holds a row's target stores its logit. Logits are written n
 
 Backward, by rows: tiles of logits again, this time written as G = dloss/dlogits in 16 bits, R rows
 by the whole vocabulary; then dE of these rows, complete, and their summand of dC, which is rounded
-once per block of rows. Or by classes, which takes less memory and serves a given workspace and
+once per block of rows. Or by classes, which takes less memory and supports a limited workspace and
 fp16: dC of W columns complete in one write, and dE += G C in fp32, by one reduction per element and
 launch. In the minimal workspace G and the fp32 sums lie inside the gradient of the weight.
 
 A loss that is one number, by rows, in three products: a product writes X, probabilities up to a
 factor per row, in 16 bits with fp32 statistics from the same registers; once a row's log-sum-exp is
 known, its factor goes into the matrices that X is multiplied with. X costs 2RV bytes. Rows whose
-logits lie far from where they were expected are computed again, which the GPU decides.
+logits are far from the expected range are computed again; the GPU decides this.
 
-Ignored rows are left out before anything is computed, by an order of rows that the GPU builds. No
-call waits for the GPU or reads a value on the host. bf16 and fp16 (bf16 by rows), a depth that is a
-multiple of 8, a contiguous weight.
+Ignored rows are left out before any product, by an order of rows that the GPU builds. No call waits
+for the GPU or reads a value on the host. bf16 and fp16 (bf16 by rows), a depth that is a multiple
+of 8, a contiguous weight.
 
 Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * blocks / 4.28e12; in
 one walk 3 * 2NDV / 700e12. Floors of that at 790e12 and predictions: N, D, V = 8192, 4096, 128256:
@@ -76,7 +76,7 @@ from .walk import Block, Differentiating, Statistics
 class Selection(NamedTuple):
     """The rows that count, in order, as the kernels read them.
 
-    `order`, `place` and `kept` are None where every row counts.
+    `order`, `place` and `kept` are None if every row counts.
     """
 
     target: Tensor  # (N,) int32, compact, -1 for a row without a target
@@ -86,7 +86,7 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings) -> Selection:
-    """Leave out the rows whose target is ignored, unless something else of them counts."""
+    """Leave out the rows whose target is ignored, unless another of their statistics is needed."""
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -288,9 +288,9 @@ class BackwardByClasses(Differentiating):
     def _blocks_inside(self) -> Iterator[Block]:
         """Work in the last rows of the weight gradient, and compute those rows last.
 
-        Their part of the hidden gradient comes first, before they are anything but scratch; so
-        their logits are computed twice. When the hidden gradient is done, its sums make room, and
-        G retreats before the rows that are being written.
+        Their part of the hidden gradient is computed first, while they are still scratch memory; so
+        their logits are computed twice. When the hidden gradient is done, its sums make room, and G
+        retreats before the rows that are being written.
         """
         room = self.inside
         assert room is not None
@@ -676,7 +676,7 @@ class Total(ByRows, Statistics):
         )
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Tell the other ranks the statistics of these rows, and finish the rows with theirs."""
+        """Send the statistics of these rows to the other ranks, and finish the rows with theirs."""
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))

@@ -577,9 +577,8 @@ def _linear_cross_entropy_hopper_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Take the logit of a row's target as its base: a trained model's rows lie close above it.
-
-    Where another rank has the target, that of another class.
+    """Take the logit of a row's target as its base: a trained model's rows have their maximum
+    slightly above it. If another rank has the target, take another class's logit.
     """
     row = tl.program_id(0)
     is_row = row < _rows_here(kept_ptr, first_row, piece_rows, C)
@@ -692,7 +691,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
 ):
     """Merge a row's statistics in a fixed order: first whether its base will do, then the rest.
 
-    The rest is another kernel's where ranks have parts of the vocabulary: here they only speak.
+    If ranks have parts of the vocabulary, another kernel does the rest; this one only writes the
+    values to exchange.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)

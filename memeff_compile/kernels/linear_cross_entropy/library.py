@@ -238,8 +238,8 @@ def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
 def _product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """Write left @ right into fp32 `out`, or add it there, without rounding to 16 bits.
 
-    Off CUDA, where products have no fp32 output of 16-bit inputs, the inputs are widened first:
-    that serves the interpreter's tests.
+    On other devices, products of 16-bit inputs have no fp32 output, so the inputs are widened
+    first, for tests under the interpreter.
     """
     if left.dtype == torch.float32 or not left.is_cuda:
         left, right = left.float(), right.float()

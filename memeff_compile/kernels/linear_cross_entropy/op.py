@@ -12,7 +12,7 @@ three products make a step instead of four. Its backward pass multiplies them by
 loss, in place if they cannot be read again, otherwise in a copy.
 
 Four more serve heads whose classes are split over ranks (`vocabulary_parallel`): statistics of a
-rank and their merging, a rank's total, and the total that all agree on. Four names are written in
+rank and their merging, a rank's total, and the total that all ranks use. Four names are written in
 terms of these eight, so that graphs read plainly: `_adapted` and `_adapted_total` (a LoRA part),
 `_over_ranks` and `_total_over_ranks` (a head over ranks).
 
@@ -279,7 +279,7 @@ def _fake_backward(given: _Backward) -> tuple[Tensor, ...]:
 
 
 def _fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Return empty gradients of the operands that may have one, where they are asked for."""
+    """Return empty gradients of the operands, where requested."""
 
     def empty(of: Tensor | None, is_needed: bool) -> Tensor:
         if of is None or not is_needed:

@@ -281,11 +281,7 @@ def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
 
 @lru_cache(maxsize=1024)
 def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
-    """Choose how many columns of G backward holds at once.
-
-    Within the budget, and at most half the vocabulary, the width whose launches leave the fewest
-    multiprocessors idle in their last waves. A workspace of 0 is automatic.
-    """
+    """Choose how many columns of G the backward pass needs at once."""
     step = shapes.columns
     budget = workspace or max(HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW * rows)
     limit = budget // (2 * max(rows, 1))
@@ -344,7 +340,7 @@ class Room(NamedTuple):
 def room_inside(
     rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
 ) -> Room | None:
-    """Plan a backward inside the weight gradient, or return None where that is too small."""
+    """Plan a backward inside the weight gradient, or return None if that is too small."""
     step = shapes.columns
     sums = 2 * rows if needs_hidden else 0  # columns that fp32 sums of the hidden gradient take
     half = vocab // 2 // step * step
@@ -360,7 +356,7 @@ def room_inside(
 def auto_bytes(rows: sympy.Expr, width: int, tallest: int) -> sympy.Expr:
     """Return the bytes that X may take by itself, for N rows of `width` logits.
 
-    A quarter of all rows may be a block of TALL_ROWS where that takes at most `tallest` bytes.
+    A block of TALL_ROWS may be a quarter of all rows if it takes at most `tallest` bytes.
     """
     logits = 2 * rows * width
     most = sympy.Max(AUTO_BYTES, logits / AUTO_PIECES)
@@ -444,7 +440,7 @@ COLUMNS, WARPS, STAGES, PROGRAMS = 128, 4, 5, 2
 
 
 def filter_shapes(shapes: Shapes) -> Shapes:
-    """Return the tiles of a filter's products on a GPU where those without a filter are given."""
+    """Return the tiles of a filter's products on a GPU, given the tiles without a filter."""
     if shapes.is_interpreted:
         return shapes
     return shapes._replace(

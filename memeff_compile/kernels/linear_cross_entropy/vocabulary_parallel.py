@@ -21,8 +21,8 @@ logits, sends two numbers per row to the others (`call.Ranks`), and makes its gr
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
 A compiler does not see that the op in the middle gathers, and could move it past other collectives,
-on each rank as its own sizes suggest. It keeps the order of collectives that it sees, so the two
-around the op, one number each, fix its position. All ranks get the first one's total.
+differently on each rank, by its sizes. It keeps the order of collectives that it sees, so the two
+around the op, one number each, fix its position. All ranks get the first rank's total.
 
 Ranks gather as many rows each, so they first gather how many they have; if these differ all of them
 raise. The gathered data and the number of gathers follow from rows, the classes of all ranks,
@@ -64,7 +64,7 @@ _ROWS_AT_A_TIME = 512
 
 
 class Shard(NamedTuple):
-    """Which classes of a head a rank holds."""
+    """The classes of a head that a rank has."""
 
     rank: int
     ranks: int
@@ -72,7 +72,7 @@ class Shard(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """How many classes the first ranks hold; the last may hold fewer."""
+        """How many classes the first ranks have; the last may have fewer."""
         return -(-self.classes // self.ranks)
 
     @property
@@ -82,7 +82,7 @@ class Shard(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """How many classes this rank holds."""
+        """How many classes this rank has."""
         return max(0, min(self.chunk, self.classes - self.first))
 
     @property
@@ -281,7 +281,7 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return how many rows ranks meet about at a time: the blocks of every engine."""
+    """Return how many rows ranks exchange at a time: the block height of every engine."""
     kind = where_it_runs(device).type
     if kind == "cuda":
         # whole tiles of `hopper`, which has one size of them

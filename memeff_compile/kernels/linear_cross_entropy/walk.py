@@ -1,10 +1,10 @@
-"""The walk of a call: which engine computes it, in which order, and where ranks meet.
+"""The walk of a call: the engine, the order of blocks, and where ranks exchange statistics.
 
 An engine is a module with three callables. `forward`, `backward` and `total` take a request and
 return a `Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row is
 two walks: one makes statistics, and the other computes logits again to make gradients. A loss that
 is one number needs one walk over the rows, statistics and then gradients of a block, if an engine
-has it; ranks with other classes meet between the two.
+has it; ranks with other classes exchange statistics between the two.
 
     engine      forward            backward                total
     reference   classes            classes                 rows
@@ -177,7 +177,7 @@ def engine_for(
 ) -> str:
     """Return the name of the engine that serves a call: a key of `ENGINES`.
 
-    Device, dtype and depth are those of the hidden states; the others as of `Call`. If "hopper" and
+    Device, dtype and depth are those of the hidden states; the others as in `Call`. If "hopper" and
     "library" both could, the measurement of `tune` on that GPU decides.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
@@ -260,9 +260,8 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return the same of a head that ranks hold in parts, alike on all of them whatever their GPUs.
-
-    A filter chooses tiles with the softmax of the whole head, which its walk does not have.
+    """Return the same for a head that is split over ranks; equal on all of them, whatever their
+    GPUs.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -335,7 +334,7 @@ def row_gradients(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients that `output_mask` asks for, of such operands; their rows are flat."""
+    """Compute the gradients that `output_mask` asks for, of flat operands."""
     rows = given.target.numel()
     if rows == 0:
         return zero_gradients(given, output_mask)
@@ -366,7 +365,7 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute the same by an engine's forward and then its backward.
 
-    Ranks with other classes meet in between, as often as in one walk.
+    Ranks with other classes exchange statistics in between, as often as in one walk.
     """
     operands, settings, ranks = given.operands, given.settings, given.ranks
     if ranks is not None:

@@ -54,7 +54,7 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
 
 
 def restart() -> None:
-    """Begin with the first call again, for every site."""
+    """Start again with the first call, for every site."""
     for counter in list(_counters.values()):
         counter.zero_()
 

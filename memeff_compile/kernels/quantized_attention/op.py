@@ -1,7 +1,7 @@
 """memeff::quantized_attention: schema, validation, engines, fake.
 
-Opaque and functional: q, k and v are read and never written to. It serves where no gradient is
-needed and has no backward; asking for one raises instead of leaving a hole in the graph.
+Opaque and functional: q, k and v are read and never written to. It is for use without gradients and
+has no backward pass; asking for a gradient raises instead of silently dropping it.
 """
 
 from __future__ import annotations

@@ -427,7 +427,7 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
 
 @triton.jit
 def _key_at(place):
-    """Return the key that stands at a place of 8-bit values, see tiles_kernels._reordered."""
+    """Return the key at a position of 8-bit values, see tiles_kernels._reordered."""
     inside = place % 16
     return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
 

@@ -1,9 +1,9 @@
 """The reference: the arithmetic of the kernels in plain PyTorch, on any device.
 
-Codes are whole numbers held in fp32, whose products fp32 sums exactly; weights and values are
-rounded to their format and multiplied in fp32. Weights are made tile by tile of keys with a running
-maximum, as the kernels do, because their rounding depends on it. The sums inside a tile are exact
-here; those of tensor cores have an error, a thousandth of the rounding error.
+Codes are whole numbers in fp32, whose products fp32 sums exactly; weights and values are rounded to
+their format and multiplied in fp32. Weights are made tile by tile of keys with a running maximum,
+as the kernels do, because their rounding depends on it. The sums inside a tile are exact here;
+those of tensor cores have an error, a thousandth of the rounding error.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
     """Move codes of two channels so that their distance from `x` is all but across `direction`.
 
     Queries that share a large part turn the rounding of a key into an error that is alike for all
-    of them. Two whole numbers take most of it away: steps in the channel where the direction is
-    largest, then finer ones where it is a third of that.
+    of them. Two whole numbers remove most of it: steps in the channel where the direction is
+    largest, then finer steps in one where it is about a third of that.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Rounding to 8 bits on the device, for the kernels that make codes and those that read them.
 
-A number that is not finite makes its scale nan: int8 has no nan, and without that a code of it
-would come out as an ordinary weight.
+A number that is not finite makes its scale nan: int8 has no nan, and without that its code would
+give an ordinary weight.
 """
 
 from __future__ import annotations

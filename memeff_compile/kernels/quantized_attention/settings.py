@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Keys that share a scale by default, and queries that share a mean where it is taken away."""
+"""Keys that share a scale by default, and queries that share a subtracted mean."""
 
 QUERY_ROWS = 64
-"""Queries that are coded together, where no mean is taken away."""
+"""Queries that are coded together, if no mean is subtracted."""
 
 MOST_CODE = 127
 """The largest number of int8 that is a code."""
@@ -38,7 +38,7 @@ LEVELS = {
 }
 
 PRECISION = ("4b", "8b", "8b+f16", "exact")
-"""Levels, least precise first, and attention that is left as it is."""
+"""Levels, least precise first, and "exact"."""
 
 GRANULARITIES = ("row", "token", "thread", "warp", "block", "tensor")
 """The numbers that share a scale: by default a query, and a block of keys; the others are the
@@ -72,7 +72,7 @@ class Settings:
     def turns(self) -> bool:
         """Whether queries and keys are turned by a Hadamard transform before they are coded.
 
-        Scores stay. In 8 bits, where steps are fine anyway, it takes more time than there is.
+        Scores stay. In 8 bits steps are fine anyway, and the transform would take too much time.
         """
         return self.granularity == "row" and self.limit <= MOST_SMALL
 

@@ -57,7 +57,7 @@ class Packed:
 
 
 def _require_rows_in_reach(queries: int, keys: int) -> None:
-    """Refuse more rows of codes than the 32-bit coordinates of a descriptor tell apart."""
+    """Refuse more rows of codes than a descriptor's 32-bit coordinates can address."""
     for name, rows in (("queries", queries), ("keys", keys)):
         if rows >= MOST_ROWS:
             raise UnsupportedInputError(
@@ -353,7 +353,7 @@ def _operands(
 ) -> tuple[Any, ...]:
     """Return the codes of q, k and v, as descriptors of tiles where the GPU loads by them.
 
-    Before these stand q itself, its strides and the scale, of which queries may yet be coded.
+    Before these come q itself, its strides and the scale, in case the kernel codes the queries.
     """
     asked = (made.k_mean, made.q_mean, made.signs)
     there = (made.k_scale if each is None else each for each in asked)

@@ -92,7 +92,7 @@ class _Gradients(NamedTuple):
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
     """Say in a sentence why a linear of x (..., K) cannot be served, or return None.
 
-    There may be no weight (N, K), where there is only the packed one, and no bias (N,).
+    The weight (N, K) is None if only the packed one exists; the bias (N,) may be None.
     """
     given = [("x", x, 1), ("weight", weight, 2), ("bias", bias, 1)]
     for name, tensor, rank in given:

@@ -1,7 +1,7 @@
 """How activations become integers: one closed list, so that graphs and modules name the same thing.
 
 A quantiser takes a statistic of each token, makes a scale of it, and rounds. `scale` is codes per
-unit (a value is code / scale), or the size of a step where the model spells it so (code * scale).
+unit (a value is code / scale), or the size of a step if the model uses that form (code * scale).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = {
 }
 
 FP4_THRESHOLDS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
-"""Where the codes 0, 1, 2, 3, 4, 6, 8, 12 meet; a tie goes to the one with an even last bit."""
+"""The boundaries between the codes 0, 1, 2, 3, 4, 6, 8, 12; a tie goes to the even last bit."""
 FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
@@ -78,7 +78,7 @@ def words_for(columns: int) -> int:
 
 
 def kept(columns: int) -> int:
-    """Return how many entries of a token stay, at the least, where half of it is dropped."""
+    """Return the least number of elements of a token that stay if half of it is dropped."""
     return max(1, columns // 2)
 
 

@@ -50,7 +50,9 @@ def unpack_codes(packed: Tensor, columns: int) -> Tensor:
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Bring the layout of transformers, (N / 4, K) uint8, rows N / 4 apart in a byte, to ours."""
+    """Convert the layout of transformers, (N / 4, K) uint8 with rows N / 4 apart in a byte, to this
+    one.
+    """
     codes = torch.cat([packed >> 2 * j & 3 for j in range(4)]).to(torch.int8) - 1
     return pack_codes(codes)
 

@@ -37,7 +37,7 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """Return the kernels: Triton is imported once there is something to run."""
+    """Return the kernels; Triton is imported only when a kernel runs."""
     from . import tiles_kernels
 
     return tiles_kernels

@@ -3,8 +3,8 @@
 
 A word of packed weights holds the codes of 16 columns, four fields of two bits in each of four
 bytes. Masked to one field it is four codes 0, 1, 2, ready for an integer product with four bytes of
-the activations' plane of that field. Codes stand one too high: the sum of a token's own codes is
-taken off at the end.
+the activations' plane of that field. Weight codes are stored plus one, so the sum of a token's
+codes is subtracted at the end.
 
 Launch with enable_fp_fusion=False: a product and the rounding that follows are two steps, as in
 PyTorch, and not one.

@@ -32,7 +32,7 @@ FORMAT = 1
 EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
 SHARED_LEVELS = ("4b", "8b")
-"""Levels with a share, unless others are given."""
+"""Levels with a share, unless you choose others."""
 LEAST_SCORE = 0.98
 
 _Found: TypeAlias = "dict[str, dict[str, list[list[float]]]]"
@@ -45,7 +45,7 @@ class Calibration(VerbReport, dict[str, Any]):
 
     Keys: `levels`, for each site a level or a list of levels by call; `scores`, for each site and
     level the mean and standard deviation over inputs, and the worst, by call; `min_score`, or
-    where a share of calls was asked for `share`.
+    `share`, if a share of calls was requested.
     """
 
     def __str__(self) -> str:
@@ -179,7 +179,7 @@ def calibrate_attention(
 def _levels(
     min_score: float | None, share: float | None, levels: Sequence[str] | None
 ) -> Sequence[str]:
-    """Return the levels to choose among, or raise where the arguments do not go together."""
+    """Return the levels to choose among, or raise if the arguments do not fit together."""
     for name, number in (("min_score", min_score), ("share", share)):
         if number is not None and not 0.0 <= number <= 1.0:
             raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")

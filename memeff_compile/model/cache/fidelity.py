@@ -49,7 +49,7 @@ class FidelityReport(VerbReport):
             between its results; empty if the model calls no scaled_dot_product_attention.
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
             `kl_worst`, `agreement`, the share of tokens with the same most likely one, and
-            `loss_exact`, `loss` of the tokens that came.
+            `loss_exact`, `loss` of the actual tokens.
         memory: `bytes` of the cache, `before` of keys and values in the model's dtype, `ratio`.
         merged: `KVCache.merged` of the last input.
     """
@@ -121,7 +121,7 @@ def fidelity_report(
 
     Args:
         model: a causal language model of transformers; it runs eagerly, without gradients, in eval
-            mode, and is left in the mode it was in.
+            mode, and its mode is restored.
         inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, where prompts are
             padded on the left, ``attention_mask``; or a list of these. Use long ones: the last
             `recent` tokens are exact in every cache.
@@ -227,7 +227,7 @@ class _Gathered:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
-        """Note how alike the rows of neighbouring layers are."""
+        """Record the similarity of neighbouring layers' rows."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())
         for at, (lower, upper) in enumerate(pairwise(layers)):
@@ -240,7 +240,7 @@ class _Gathered:
                 self._add(found, kind, at)
 
     def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
-        """Note how far the answers are apart."""
+        """Record the distance between the answers."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl")
         self._add(wanted.argmax(-1) == got.argmax(-1), "same")

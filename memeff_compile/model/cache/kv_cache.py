@@ -1,8 +1,8 @@
 """A KV cache of few bits for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
-Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay as they came. Layers
-that only see a window of tokens stay exact. Without the backend a step rebuilds keys and values and
-is right; with it, attention reads the codes themselves (passes/compress_kv_cache.py).
+Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay exact. Layers that only
+see a window of tokens stay exact. Without the backend a step rebuilds keys and values and is right;
+with it, attention reads the codes themselves (passes/compress_kv_cache.py).
 
 Needs transformers, which is imported with this module.
 """
@@ -135,9 +135,9 @@ class KVCache(Cache):
     def merged(self) -> list[dict[str, Any]]:
         """Return a line per pair of layers that share directions; waits for the device.
 
-        It has the numbers of its `layers`, `merged` tokens, the mean number of rows that are `kept`
-        as they came per sequence and head, first tokens aside, and `left_over`, rows per sequence
-        and head that were to be kept and found no room.
+        It has the numbers of its `layers`, `merged` tokens, the mean number of rows `kept`
+        unchanged per sequence and head, without first tokens, and `left_over`, rows per sequence
+        and head that should have been kept but had no room.
         """
         found = []
         for layer in self.layers:
@@ -233,7 +233,7 @@ class KVCache(Cache):
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
     def windows(self) -> list[WindowLayer]:
-        """Return the layers that see a window of tokens."""
+        """Return the layers with a sliding window."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
     @property
@@ -482,7 +482,7 @@ class _Hook:
         return None
 
     def undo(self) -> None:
-        """Let the model make the caches it made before, as far as that is not undone as well."""
+        """Let the model make its original caches again, unless that was undone as well."""
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)

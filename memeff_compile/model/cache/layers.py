@@ -90,7 +90,7 @@ class InPlace(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new tokens; return them where they are all there is, else all tokens."""
+        """Write new tokens; return them if they are all tokens, otherwise all tokens."""
         new = key_states, value_states
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
             refuse(
@@ -107,7 +107,9 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """`max_cache_len`; where a tensor has it, its size, of which compiled code takes any."""
+        """`max_cache_len`; as the size of a tensor if it is one, so that compiled code accepts
+        any.
+        """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
         return self.max_cache_len
@@ -159,7 +161,9 @@ class InPlace(CacheLayerMixin):
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed, or None, as where any can be."""
+        """Return why the last `remove` tokens cannot be removed, or None; this layer can remove
+        any.
+        """
         return None
 
     @abstractmethod
@@ -188,16 +192,15 @@ class InPlace(CacheLayerMixin):
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def offload(self) -> None:
-        """Refuse: the tensors stay where they are."""
+        """Refuse: the tensors keep their addresses."""
         refuse("offloading is not supported; the cache is small because it is coded.")
 
     prefetch = offload
 
 
 class AsTheyCome(InPlace, StaticLayer):
-    """A layer whose keys and values stay as they come, each in the dtype that it comes in.
-
-    Autocast makes two dtypes of them: keys are rotated in fp32, values come in 16 bits.
+    """A layer that stores keys and values unchanged, each in its dtype. Under autocast these
+    differ: keys are rotated in fp32, values have 16 bits.
     """
 
     keys: Any
@@ -314,8 +317,8 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write to all places at once, where the layer is, as exact layers do. With a copy_ in its
-        place the prompts of all layers were there at a GPU's peak, by a snapshot of its memory.
+        """Write to all positions at once with index_copy_, as exact layers do. With copy_, a memory
+        snapshot showed the prompts of all layers at the GPU's peak.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -400,7 +403,7 @@ _NONE = 2
 
 
 def room_of(window: int) -> int:
-    """Return the room of a layer that sees so many tokens: a sixteenth more, 16 at least."""
+    """Return how many tokens a layer with such a window can hold: a sixteenth more, at least 16."""
     return window + max(16, window // 16)
 
 
@@ -511,7 +514,7 @@ class CodedLayer(InPlace):
 
 
 class Starts:
-    """Where each sequence starts, and the places of the tokens that are kept: shared by layers."""
+    """The start of each sequence, and the positions of kept tokens: shared by layers."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
@@ -525,7 +528,7 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Start over with other sequences, in the tensors that are there; refused, or all of it.
+        """Start over with other sequences, in the existing tensors; on an error nothing is changed.
 
         `held` is how many sequences the layers have tensors for.
         """
@@ -537,7 +540,7 @@ class Starts:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
-        """Make the places for layers of this shape and length, unless they are there."""
+        """Allocate the positions for layers of this shape and length, unless they exist."""
         if self._shape == shape:
             return
         if self._shape:
@@ -551,7 +554,7 @@ class Starts:
         self.span = torch.empty(0, 0, tokens, device=device)
 
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the places of the tokens that are kept."""
+        """Return the positions of the kept tokens."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
         return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
 

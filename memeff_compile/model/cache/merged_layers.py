@@ -85,7 +85,7 @@ class MergedLayer(CodedLayer):
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors that the view and attention take."""
+        """Return the tensors that the ops for view and attention take."""
         return op_folder.pool_of([tensor for _, tensor in self.pair.tensors()], self.own())
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
@@ -117,7 +117,9 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse new tokens, too, where a pass has left the two layers with different ones."""
+        """Also refuse new tokens if an interrupted pass has left the two layers with different
+        ones.
+        """
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)

@@ -56,7 +56,7 @@ class Pool:
         _pools.add(self)
 
     def clear(self) -> None:
-        """Let go of all caches; those in use live on with who uses them."""
+        """Release all caches; those in use live on with their users."""
         with self._lock:
             self._kept.clear()
 
@@ -107,8 +107,8 @@ def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
 
 
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
-    """Return key-value heads and head dimension of this process's cache; None where that is not
-    known, and the first keys tell.
+    """Return key-value heads and head dimension of this process's cache; None if they are only
+    known from the first keys.
     """
     if is_cut_elsewhere(model):
         return None
@@ -130,7 +130,7 @@ def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
 
 
 def allocate(cache: Any, model: Any, sequences: int) -> None:  # noqa: ANN401
-    """Allocate a cache's tensors for a model, where their sizes are known beforehand."""
+    """Allocate a cache's tensors for a model, if their sizes are known beforehand."""
     shapes = head_shapes(model)
     if shapes is None or torch.is_autocast_enabled(model.device.type):
         return

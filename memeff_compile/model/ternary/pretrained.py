@@ -1,8 +1,8 @@
 """Packed ternary models in transformers' save_pretrained and from_pretrained.
 
-config.json says which linears are packed, and from_pretrained makes them so before it loads. Needs
-transformers, and is imported while transformers loads its own quantizers: its models are not there
-yet, and whatever is heavy is imported when a packed model is.
+config.json lists the packed linears, and from_pretrained creates them before it loads weights.
+Needs transformers, and is imported while transformers loads its own quantizers: its models are not
+there yet, and whatever is heavy is imported when a packed model is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedTernaryConfig(QuantizationConfigMixin):
         self.norm_eps = norm_eps or {}
 
     def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
-        """Read as a dictionary too, which a config handed to from_pretrained is taken for."""
+        """Also readable as a dictionary, as from_pretrained treats a config that you pass."""
         return getattr(self, name, default)
 
 

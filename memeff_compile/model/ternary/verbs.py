@@ -1,4 +1,4 @@
-"""ternarize_ and pack_ternary_: models with ternary weights, made and packed in place."""
+"""ternarize_ and pack_ternary_: convert models to ternary weights and pack them, in place."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -> None:
-    """Put new modules in the place of old ones, wherever these stand; `what` names an old one."""
+    """Replace modules by new ones wherever they are used; `what` names an old one."""
     if model in made:
         raise OptionError(
             f"The model is itself a {what}, which cannot be replaced in place. Put it into a "
@@ -262,7 +262,7 @@ class TernaryStages:
         return {"done": self.done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the given number of steps, in the stage they belong to."""
+        """Continue after the given number of steps, in the stage they belong to."""
         self.done = state["done"]
         self._set_stage()
 
@@ -322,7 +322,7 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
 
 def _save_as_packed(model: nn.Module) -> None:
-    """Let models of transformers in it be saved as they are, and refuse where it would be lost."""
+    """Let transformers models inside be saved unchanged, and refuse if packing would be lost."""
     known: set[nn.Module] = set()
     for module in model.modules():
         is_saved = callable(getattr(type(module), "save_pretrained", None))

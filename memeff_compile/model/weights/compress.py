@@ -2,8 +2,8 @@
 
 A compressed weight is a `CodedWeight` in the place of the parameter, under the same name. It reads
 as the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
-them. One weight is coded at a time and its dense memory given up at once, so that the model never
-takes more than it did, plus one tensor.
+them. One weight is coded at a time and its dense memory is freed immediately, so the model never
+takes more than its dense size plus one tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LARGEST_SHARE = 0.9
 """A weight stays dense if its code takes more than this share of it."""
 
 SKIPPED = ("lm_head", "embed_out", "output_projection")
-"""Modules left dense unless asked for: heads, whose losses the backend fuses on dense weights."""
+"""Modules left dense by default: heads, whose losses the backend fuses on dense weights."""
 
 MIN_SIZE = 1 << 20
 """Elements of the smallest weight that is compressed unless asked for."""
@@ -79,17 +79,17 @@ class CompressionReport(VerbReport):
 
     @property
     def left_dense(self) -> tuple[CompressedWeight, ...]:
-        """The weights that were looked at and left dense."""
+        """The candidates that were left dense."""
         return tuple(each for each in self.weights if not each.codec and not each.before)
 
     @property
     def compressed_before(self) -> tuple[CompressedWeight, ...]:
-        """The weights that were compressed already, and left as they were."""
+        """The weights that were compressed already, and were not changed."""
         return tuple(each for each in self.weights if each.before)
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the compressed weights as they were."""
+        """Bytes of the compressed weights in dense form."""
         return sum(each.bytes_before for each in self.compressed)
 
     @property
@@ -299,7 +299,7 @@ class _Rounding:
         self.grams: dict[str, Tensor] = {}
 
     def of(self, place: _Place) -> Tensor | None:
-        """Return a weight rounded, or None where that cannot be; weights come in their order."""
+        """Return a rounded weight, or None if that is not possible; weights come in their order."""
         if self.waiting and place is self.waiting[0]:
             count = self.groups.pop(0)
             group, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -368,7 +368,7 @@ def _reason(
 
 
 def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
-    """Return why a sharded weight is left as it is, or "" if this rank's shard is to be coded."""
+    """Return why a sharded weight is not compressed, or "" if this rank's shard is to be coded."""
     local = compat.local_part(weight)
     if _is_cut_once(weight):
         return _unfit_shard(weight, codec, min_size)
@@ -448,7 +448,7 @@ def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> C
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
-    """Put a parameter in the place of another, for everyone who holds it."""
+    """Replace a parameter by another, in every module that has it."""
     if compat.tensor_hooks(place.parameter):
         raise CodedWeightError(
             f"hooks are registered on {place.name} and would be lost; remove them first, those of "
@@ -480,7 +480,7 @@ def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
 
 
 def _put_shard(place: _Place, local: Tensor) -> bool:
-    """Make a tensor this rank's shard of a weight that FSDP2 holds; say whether it was possible."""
+    """Make a tensor this rank's shard of an FSDP2 weight; return whether it was possible."""
     for _, module, attribute in place.owners:
         parameters: dict[str, Any] = module._parameters
         old = parameters[attribute]
@@ -492,7 +492,7 @@ def _put_shard(place: _Place, local: Tensor) -> bool:
 
 
 def _keep_attributes(old: Tensor, new: Tensor) -> None:
-    """Give a parameter the attributes that others have set on the one it stands for."""
+    """Copy attributes that other code has set on the replaced parameter."""
     for name, attribute in vars(old).items():
         if name not in vars(new) and name not in OWN_ATTRIBUTES:
             setattr(new, name, attribute)

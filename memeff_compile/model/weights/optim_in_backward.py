@@ -1,9 +1,9 @@
 """optim_in_backward: each weight is updated as soon as its gradient is there (LOMO).
 
 One gradient and one dense weight are alive at a time. A compressed weight is decoded, updated and
-encoded again at once, so that its code is the only copy. The update is that of the optimizer that
-the factory makes, on the same bits as with dense weights. Plain SGD on a GPU decodes and updates in
-the gradient's memory, in one kernel, if that memory has no other owner.
+encoded again at once, so that its code is the only copy. The factory's optimizer computes the
+update, on the same bits as with dense weights. Plain SGD on a GPU decodes and updates in the
+gradient's memory, in one kernel, if that memory has no other owner.
 
 A parameter that FSDP2 holds in shards is updated when its gradient has been reduced, on the stream
 that reduced it. That is once in a backward: autograd adds up the gathered weight's gradient first.
@@ -57,12 +57,13 @@ code depends on the lists' lengths and has to be compiled again each time, so th
 """
 
 UNSETTLED = 2
-"""Weights whose dense values are kept where the host has no memory that the GPU can write to."""
+"""Weights whose dense values are kept if the host has no memory that the GPU can write to."""
 REFUGES = 4
 """Times the largest weight: memory of the host that values can go to."""
 LARGEST_TOGETHER = 1 << 24
-"""Weights of a piece of the model that are updated in one launch, in all; larger ones keep the GPU
-busy for longer than a launch takes the host, and are updated one by one."""
+"""Elements of weights that one launch updates together. Larger weights keep the GPU busy for longer
+than a launch takes on the host, and are updated one by one.
+"""
 
 
 class _Queue:
@@ -87,7 +88,7 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a place in the ring for so many weights; wait until there is one."""
+        """Return a part of the ring for so many elements; wait until one is free."""
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -109,9 +110,8 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Expect gradients of these parameters: they are all there, and come one after the other.
-
-        Those that one launch can update wait for each other.
+        """Expect gradients of these parameters: they all exist, and come one after the other. Those
+        that one launch can update are collected.
         """
         with self.lock, compat.without_torch_function():
             self._encode()
@@ -142,7 +142,7 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Encode the weights that have come together; where room cannot be made they wait on."""
+        """Encode the collected weights; if no room can be made they stay collected."""
         with self.lock:
             together = self._together
             if together is not None:
@@ -406,7 +406,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return result
 
     def _update_by_hand(self) -> None:
-        """Use gradients that are still there, which were given by hand; complain of any others."""
+        """Use remaining gradients that were set by hand; raise for any others."""
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
@@ -455,7 +455,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @state.setter
     def state(self, made: defaultdict[Tensor, Any]) -> None:
-        """Leave the states where they are: torch's constructor makes an empty one."""
+        """Keep the existing states: torch's constructor sets an empty one."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every optimizer in the usual form, with the names of the parameters:
@@ -497,18 +497,14 @@ class BackwardOptimizer(VerbReport, Optimizer):
 def optim_in_backward(
     model: nn.Module, factory: Factory, *, accumulate: int = 1, max_norm: float | None = None
 ) -> BackwardOptimizer:
-    """Update every trainable weight during the backward, as soon as its gradient is there.
-
-    After `loss.backward()` the weights are updated and all gradients are freed. Global-norm
-    clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
-    the gradient of each parameter by its own norm.
-
-    Args:
-        model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
-        factory: makes the optimizer of one parameter.
-        accumulate: gradients per update, counted per parameter: one that a backward does not
-            reach is updated later than the others. With more than one, gradients are kept dense in
-            between, which takes back the memory they would have saved.
+    """Update every trainable weight during the backward, as soon as its gradient is there. After
+    `loss.backward()` the weights are updated and all gradients are freed. Global-norm clipping is
+    therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips the gradient
+    of each parameter by its own norm. Args: model: compressed or dense, or some of both; sharded by
+    FSDP2 if dense, and not under DDP. factory: makes the optimizer of one parameter. accumulate:
+    gradients per update, counted per parameter: one that a backward pass does not reach is updated
+    later. With more than one, gradients are kept dense in between, which takes back the memory they
+    would have saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
 
     Returns:

@@ -31,7 +31,7 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield how many of the linears of such widths have their Gram matrices made in each run."""
+    """Yield, for each run, how many of the linears of these widths get their Gram matrices."""
     count = held = 0
     for width in widths:
         if count and held + 4 * width * width > GRAM_BYTES:
@@ -93,7 +93,7 @@ def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tens
     """Round a weight (V, D) to numbers that a code keeps, with products by such inputs in view.
 
     The largest number of a block, which the others are divided by, stays and stays the largest.
-    None where inputs are all zero or not finite, or the weight is not.
+    None if inputs are all zero or not finite, or the weight is not finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())

@@ -38,7 +38,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The value of a graph's node at an index; ``moment`` tells reads of changing memory apart."""
+    """The value of a graph's node at an index; ``moment`` distinguishes reads of memory that
+    changes.
+    """
 
     node: Node
     at: tuple[Linear, ...]
@@ -92,11 +94,11 @@ class Linear:
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the least value over a tensor of this shape, or None where a read decides."""
+        """Return the least value over a tensor of this shape, or None if it depends on a read."""
         return self._bound(shape, lambda times: times < 0)
 
     def highest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the largest value over a tensor of this shape, or None where a read decides."""
+        """Return the largest value over a tensor of this shape, or None if it depends on a read."""
         return self._bound(shape, lambda times: times > 0)
 
     def _bound(self, shape: Sequence[Size], reaches_end: Callable[[int], bool]) -> Size | None:
@@ -150,7 +152,7 @@ class Flag(_OfRead):
 
 @dataclass(frozen=True)
 class Not:
-    """Negation, of a flag or an equality: everything else is negated by its parts."""
+    """Negation of a flag or an equality; all other formulas are negated part by part."""
 
     part: Formula
 
@@ -173,12 +175,12 @@ class TooLarge(Exception):
 
 
 def at_least_zero(total: Linear) -> Formula:
-    """Return ``total >= 0``, decided at once where it is the same everywhere."""
+    """Return ``total >= 0``, as TRUE or FALSE if it is the same for all indices."""
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
-    """Return ``total == 0``, decided at once where it is the same everywhere."""
+    """Return ``total == 0``, as TRUE or FALSE if it is the same for all indices."""
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
 
 
@@ -266,7 +268,7 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return the cases, those of one value joined and impossible ones left out."""
+    """Return the cases: equal values joined, impossible ones removed."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -288,7 +290,7 @@ def combined(left: Cases, right: Cases, operation: Callable[[float, float], floa
 
 
 def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
-    """Return where the number is as wanted."""
+    """Return the formula for the indices at which the number fulfils the condition."""
     return either(*(condition for condition, value in given.cases if wanted(value)))
 
 

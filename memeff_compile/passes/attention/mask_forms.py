@@ -50,12 +50,12 @@ class Form:
 
     @property
     def reads_data(self) -> bool:
-        """Whether tables are asked, or a tensor's length."""
+        """Whether the mask depends on tables, or on a tensor's length."""
         return bool(self.tables or self.ids or self.queries or self.length or self.shifted)
 
     @property
     def is_packed(self) -> bool:
-        """Whether parts of one row are told apart."""
+        """Whether a row contains several sequences (packing)."""
         return self.positions or bool(self.ids)
 
     @property
@@ -168,7 +168,9 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with the stricter of two bounds; where neither is, the new one is a rest."""
+    """Return the form with the stricter of two bounds; if neither is stricter, add the new one to
+    ``rest``.
+    """
     before = getattr(form, name)
     if before is None or compat.statically_true(value <= before):
         changed: dict[str, Any] = {name: value}
@@ -222,7 +224,7 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 
 def key_table(form: Form, rank: int) -> Formula:
-    """Return which keys count in which row of the batch; TRUE where no table is asked."""
+    """Return which keys count in which row of the batch; TRUE if there is no table."""
     if form.keys is None:
         return algebra.both(*form.tables)
     bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))
@@ -230,10 +232,10 @@ def key_table(form: Form, rank: int) -> Formula:
 
 
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
-    """Compare positions by index where equal ids say that they run on without a break.
+    """Compare positions by index where equal ids mean that they are consecutive.
 
-    ``positions`` has for a read of ids the position at the same index: where two ids of a row are
-    equal, the positions between them go up by one. The last two axes are query and key.
+    ``positions`` maps a read of ids to the position at the same index: between two equal ids of a
+    row, positions increase by one. The last two axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """

@@ -97,7 +97,7 @@ class MaskReader:
 
     def _counted_breaks(self, node: Node) -> Value | None:
         """Return P where ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``: equal ids in a row
-        mean that P goes up by one from each to the next.
+        mean that P increases by one from each to the next.
         """
         if node.graph is not self.info.gm.graph:
             return None if self.parent is None else self.parent._counted_breaks(node)
@@ -234,7 +234,7 @@ class _Operands:
         self.shape: tuple[Size, ...] = tuple(result.shape)
 
     def given(self, name: str) -> Any:
-        """Return an argument as it stands in the call."""
+        """Return an argument unchanged."""
         return self._call.args[name]
 
     def plain(self, name: str) -> Any:
@@ -250,7 +250,7 @@ class _Operands:
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
-        """Return anything that stands where a tensor may stand."""
+        """Return any argument that may be a tensor."""
         if given is PREVIOUS and self._previous is not None:
             return self._previous
         if isinstance(given, Node):
@@ -302,7 +302,7 @@ def _filled(fill: Any, given: _Operands) -> Value:
 
 
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
-    """Make the rule of a tensor that is full of a number, by default of the one that is given."""
+    """Make the rule of a tensor filled with a number, by default the call's argument."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
@@ -319,7 +319,7 @@ def _cast(given: _Operands) -> Value:
 
 
 def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a scalar as it is after a cast."""
+    """Return a scalar after a cast."""
     if _fits(scalar, dtype):
         _require(not isinstance(scalar, (Unknown, Magnitude)))
         _require(dtype.is_floating_point or not isinstance(scalar, Cases))
@@ -634,7 +634,7 @@ def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
 
 
 def _triangle(sign: int) -> Callable[[_Operands], Value]:
-    """Make the rule of tril (1) or triu (-1)."""
+    """Make the rule of tril (sign 1) or triu (-1)."""
 
     def rule(given: _Operands) -> Value:
         value = given.value()

@@ -35,7 +35,7 @@ class Table:
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
-        """Return the table's node at the editor's level; it is written once for all who ask."""
+        """Return the table's node at the editor's level; it is written once for all users."""
         sizes = tuple(map(str, self.sizes))
         key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
         owner = editor
@@ -163,7 +163,7 @@ class _Writer:
         return found if is_truth else self.editor.cast(found, torch.int64)
 
     def _selected(self, node: Node, at: Sequence[Linear]) -> tuple[Node, list[Linear]]:
-        """Take the axes away at which a number stands."""
+        """Remove the axes that are indexed by a number."""
         left: list[Linear] = []
         for place in reversed(range(len(at))):
             constant = at[place].constant
@@ -174,7 +174,7 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor where its own axes are the table's, in order; None where not."""
+        """Return the tensor if its axes are the table's, in order; else None."""
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

@@ -66,7 +66,7 @@ class Site:
 
     @property
     def inputs(self) -> list[Node]:
-        """The operands' nodes, and the mask where there is one."""
+        """The operands' nodes, and the mask if there is one."""
         return [*(operand.node for operand in self.operands), *_nodes(self.mask)]
 
     @property
@@ -118,14 +118,14 @@ def _nodes(*values: Any) -> list[Node]:
 
 
 def dropout_active(node: Node | None, hint: str = "") -> Decline:
-    """Return the answer where weights are dropped."""
+    """Return the decline for attention with dropout."""
     said = "attention dropout is active, and another kernel would drop other weights"
     return Decline("dropout_active", said, hint or "train with an attention dropout of 0", node)
 
 
 @dataclass
 class _Walk:
-    """The way from a softmax to a product: its steps, and how the axes of the scores lie there."""
+    """The nodes from a softmax to a product: the steps, and the positions of the scores' axes."""
 
     info: GraphInfo
     axes: str
@@ -370,7 +370,7 @@ def _dropout(node: Node) -> Any:
 
 
 def weights_used(user: Node, hint: str) -> Decline:
-    """Return the answer where something else than the product with the values reads weights."""
+    """Return the decline if a node other than the product with the values reads the weights."""
     if written_by(user):
         return _unknown_step(user)
     said = f"the attention weights are also used by `{node_name(user)}`, so they have to be there"
@@ -475,7 +475,7 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Read the product that the scores begin with."""
+        """Read the product that makes the scores."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -538,7 +538,7 @@ class _Factors:
 
 
 def _leads_to_product(info: GraphInfo, node: Any) -> bool:
-    """Return whether a product is on the way back, over steps that may be those of scores."""
+    """Return whether a product is found going back, over steps that scores may have."""
     seen: set[Node] = set()
     stack = [(node, 0)]
     while stack:
@@ -607,7 +607,7 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return how scores are masked, without the dtype where later casts make it infinite."""
+    """Return how scores are masked, without the dtype if later casts make it infinite."""
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)

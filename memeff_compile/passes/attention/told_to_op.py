@@ -80,7 +80,7 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
-    """Return the table of keys and those of ids; None where one cannot be written."""
+    """Return the table of keys and those of ids; None if one cannot be written."""
     query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
@@ -153,7 +153,7 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return why the op would not serve a site or not be fast there, or an empty string."""
+    """Return why the op would not support a site or not be fast there, or an empty string."""
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"
@@ -212,7 +212,7 @@ def why_not_added(info: GraphInfo, site: Site) -> str:
 
 
 def _input_behind(info: GraphInfo, node: Any) -> Node | None:
-    """Return the input that a node is a view of, or None where the graph computes it."""
+    """Return the input that a node is a view of, or None if the graph computes it."""
     while isinstance(node, Node) and (node := _levels_of(info, node)[-1][1]).op != "placeholder":
         info = next(level for level in info.outward() if node.graph is level.gm.graph)
         call = read_one(node)
@@ -241,7 +241,7 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether an earlier piece of the model has made a mask that this one reads."""
+    """Return whether an earlier partition of the model made a mask that this one reads."""
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 

@@ -82,7 +82,7 @@ def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: 
 
 @functools.cache
 def _has_narrow_statistics() -> bool:
-    """Say whether float64 attention on a CPU is told to have float32 statistics: torch 2.11."""
+    """Return whether float64 attention on a CPU has float32 statistics, as in torch 2.11."""
     query = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
     statistics = aten._scaled_dot_product_flash_attention_for_cpu.default(query, query, query)[1]
     return bool(statistics.dtype != query.dtype)

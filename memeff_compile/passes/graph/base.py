@@ -22,8 +22,8 @@ from .graph_info import GraphInfo, node_name
 
 @dataclass(frozen=True)
 class Decline:
-    """A place a pass looked at and left alone: the code, a sentence, a way out, and where. Places
-    with the same answer are one record where ``sites`` counts them.
+    """A match that a pass declined: the code, a sentence, a way out, and the node. Equal declines
+    become one record if ``sites`` counts them.
     """
 
     code: str
@@ -98,14 +98,14 @@ class GraphPass(ABC):
 
     @abstractmethod
     def find(self, info: GraphInfo) -> Iterable[Any]:
-        """Yield matches and, for places that look alike but cannot be served, Declines."""
+        """Yield matches, and Declines for candidates that cannot be served."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
-        """Return why ``match`` must be left alone, or None."""
+        """Return why ``match`` must not be rewritten, or None."""
         return None
 
     def gain(self, info: GraphInfo, match: Any) -> Gain | None:
-        """Return the bytes the rewrite saves, or None where the graph alone does not decide."""
+        """Return the bytes the rewrite saves, or None if they do not depend on the graph alone."""
         return None
 
     def places(self, match: Any) -> Sequence[Node]:
@@ -113,7 +113,7 @@ class GraphPass(ABC):
         return [match]
 
     def anchor(self, match: Any) -> Node:
-        """Return the node that stands for ``match`` in reports."""
+        """Return the node that represents ``match`` in reports."""
         return self.places(match)[0]
 
     @abstractmethod
@@ -136,7 +136,7 @@ class GraphPass(ABC):
         return False
 
     def parts(self, match: Any) -> Sequence[Any]:
-        """Return matches of one place each that ``match`` is made of, if it is of several."""
+        """Return the single matches that ``match`` consists of, if it has several."""
         return ()
 
     def identity(self) -> str:

@@ -1,4 +1,4 @@
-"""One spelling for every node: reads a Dynamo node as the ATen calls it stands for.
+"""One form for every node: reads a Dynamo node as the equivalent ATen calls.
 
 Dynamo records what the user typed: ``x.float()``, ``x.to(torch.float32)`` and ``x.to(dtype=...)``
 are three different nodes. Every pass reads through :func:`read`, which gives the pre-dispatch ATen
@@ -60,9 +60,7 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Read ``node`` by the table; None when the table does not know it. ``x.float()`` is read as
-    ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
-    """
+    """Read ``node`` by the table; None if it has no entry."""
     if node.op not in ("call_function", "call_method"):
         return None
     try:
@@ -94,7 +92,7 @@ def read_write(node: Node) -> Call | None:
 
 
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
-    """Read ``x[mask] = value`` where the mask goes along all axes, or the last ones after ``:``."""
+    """Read ``x[mask] = value`` if the mask covers all axes, or the last ones after ``:``."""
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))
     written, where = compat.example_value(target), compat.example_value(mask)
@@ -554,7 +552,7 @@ _OPERATORS = (
 """Python's operators, as in `operator` and as methods, and the ATen ops of other names."""
 
 _WRITES = frozenset("masked_fill add sub mul div".split())
-"""Ops whose in-place forms passes look through."""
+"""Ops of whose in-place forms passes read the operands."""
 
 _IN_PLACE: dict[Any, str] = {
     operator.iadd: "add_",
@@ -640,7 +638,7 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 
 def trace(node: Node) -> Reading | None:
     """Read ``node`` by running it alone on fake operands, in milliseconds, or return None: the
-    judge of the table, and the way out where it has no entry.
+    table's test oracle, and the fallback for nodes without an entry.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

@@ -70,10 +70,7 @@ def _updated(info: GraphInfo) -> dict[Node, int]:
 
 
 def _block(node: Node) -> str:
-    """Return the path of the module with a number that a node is part of, or an empty string.
-
-    A checkpoint is a block, whoever called it.
-    """
+    """A checkpoint is a block, whichever module called it."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     stack = module_stack(node)
@@ -83,7 +80,7 @@ def _block(node: Node) -> str:
 
 
 def said(info: GraphInfo, at: Sequence[Node]) -> Record:
-    """Say that the graph is compiled in pieces."""
+    """Report that the graph is compiled in partitions."""
     total = format_bytes(sum(_updated(info).values()))
     sentence = (
         f"compiled in {len(at) + 1} pieces, cut between blocks of the model, for its weights are "

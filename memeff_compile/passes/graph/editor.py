@@ -58,7 +58,7 @@ class Editor:
             self._at = before
 
     def call(self, op: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Insert a call; compute its example value in the region where it stands."""
+        """Insert a call; compute its example value under the autograd and autocast state there."""
         with self._inserting():
             node = self._adopted(self.graph.call_function(op, args, kwargs))
         node.meta["example_value"] = self._evaluate(node, args, kwargs)
@@ -253,8 +253,8 @@ class Editor:
             return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
-        """Return the mode of the operands that are fake, or of any value of the graph: of the parts
-        that this rank holds, too, in whose place DTensors are.
+        """Return the mode of the operands that are fake, or of any value of the graph, also of this
+        rank's parts inside DTensors.
         """
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
         fake: Any = next(filter(compat.is_fake, map(compat.local_part, values)))

@@ -98,7 +98,7 @@ class GraphInfo:
         return node
 
     def call(self, node: Node) -> Call | None:
-        """Return the one ATen call that a node stands for, however it was written, or None."""
+        """Return the one ATen call that a node is equivalent to, or None."""
         return read_one(node)
 
     def tensor(self, node: Any) -> torch.Tensor | None:
@@ -119,7 +119,9 @@ class GraphInfo:
 
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
-        """Where the inputs say a symbolic size: its formula, and a node or a tensor's dimension."""
+        """The inputs that contain a symbolic size: its formula, and a node or a tensor's
+        dimension.
+        """
         said: dict[Any, Node | tuple[Node, int]] = {}
         held: dict[Any, Node | tuple[Node, int]] = {}
         for node in self.placeholders:
@@ -166,7 +168,7 @@ class GraphInfo:
 
     @cached_property
     def needs_grad(self) -> bool:
-        """Whether a backward may follow: gradients on, and something asks for them."""
+        """Whether a backward pass may follow: gradients are on, and a result needs one."""
         values = map(self.tensor, self.placeholders)
         return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
@@ -433,7 +435,7 @@ def _out_argument(node: Node) -> tuple[Node, ...]:
 
 
 def _is_told_inplace(node: Node) -> bool:
-    """Return whether a Python function is given ``inplace=True``, by name or by place."""
+    """Return whether a Python function is called with ``inplace=True``, by name or by position."""
     code = getattr(node.target, "__code__", None)
     names = () if code is None else code.co_varnames[: code.co_argcount]
     if "inplace" not in names and "inplace" not in node.kwargs:
@@ -443,7 +445,7 @@ def _is_told_inplace(node: Node) -> bool:
 
 @lru_cache(maxsize=4096)
 def _written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return places and names of the arguments that an op writes to; asked of PyTorch once."""
+    """Return positions and names of the arguments that an op writes to; PyTorch is asked once."""
     arguments = enumerate(compat.schema(op).arguments)
     return tuple(
         (index, each.name)
@@ -495,7 +497,7 @@ def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def node_name(node: Node) -> str:
-    """Return the name a reader knows the operation by."""
+    """Return the name by which a reader knows the operation."""
     if isinstance(node.target, str):
         return node.target
     if isinstance(node.target, OpOverload):

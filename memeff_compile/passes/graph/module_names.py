@@ -1,4 +1,4 @@
-"""Names of modules as `named_modules()` of the compiled model says them, found by identity.
+"""Names of modules as in `named_modules()` of the compiled model, found by identity.
 
 Dynamo names a module by the way it was reached: `L['self'].__dict__['_modules']['base_model']` in a
 model of PEFT, `L['trainer'].model.lm_head` in a method of a trainer, `L['self'].lm_head` in a part
@@ -89,7 +89,7 @@ class ModuleNames:
 
 
 def _first_module(path: str) -> nn.Module | None:
-    """Return the first module on the way that a path of Dynamo's takes."""
+    """Return the first module on a path of Dynamo's."""
     value: Any = compat.frame_variables().get(path[:1])
     for step in _STEP.findall(path[1:]):
         try:

@@ -151,7 +151,7 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Serve one match, or its places one by one where that fails; say whether all went well."""
+        """Serve one match, or its parts one by one if that fails; return whether all went well."""
         editor = Editor(info)
         try:
             self._serve(graph_pass, info, found, editor)
@@ -179,7 +179,7 @@ class _Run:
             return False
 
     def _serve(self, graph_pass: GraphPass, info: GraphInfo, found: Any, editor: Editor) -> None:
-        """Judge one match and rewrite it, or say why not."""
+        """Check one match and rewrite it, or record why not."""
         if isinstance(found, Decline):
             self._decline(graph_pass, info, found, None)
             return
@@ -249,7 +249,7 @@ def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) ->
 
 
 def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
-    """Return an answer of a pass for the report, or something else where it fails at saying so."""
+    """Call a pass for report text; return a default if it raises."""
     try:
         return answer()
     except Exception:

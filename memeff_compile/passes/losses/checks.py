@@ -1,4 +1,4 @@
-"""Judges a site: why memeff::linear_cross_entropy must leave it alone, or None."""
+"""Checks a site: returns why memeff::linear_cross_entropy must not serve it, or None."""
 
 from __future__ import annotations
 

@@ -460,7 +460,7 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row steps stand before the op: those that all tails share."""
+        """Return how many row steps come before the op: those that all tails share."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):

@@ -117,9 +117,9 @@ class Step:
     (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (leaves some of
     them out), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
     its value. A value that the graph computes from a number of the user's (``dynamic=True`` makes
-    symbols of them) is held constant through ``symbol``. ``classes`` are the first class that is
-    left and the one after the last, also of a step that moves rows as well; ``whole`` is all that
-    such a node does.
+    symbols of them) is guarded to be constant through ``symbol``. ``classes`` are the first kept
+    class and the one after the last, also for a step that moves rows as well; ``whole`` is the
+    complete call of such a node.
     """
 
     node: Node
@@ -165,7 +165,7 @@ class Chain:
 
     @property
     def classes(self) -> tuple[int, int] | None:
-        """The first of the head's classes that is left and the one after the last; None for all."""
+        """The first kept class of the head and the one after the last; None for all."""
         return _left(self.steps)
 
     @property
@@ -175,7 +175,7 @@ class Chain:
 
     @property
     def moved(self) -> bool:
-        """Whether the class dimension stands at 1 instead of last."""
+        """Whether the class dimension is dimension 1 instead of the last."""
         return any(s.kind == "move" for s in self.steps)
 
     @property
@@ -771,7 +771,7 @@ def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int]
 
 
 def _known_integer(value: Any) -> int | None:
-    """Return a number, or that which a node stands for in every call; else None."""
+    """Return a number, or the constant value of a node; else None."""
     number = compat.example_value(value) if isinstance(value, Node) else value
     return compat.known_size(number) if isinstance(number, (int, torch.SymInt)) else None
 

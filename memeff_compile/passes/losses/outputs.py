@@ -90,7 +90,7 @@ def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
 
 
 def is_deferrable(info: GraphInfo, match: Returned) -> bool:
-    """Say whether the pass will take these logits."""
+    """Return whether the pass will defer these logits."""
     is_on = not info.options.switched_off(NAME)
     return is_on and is_unused(info, match) and check_returned(info, match) is None
 
@@ -260,7 +260,7 @@ def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[Lo
 
 
 def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
-    """Return the tensor whose memory an output is: the first on its way that shares it."""
+    """Return the tensor whose memory an output shares: the first one on its chain of views."""
     chain = output.chain
     way = [chain.head.node, *(step.node for step in chain.steps)]
     first = next(

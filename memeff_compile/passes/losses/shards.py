@@ -4,8 +4,8 @@
     l = linear(x, W)                          W: Shard(0), this rank's classes
     z = l.redistribute(placements=(Replicate,)).to_local()
 
-All ranks of a group have to edit alike, else a collective waits for one that never comes. So
-decisions here depend only on layouts and on sizes of whole tensors.
+All ranks of a group have to make the same edits, otherwise a collective would hang. So decisions
+here depend only on layouts and on sizes of whole tensors.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CLOSURES = (
 
 
 def lost(node: Node) -> Decline | None:
-    """Say why logits that are moved between ranks are no longer all of them, or return None."""
+    """Return why logits that are moved between ranks are no longer complete, or None."""
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)
     if compat.is_dtensor(after):
@@ -91,7 +91,7 @@ def _is_by_classes(logits: Any) -> bool:
 
 
 def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
-    """Return how a head is split over ranks, None if it is not, or why it cannot be served."""
+    """Return how a head is split over ranks, None if it is not, or why this is not supported."""
     operands = [compat.example_value(n) for n in (head.hidden, head.weight, head.bias) if n]
     if not any(map(compat.is_dtensor, operands)):
         return None

@@ -30,7 +30,9 @@ _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 
 @dataclass(frozen=True)
 class Soft:
-    """Probabilities or their logarithms: the logits, moved alike, and the nodes on the way."""
+    """Probabilities or their logarithms: the logits, moved in the same way, and the nodes
+    between.
+    """
 
     chain: Chain
     through: tuple[Node, ...]
@@ -39,10 +41,10 @@ class Soft:
 
 @dataclass(frozen=True)
 class Peak:
-    """The maximum of each row's logits, as it is taken off them or added again.
+    """The maximum of each row's logits, which is subtracted from them or added again.
 
-    Its value does not matter where it is added again. Its gradient cancels where it has one both
-    times.
+    Its value does not matter where it is added again. Its gradient cancels if it has one in both
+    uses.
     """
 
     logits: Node
@@ -203,7 +205,7 @@ class SoftmaxReader:
         return None
 
     def peak_taken_off(self, node: Any) -> Peak | None:
-        """Return the maximum that was taken off logits, the rest of which is ``node``."""
+        """Return the maximum that was subtracted from logits, if ``node`` is the difference."""
         call = call_of(node, aten.sub.Tensor)
         if call is None or call.args["alpha"] != 1:
             return None
@@ -303,7 +305,9 @@ def negated(node: Node) -> Node | None:
 
 
 def _of_maximum(node: Any) -> tuple[Any, int]:
-    """Return the tensor of which ``node`` is the maximum over one dimension, and which; or None."""
+    """Return the tensor of which ``node`` is the maximum over one dimension, and the dimension; or
+    None.
+    """
     call = call_of(node, aten.amax.default)
     is_values = True
     if call is None and isinstance(node, Node) and node.target is operator.getitem:
@@ -317,7 +321,7 @@ def _of_maximum(node: Any) -> tuple[Any, int]:
 
 
 def is_shift(node: Node) -> bool:
-    """Return whether a node serves only to take a maximum off the logits: its gradient cancels."""
+    """Return whether a node only subtracts a maximum from the logits: its gradient cancels."""
     if call_of(node, aten.detach.default) is not None and node.users:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
         if all(user is not None for user in users):

@@ -354,8 +354,8 @@ class TailReader:
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x are logits of which
-        the maximum was taken off.
+        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x are logits minus their
+        maximum.
         """
         for left, right, sign in ((a["self"], a["other"], -1.0), (a["other"], a["self"], 1.0)):
             total = self.softmax.total(left) if a["alpha"] == 1 else None

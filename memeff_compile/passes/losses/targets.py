@@ -1,4 +1,4 @@
-"""Reads how a loss written by hand says which classes it wants: row positions and one-hot forms.
+"""Reads how a hand-written loss selects its classes: row positions and one-hot forms.
 
 x[arange(rows), targets]
 one_hot(targets, V), its casts, and a * one_hot + b
@@ -214,5 +214,5 @@ def _is_plain_scatter(node: Node) -> bool:
 
 
 def _written(info: GraphInfo, nodes: Sequence[Node], first: Node, last: Node) -> bool:
-    """Return whether anything may write to ``nodes`` between two others."""
+    """Return whether any node may write to ``nodes`` between two others."""
     return info.written_between(nodes, first, last) is not None

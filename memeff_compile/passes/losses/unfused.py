@@ -38,8 +38,8 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each head of at least 8,192 classes that trains and that no other answer
-    is about: ``judged`` holds the heads that were matched and the nodes that were declined.
+    """Yield a Decline for each trained head of at least 8,192 classes without another record.
+    ``judged`` contains the heads that were matched and the nodes that were declined.
     """
     if not info.needs_grad:
         return
@@ -66,8 +66,8 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 
 
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
-    """Return the nodes in which the classes of a product end, or None where it goes on into another
-    product, where another answer is about it, or where the way is too long to tell.
+    """Return the nodes that reduce the classes of a product, or None if it feeds another product,
+    has another record, or has too many users to follow.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)
     queue, seen, ends = [product], {product}, list[Node]()

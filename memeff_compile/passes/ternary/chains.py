@@ -81,13 +81,13 @@ _ROUNDING = ("round", "sign")
 
 
 def may_round(gm: GraphModule) -> bool:
-    """Return whether anything in a graph, or in one inside it, rounds or takes the sign."""
+    """Return whether any node in a graph, or in one inside it, rounds or takes the sign."""
     graphs = (each.graph for each in gm.modules() if isinstance(each, GraphModule))
     return any(node_name(n).rstrip("_") in _ROUNDING for graph in graphs for n in graph.nodes)
 
 
 def rounds(node: Any) -> bool:
-    """Return whether something rounds, or takes the sign, a few steps before this node."""
+    """Return whether a node a few steps before this one rounds or takes the sign."""
     pending, seen = [(node, 0)], set()
     while pending:
         current, depth = pending.pop()
@@ -491,7 +491,7 @@ def _base(call: Call) -> str:
 
 
 def _call_of(node: Any, *names: str) -> Call | None:
-    """Return the call that a node stands for where its op has one of these names, or None."""
+    """Return the ATen call of a node if its op has one of these names, or None."""
     call = read_one(node)
     return call if call is not None and _base(call) in names else None
 

@@ -43,7 +43,7 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
     """Read the last, or the smallest, of the values along the last axis, the axis kept; return them
-    and whether the least is known by its place, so that they have to be sorted.
+    and whether they have to be sorted, since the least is selected by position.
     """
     call = read_one(node)
     if call is None:

@@ -155,8 +155,8 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activations of two results that are then factors of one another, or None: gate and
-    up, whose values are needed by the backward of these and of the product alone.
+    """Return the activations of two results that are then multiplied, or None: gate and up. Only
+    the backward pass of these and of the product needs their values.
     """
     if len(results) != 2:
         return None
