@@ -23,7 +23,7 @@ SHORT = ["--length", "320", "--prompt", "256", "--sequences", "2", "--batch", "1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model that has been trained on nothing, and a tokenizer of bytes."""
+    """Write an untrained model, and a tokenizer of bytes."""
     from tokenizers import ByteLevelBPETokenizer
 
     made: Path = tmp_path_factory.mktemp("tiny-model")
@@ -374,7 +374,7 @@ def test_attention_of_a_study_is_the_op_s_where_nothing_is_changed() -> None:
 
 
 def test_pairs_of_layers_are_merged_as_a_cache_does(subject: Any) -> None:
-    """Neighbours merged here give what `KVCache` gives, where it keeps no rows."""
+    """Neighbours merged here equal those of `KVCache`, if it keeps no rows."""
     import memeff_compile
     from benchmarks.quality import layer_pairs, texts
     from benchmarks.quality.modes import Merged
@@ -469,7 +469,7 @@ def test_a_model_is_fine_tuned_alike_by_each_loss(
 
 
 def test_what_a_filter_leaves_out_is_done_with_as_a_way_says() -> None:
-    """Rows sum to nothing but where nothing is done, and what stays is what the filter keeps."""
+    """Rows sum to zero unless the mass is not restored, and the filter's kept classes are kept."""
     from benchmarks.models import left_out
 
     source = torch.Generator().manual_seed(0)
@@ -504,5 +504,5 @@ def test_prototypes_of_filters_are_trained(folder: Path) -> None:
     before, exact, stays = printed.splitlines()
     assert before.startswith("before ")
     assert exact.endswith("kept 1.0000")
-    # Where nothing may be lost, only roundings differ, which AdamW's first steps amplify.
+    # If no mass may be lost, only roundings differ, which AdamW's first steps amplify.
     assert float(stays.split()[2]) == pytest.approx(float(exact.split()[2]), abs=5e-3)

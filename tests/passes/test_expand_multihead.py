@@ -67,7 +67,7 @@ def sentence() -> str:
     return record.sentence
 
 
-# --- weights that nobody reads --------------------------------------------------------------------
+# --- unread weights -------------------------------------------------------------------------------
 
 SPELLINGS: dict[str, tuple[dict[str, Any], Callable[[], tuple[Tensor, ...]]]] = {
     "self, batch first": ({}, lambda: (tokens(),) * 3),
@@ -292,7 +292,7 @@ def test_a_mask_that_is_no_product_of_truth_values_keeps_its_numbers() -> None:
     assert run(attend, tokens(), PADDING) == FIRED
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def dropped(x: Tensor) -> Tensor:
@@ -480,7 +480,7 @@ def test_strict_asks_only_that_nothing_is_declined() -> None:
     assert run(lambda x: x * 2, tokens(), options={"memeff.strict": NAME}) == []
 
 
-# --- what it becomes ------------------------------------------------------------------------------
+# --- the rewrite ----------------------------------------------------------------------------------
 
 
 def test_the_text_of_the_rewritten_graph() -> None:

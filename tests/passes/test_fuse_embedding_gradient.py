@@ -61,7 +61,7 @@ def run(function: Callable[..., Any], *inputs: Any, **settings: Any) -> list[tup
 FIRED = [("rewrote", "rewrote")]
 
 
-# --- what fires -----------------------------------------------------------------------------------
+# --- rewrites -------------------------------------------------------------------------------------
 
 
 def scaled(ids: Tensor, weight: Tensor, labels: Tensor) -> Any:
@@ -176,7 +176,7 @@ def test_a_head_in_higher_precision_is_served_through_its_cast() -> None:
     assert run(wide_head, tokens(), table(torch.float32), tokens(seed=1), **settings) == FIRED
 
 
-# --- what is left alone, without a word -----------------------------------------------------------
+# --- skipped without a record ---------------------------------------------------------------------
 
 
 def untied(ids: Tensor, weight: Tensor, labels: Tensor) -> Any:
@@ -292,7 +292,7 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten().roll(-1))
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def renormed(ids: Tensor, weight: Tensor, labels: Tensor) -> Any:

@@ -72,7 +72,7 @@ def run(function: Body, *inputs: Any, **settings: Any) -> list[tuple[str, str]]:
     return [(r.action, r.code) for r in gated_records(outcome.report)]
 
 
-# --- what fires -----------------------------------------------------------------------------------
+# --- rewrites -------------------------------------------------------------------------------------
 
 
 def mlp(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def test_verify_finds_nothing_to_mend(inner: str) -> None:
     assert [r.action for r in records] == ["rewrote", "verified"]
 
 
-# --- what is left alone, without a word -----------------------------------------------------------
+# --- skipped without a record ---------------------------------------------------------------------
 
 
 def halves_of_one(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ def test_options_are_obeyed(options: dict[str, Any], expected: list[tuple[str, s
     assert [(r.action, r.code) for r in gated_records(memeff_compile.last_report())] == expected
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def gate_returned(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Any:

@@ -173,7 +173,7 @@ def kept_in(report: memeff_compile.Report) -> int:
     return sum(r.sites for r in mine)
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- kept -----------------------------------------------------------------------------------------
 
 FUSED = [(2, HEADS, 64, D // HEADS), (2, HEADS, 64)]
 
@@ -432,7 +432,7 @@ def test_nothing_is_kept_where_nothing_goes_backward() -> None:
     assert not [r for r in outcome.report.records if r.pass_name == NAME]
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def only(records: Sequence[Record]) -> tuple[str, str, int]:

@@ -321,7 +321,7 @@ def test_log_probabilities_without_gradient_are_served() -> None:
     assert outcome.fired == 1, outcome.report.details()
 
 
-# --- log_softmax behind row moves -----------------------------------------------------------------
+# --- log_softmax after row moves ------------------------------------------------------------------
 
 LATE_MOVES: dict[str, Function] = {
     "flattened": lambda h, w, y: F.nll_loss(F.linear(h, w).log_softmax(-1).view(-1, V), y.view(-1)),

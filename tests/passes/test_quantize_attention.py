@@ -166,7 +166,7 @@ def test_autocast_decides_the_dtype() -> None:
     assert relative_l1(found, mixed(*inputs)) <= 0.06
 
 
-# --- what stays exact -----------------------------------------------------------------------------
+# --- exact ----------------------------------------------------------------------------------------
 
 
 def test_gradients_are_never_cut() -> None:

@@ -92,7 +92,7 @@ def after() -> str:
     return graph.after
 
 
-# --- what fires -----------------------------------------------------------------------------------
+# --- rewrites -------------------------------------------------------------------------------------
 
 
 def repeat(cache: Tensor) -> Tensor:
@@ -433,7 +433,7 @@ def test_inductor_writes_in_place_and_hands_the_cache_itself_to_attention(
     assert torch.equal(given[4], copies[4])
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 WEIGHT = nn.Parameter(torch.ones(()))
@@ -642,7 +642,7 @@ def test_verify_finds_the_same_numbers(inner: str) -> None:
     assert run(static_cache, *inputs(), options=options, inner=inner, steps=2) == FIRED
 
 
-# --- what is left alone, without a word -----------------------------------------------------------
+# --- skipped without a record ---------------------------------------------------------------------
 
 
 def fresh_keys(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor) -> Tensor:

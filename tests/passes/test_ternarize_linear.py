@@ -165,7 +165,7 @@ def test_weights_get_a_gradient_where_aot_eager_gives_one_and_none_elsewhere(
     assert torch.equal(before, twin.k.weight) == (wanted["k.weight"] is None)
 
 
-# --- what fires -----------------------------------------------------------------------------------
+# --- rewrites -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -759,7 +759,7 @@ def test_tokens_quantised_once_by_hand_serve_all_their_linears() -> None:
     assert "round" not in memeff_compile.graphs()[-1].after
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def linear_of(

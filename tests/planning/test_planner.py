@@ -488,7 +488,7 @@ def test_attention_without_its_scores_is_planned_without_them() -> None:
     assert plan.before.peak - plan.after.peak >= 2 * B * heads * L * L
 
 
-# --- against what an allocator counted ------------------------------------------------------------
+# --- against an allocator's count -----------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -344,7 +344,7 @@ def test_the_same_tensor_twice_and_a_frozen_head_are_verified() -> None:
     assert the("verified")
 
 
-# --- nothing of the user's is touched ----------------------------------------------------------------
+# --- the user's state is unchanged -------------------------------------------------------------------
 
 
 def test_buffers_are_updated_once() -> None:

@@ -552,7 +552,7 @@ _OPERATORS = (
 """Python's operators, as in `operator` and as methods, and the ATen ops of other names."""
 
 _WRITES = frozenset("masked_fill add sub mul div".split())
-"""Ops of whose in-place forms passes read the operands."""
+"""Ops whose in-place forms passes read like the out-of-place ones."""
 
 _IN_PLACE: dict[Any, str] = {
     operator.iadd: "add_",

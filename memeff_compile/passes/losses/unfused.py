@@ -67,7 +67,7 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
     """Return the nodes that reduce the classes of a product, or None if it feeds another product,
-    has another record, or has too many users to follow.
+    has another record, or is too long to follow.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)
     queue, seen, ends = [product], {product}, list[Node]()

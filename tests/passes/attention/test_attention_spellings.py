@@ -502,7 +502,7 @@ def test_a_spelling_of_attention_is_recovered_or_says_why_not(
         assert graph.after == graph.before
 
 
-# --- what the new call says -----------------------------------------------------------------------
+# --- the new call ---------------------------------------------------------------------------------
 
 
 def after(spelling: Callable[..., Any], *inputs: Tensor, **how: Any) -> str:

@@ -33,7 +33,7 @@ SHAPE = (B, 1, Q, K)
 Index = tuple[int, ...]
 
 
-# --- evaluating what the reader says ----------------------------------------------------------------
+# --- evaluating the reader's formulas ---------------------------------------------------------------
 
 
 class Values:

@@ -216,7 +216,7 @@ def test_what_is_said_of_many_random_masks_is_the_mask_in_every_cell() -> None:
         check(graph_of(range(start, start + 50), random_mask))
 
 
-# --- what models write ----------------------------------------------------------------------------
+# --- masks of models ------------------------------------------------------------------------------
 
 
 def packed(*, by_position: bool, window: int | None = None) -> Build:

@@ -204,7 +204,7 @@ def test_the_report_says_what_is_read(fast: None) -> None:
     assert "keys and values are not expanded" in record.sentence
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- kept -----------------------------------------------------------------------------------------
 
 
 def learned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -749,7 +749,7 @@ def test_ops_that_stand_for_attributes_since_torch_2_14_are_read_as_their_attrib
         assert by_op[0].op in (aten.t.default, aten.transpose.int)
 
 
-# --- what the table must not claim to know ----------------------------------------------------------
+# --- nodes the table must not read ------------------------------------------------------------------
 
 UNREAD: dict[str, Spelling] = {
     "cumprod": lambda x, **_: x.cumprod(-1),

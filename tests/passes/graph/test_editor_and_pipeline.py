@@ -239,7 +239,7 @@ def test_a_pass_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == pytest.approx(2 * expected)
 
 
-# --- what new nodes carry ------------------------------------------------------------------------------------
+# --- metadata of new nodes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("returns_logits", [False, True])
