@@ -1527,7 +1527,7 @@ def test_one_number_stands_for_what_is_guarded_of_an_input() -> None:
     for number in (1, 1, 2):
         given.number = number
         assert step(given).tolist() == [2, 2]
-    assert len(seen) == 2  # another number, and nothing else, is other code
+    assert len(seen) == 2  # another number, and only that, is other code
     other: Any = torch.ones(2, dtype=torch.float64)
     other.number = 2
     step(other)

@@ -1,4 +1,4 @@
-"""expand_multihead: what becomes of nn.MultiheadAttention's node, what is declined, eager's numbers."""
+"""expand_multihead: rewrites of nn.MultiheadAttention's node, declines, eager's numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def records(report: memeff_compile.Report) -> list[Record]:
 
 
 def run(function: Callable[..., Any], *inputs: Any, **settings: Any) -> list[tuple[str, str]]:
-    """Compare with eager, values and gradients; return what the pass recorded."""
+    """Compare with eager, values and gradients; return the pass's records."""
     report = compare_with_eager(function, *inputs, rtol=1e-9, atol=1e-9, **settings).report
     return [(r.action, r.code) for r in records(report)]
 
@@ -223,7 +223,7 @@ WITH_NAN = {
 
 @pytest.mark.parametrize("padding", [PADDING, EMPTY], ids=["some", "all"])
 def test_two_masks_become_one_for_all_heads(padding: Tensor) -> None:
-    """Without weights a query that attends to nothing gets zeros, as PyTorch gives it."""
+    """Without weights a query that attends to no key gets zeros, as in PyTorch."""
     made = module()
 
     def attend(x: Tensor, taken: Tensor) -> Tensor:
