@@ -3,8 +3,8 @@
     python benchmarks/models/coded_weight_designs.py
 
 A model of Llama-3-8B's shape, 8 x 1024 tokens, SGD in the backward, as `coded_weights.py --part
-training` measures it. Each row is one way, all in one process: dense, compressed as it is done, and
-what was tried in its place. `--profile` writes what kernels take in one step beside the rows.
+training` measures it. Each row is one way, all in one process: dense, compressed as in the package,
+and alternatives that were tried. `--profile` also writes the kernels' times in one step.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -40,10 +40,10 @@ def keep_after(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class OtherStream:
-    """Updates and encodes on a stream of its own; one gradient is held until the next update."""
+    """Updates and encodes on a separate stream; one gradient is kept until the next update."""
 
     def __init__(self) -> None:
-        """Start with nothing under way."""
+        """Start without work under way."""
         self.stream = torch.cuda.Stream()
         self.last: tuple[torch.cuda.Event, list[Tensor]] | None = None
         self.plain = optim_in_backward._Update._store
@@ -65,7 +65,7 @@ class OtherStream:
 
 
 def apart(weights: Any, room: Room | None = None) -> None:
-    """Make room in lists of their own."""
+    """Make room in separate lists."""
     for weight in weights if room is not None else ():
         weight.encode_anew(weight.decode())
 
@@ -79,7 +79,7 @@ def in_another_stream() -> contextlib.AbstractContextManager[Any]:
 
 
 def with_lists_apart() -> contextlib.AbstractContextManager[Any]:
-    """Leave every list in memory of its own."""
+    """Leave every list in separate memory."""
     stack = contextlib.ExitStack()
     for module in (compress, optim_in_backward):
         stack.enter_context(mock.patch.object(module, "side_by_side", apart))
@@ -145,7 +145,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def write_profile(path: Path, way: str, run: Callable[[], None]) -> None:
-    """Append what the kernels of one step take."""
+    """Append the kernels' times in one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()

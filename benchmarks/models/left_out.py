@@ -1,4 +1,4 @@
-"""What is done about what a gradient filter leaves out: prototypes, on a model that is fine-tuned.
+"""Ways to treat the mass that a gradient filter drops: prototypes, on a model that is fine-tuned.
 
     python benchmarks/models/left_out.py --model FOLDER --variant exact:6 nothing:6 stays:6
 
@@ -7,8 +7,8 @@ that `mass` keeps (the same levels and ranks of rows, class by class, without ti
 the rest: `nothing`; `stays`: puts it on the classes of the row that stay, in proportion; `outer`:
 puts it on the classes left out, by their sums over the block, `outer all` over the piece, `hidden`
 in the gradient of hidden states alone; `sampled`: keeps one of SHARE at random, times SHARE. Loss,
-text and optimizer are fine_tuning.py's. Prints a line a run: what was learnt, and how many classes
-of a block were kept.
+text and optimizer are fine_tuning.py's. Prints a line per run: the improvement, and how many
+classes of a block were kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def kept_classes(size: Tensor, tau: float) -> Tensor:
 
 
 def gradients(away: Tensor, way: str, tau: float, source: torch.Generator) -> list[Tensor]:
-    """Return what p - 1(target) becomes, (B, rows, V), for hidden states and for the weight."""
+    """Return p - 1(target) after the filter, (B, rows, V), for hidden states and for the weight."""
     kept = kept_classes(away.abs(), tau)
     found = away * kept[:, None]
     rest = (away - found).clamp(min=0)
@@ -96,7 +96,7 @@ class Filtered(torch.autograd.Function):
 
 
 class Study:
-    """A way, its tau, and what share of classes was kept."""
+    """A way, its tau, and the share of classes that was kept."""
 
     def __init__(self, variant: str, seed: int, device: str) -> None:
         self.way, power = variant.split(":")
@@ -117,7 +117,7 @@ class Study:
 
 
 def step_of(model: Any, study: Study) -> fine_tuning.Step:
-    """Return what gives the loss of token ids under a way."""
+    """Return a function that computes the loss of token ids under a way."""
 
     def step(ids: Tensor) -> Tensor:
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1).bfloat16()

@@ -1,4 +1,4 @@
-"""Check every kernel of the coded weights on this GPU, then try their tiles; nothing is written.
+"""Check every kernel of the coded weights on this GPU, then try their tiles; no rows are written.
 
     python benchmarks/ops/coded_weight_tiles.py
 
@@ -43,7 +43,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def check() -> None:
-    """Print what is wrong."""
+    """Print the errors."""
     torch.manual_seed(0)
     for shape in ((1024, 4096), (70, 512), (3, 7), (1, 1), (515, 1111)):
         for codec in CODECS:

@@ -57,7 +57,7 @@ WIDE = {
 
 
 def tiles(tokens: int, shape: tuple[int, int], count: int) -> list[MatrixTile | WideTile]:
-    """Return what a sweep tries."""
+    """Return the tiles of a sweep."""
     groups = shape[1] // GROUP
     if tokens in (8, 16):
         return [

@@ -1,12 +1,12 @@
 # ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What zeros in activations would gain: one token, packed weights laid out column by column.
+"""The possible gain from zeros in activations: one token, packed weights laid out column by column.
 
     python benchmarks/ops/ternary_sparse.py
 
-Rows of packed weights hold sixteen columns in a word, so a zero saves nothing there. This prototype
+Rows of packed weights hold sixteen columns in a word, so a zero saves no time there. This prototype
 has the weights column by column, four rows to a byte, lists the columns whose code is no zero, and
-reads only these. It is timed beside the op of the package for several shares of zeros, in CUDA
+reads only these. It is timed against the op of the package for several shares of zeros, in CUDA
 graphs over rotated weights: the whole, and its product alone as if the list came for free. Results
 are equal bit by bit. A GPU is needed.
 """
@@ -109,7 +109,7 @@ class Lists:
         )
 
     def product(self, turned: Tensor, scale: Tensor, sums: Tensor, weight_scale: Tensor) -> Tensor:
-        """Multiply what is listed."""
+        """Multiply the listed columns."""
         _sparse_kernel[(self.rows // 4 // self.bytes, self.splits)](
             self.place,
             self.code,
@@ -161,7 +161,7 @@ def draw(columns: int, zeros: float) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """Return what the op of the package gives."""
+    """Return the result of the package's op."""
     return ternary_linear(x, [packed], [scale], [None], x.dtype)[0]
 
 
