@@ -25,10 +25,9 @@ _REDUCTIONS = ("mean", "sum", "none")
 class Stats(NamedTuple):
     """Numbers per row, each in the shape of the targets; all but `top` carry gradients.
 
-    lse: the log-sum-exp of the logits.
-    entropy: of the softmax of the logits, in nats.
-    top: the index of the largest logit, int64; the first one where several are equal.
-    log_probs: the log-probability of the target; 0 where the target is ignored.
+    lse: the log-sum-exp of the logits. entropy: of the softmax of the logits, in nats. top: the
+    index of the largest logit, int64; the first one if several are equal. log_probs: the
+    log-probability of the target; 0 if the target is ignored.
     """
 
     lse: Tensor
@@ -94,7 +93,7 @@ def linear_cross_entropy(
     """Compute cross entropy from hidden states and a head, never building the logits.
 
     The logits are z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), or without the
-    cap where softcap is 0. Under autocast the operands are cast as F.linear would cast them.
+    cap if softcap is 0. Under autocast the operands are cast as F.linear would cast them.
 
     Args: hidden: (..., D), bf16, fp16, fp32 or fp64; if weight is a DTensor, a DTensor too, or
         equal on all ranks. weight: (V, D), in the dtype of hidden; or a DTensor that is split over

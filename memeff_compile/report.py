@@ -118,14 +118,14 @@ class Record:
 
     @property
     def formula(self) -> sympy.Expr | None:
-        """Bytes saved as a formula, or None where no formula was given."""
+        """Bytes saved as a formula, or None without a formula."""
         if self.bytes_before is None:
             return None
         return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
 
     @property
     def bytes_saved(self) -> int | None:
-        """Bytes saved at `sizes`, or None where a size is unknown."""
+        """Bytes saved at `sizes`, or None if a size is unknown."""
         return self._value(self.formula)
 
     def _value(self, formula: sympy.Expr | None) -> int | None:
@@ -139,7 +139,7 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return records that say the same as one; of lines ``quoted`` before, only the place."""
+        """Merge equal records; records ``quoted`` before show only their location."""
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
@@ -206,7 +206,7 @@ class Record:
 
 
 def _is_unfused(record: Record) -> bool:
-    """Return whether a record is about a loss that a pass left as it was."""
+    """Return whether a record is about a loss that was not fused."""
     is_about_loss = record.pass_name == _LOSS_PASS and record.code not in _NO_LOSS_TO_FUSE
     return is_about_loss and record.action == "declined"
 
@@ -397,7 +397,7 @@ class Report(VerbReport):
 
     @property
     def bytes_saved(self) -> int:
-        """Sum over all changes, and losses outside, whose saving is known at the sizes seen."""
+        """Sum over all changes, and losses outside the graph, whose saving is known."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -569,7 +569,7 @@ def record_graph(report: GraphReport) -> None:
 
 
 def amend(old: GraphReport, new: GraphReport) -> None:
-    """Put `new` in the place of `old`, if that is still kept."""
+    """Replace `old` by `new`, if it is still kept."""
     with _lock:
         for place, report in enumerate(_graphs):
             if report is old:
@@ -585,8 +585,8 @@ def clear() -> None:
 def graphs() -> Sequence[GraphReport]:
     """Return every graph compiled since the last reset, oldest first.
 
-    Each has the text of the graph as it came in and as it went on, identical on every supported
-    torch, so that a test of the user's own can hold them as a golden.
+    Each has the text of the graph before and after the passes, identical on every supported torch,
+    so that a user's test can use it as a golden.
 
     Example:
         >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP

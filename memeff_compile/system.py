@@ -2,9 +2,9 @@
 
 The core is the backend, its passes over losses and attention, deferred logits and the planner. The
 systems are compressed weights, KV caches, ternary linears and attention in low bits. A system adds
-passes, ops, and work that a compiler may not do on its own, such as compressing a model. Each
-folder of `model/` with a file `system.py` holds one `System`, which names everything it adds. The
-core iterates over `systems()` without naming any: without the files of a system, the rest works.
+passes, ops, and work that a compiler must not do itself, such as compressing a model. Each folder
+of `model/` with a file `system.py` holds one `System`, which names everything it adds. The core
+iterates over `systems()` without naming any: without the files of a system, the rest works.
 
 A `System` names its code as text, ``"module:name"``, so that reading one imports neither torch nor
 kernels. `Hooks` lists the calls that the core makes.
@@ -92,7 +92,7 @@ class Hooks:
         """Add guards for inputs of a graph through which no gradient flows."""
 
     def forget(self) -> None:
-        """Free everything that is kept between calls, for `reset()`."""
+        """Free all memory that is kept between calls, for `reset()`."""
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,10 @@ def compile(
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
     """Compile with `backend="memeff"`, checking the options now and not at the first call.
-    `torch.compile` does not look at the options of a backend until the first call, and refuses
-    `mode` next to `options`; this does neither. If a checkpoint around FSDP2's hooks keeps layers
-    out of every graph, it compiles these layers one by one, in place. Args: model: A module or
-    function; leave it out to use the call as a decorator. mode: An Inductor mode, such as
+    `torch.compile` reads a backend's options only at the first call, and refuses `mode` next to
+    `options`; this function checks them now, and accepts both. If a checkpoint around FSDP2's hooks
+    keeps layers out of every graph, it compiles these layers one by one, in place. Args: model: A
+    module or function; leave it out to use the call as a decorator. mode: An Inductor mode, such as
     "reduce-overhead". options: As in `torch.compile(options=...)`, or an `Options`. dynamic: As in
     `torch.compile`. fullgraph: As in `torch.compile`. disable: As in `torch.compile`. kv_cache: For
     a model of transformers that generates: bits of a `KVCache`, its settings as a mapping, or

@@ -76,7 +76,7 @@ class _Unfit(Exception):
 
 
 class Recorder:
-    """A compiled step that is replayed where that is the same."""
+    """A compiled step that is replayed when addresses, sizes and numbers are the same."""
 
     def __init__(self, step: Step, roles: Roles, use: Replays, engine: CudaEngine) -> None:
         self._step, self._roles, self._use, self._engine = step, roles, use, engine

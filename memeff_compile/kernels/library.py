@@ -87,6 +87,6 @@ def only_first(gradients: Function, refusal: str) -> Function:
 
 
 def direct_in_inductor() -> None:
-    """Have code that Inductor writes call the functions of ops that have one for it."""
+    """Let Inductor's code call the direct function of ops that have one."""
     for found in _DIRECT:
         compat.call_in_inductor(found)

@@ -175,7 +175,7 @@ class Head:
 
 
 def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
-    """Return the gradient of a weight or a bias of which the logits have some of the classes."""
+    """Return the gradient of a weight or a bias if the logits have only some of the classes."""
     total = torch.zeros_like(whole)
     classes = slice(*head.recipe.classes or (None, None))
     is_last = part.dim() == 2 and head.recipe.transposed

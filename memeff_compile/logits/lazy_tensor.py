@@ -179,7 +179,7 @@ MEMORY_METHODS = (
     *" ".join(_SENT.values()).split(),
     *"__deepcopy__ __dlpack_device__ __repr__ apply_ is_pinned is_shared share_memory_".split(),
 )
-"""Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
+"""Methods of `torch.Tensor` that bypass the dispatcher; `LazyTensor` overrides them."""
 
 
 @compat.untraced

@@ -63,7 +63,7 @@ class Memory:
     _statistics: Statistics | None = None
 
     def read(self, view: DeferredLogits) -> Tensor:
-        """Return the values of `view`, computing its rows alone where that is less work."""
+        """Return the values of `view`; compute only its rows if that is less work."""
         if self.value is None and view.window is not None:
             base, take = view.window
             return take(self.read(base))

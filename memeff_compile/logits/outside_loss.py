@@ -10,8 +10,8 @@ head, or says that it declines; then the function itself runs, on computed value
 `_Rows` is the autograd function in the middle: logits in, numbers per row out. Its backward sends
 the gradient of the logits in factored form (`FusedRows`) through all earlier views, casts and
 scales, so hooks, `retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and a
-reader of that gradient gets the dense one. Log-probabilities (`_LogSoftmax`) are deferred tensors
-in their own right: gathered, summed or handed to `nll_loss` they are never built.
+reader of that gradient gets the dense one. Log-probabilities (`_LogSoftmax`) are also deferred
+tensors: if they are gathered, summed or passed to `nll_loss`, they are never built.
 """
 
 from __future__ import annotations
@@ -317,7 +317,9 @@ class _Kept(NamedTuple):
         return self.head(made_of).logits(self.recipe)
 
     def plain(self, made_of: Sequence[Any]) -> Tensor:
-        """Return the logits of then as a plain tensor that is a view of the deferred ones."""
+        """Return the logits of the forward pass as a plain tensor that is a view of the deferred
+        ones.
+        """
         if self.view is None:
             raise DoubleBackwardError(
                 "linear_cross_entropy: create_graph=True was asked of a loss outside the graph "

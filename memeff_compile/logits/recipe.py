@@ -2,7 +2,7 @@
 
 A `LogitsRecipe` is the head of a model in four facts: the dtype of the product, the orientation of
 the weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits`
-runs the very PyTorch calls that the model would have run, so its values have the model's exact
+runs the same PyTorch calls that the model would have run, so its values have the model's exact
 bits; `LogitsRecipe.gradients` is their derivative, computed as autograd computes it, without a
 forward product that the derivative does not need.
 
@@ -127,8 +127,8 @@ class LogitsRecipe:
 
     @cached_property
     def classes(self) -> tuple[int, int] | None:
-        """The first of the weight's classes that the logits have, and the one after the last; None
-        for all.
+        """The first of the weight's classes in the logits, and the one after the last; None for
+        all.
         """
         found = None
         for start, stop, _ in (value for name, value in self.steps if name == "classes"):

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Gradients of logits that are zero but for a few rows, kept as those rows.
+"""Gradients of logits that are zero except in a few rows, stored as those rows.
 
 `logits[:, -1]` has the autograd node that eager PyTorch gives it, and that node's backward returns
 a gradient as large as all logits, zeros nearly everywhere. A `RowGradient` passes through these
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, which has this piece's rows, among zeros in all rows."""
+        """Return `tensor`, which contains this block's rows, placed among rows of zeros."""
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor

@@ -197,7 +197,9 @@ _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """See optimizer steps that no version counter shows: fused ones, and writes through `.data`."""
+    """Detect optimizer steps that no version counter shows: fused ones, and writes through
+    `.data`.
+    """
     register_optimizer_step_post_hook(_after_step)
 
 

@@ -26,7 +26,7 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """Let logits be computed meanwhile that every rank asks for."""
+    """Allow computing logits that every rank requests in this block."""
     _asking.append(True)
     try:
         yield

@@ -6,8 +6,8 @@
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The cache is the user's: `memeff_compile.KVCache`. Its appends stay where they are and in their
-order. A place that is declined is right and slow: the dense view is built in every step.
+The cache is the user's: `memeff_compile.KVCache`. Its appends keep their positions and order. A
+declined call is correct but slow: every step builds the dense view.
 """
 
 from __future__ import annotations

@@ -120,13 +120,13 @@ def _gains(info: GraphInfo, match: Gated) -> bool:
 _MADE_BY_PRODUCTS = named(
     "linear.default matmul.default mm.default addmm.default add.Tensor sub.Tensor mul.Tensor"
 )
-"""Ops that do not keep their own result for the backward: it is free to be written over."""
+"""Ops that do not save their result for the backward pass, so it may be overwritten."""
 
 _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether a value comes fresh out of an op of this body that does not keep it."""
+    """Return whether an op of this body made a value and does not save it."""
     while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]
         if len(node.users) != 1:

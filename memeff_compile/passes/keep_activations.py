@@ -218,7 +218,7 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Read a node as a call that could be kept, or return None, or why its result cannot."""
+    """Read a node as a result that could be kept, or return None, or why it cannot."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None

@@ -129,7 +129,7 @@ class RewriteKVUpdate(cached.CachedPass):
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Join the writes where that is safe; let attention read the caches themselves."""
+        """Join the writes if that is safe; let attention read the caches directly."""
         sentence, (key, value), visible = _sentence(info, match), match.caches, match.shown
         chain = [n for n in (*key.chain, *value.chain) if not _is_cache_write(n)]
         match.owned = [match.node, *chain]

@@ -206,10 +206,12 @@ def _heads_of(text: Any, query_heads: int) -> int:
 
 
 _OF_KEYS = ("kv", "key_value", "query_group", "multi_query", "new_decoder_architecture")
-"""Words in settings that may give keys other heads than queries; without any they have as many."""
+"""Words in settings that may give keys a different number of heads than queries; without them the
+numbers are equal.
+"""
 
 _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_key_value_heads")
-"""Where a config has one of them, keys and values, or layers, differ in size."""
+"""Settings with which keys and values, or layers, differ in size."""
 
 
 def _depth_of(text: Any, query_heads: int) -> int:

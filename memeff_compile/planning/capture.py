@@ -262,8 +262,8 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
-    """Return a tree of inputs as fake tensors of another batch and length; values stay: the same
-    sequences again, of shorter ones the beginning, of longer ones the end repeated.
+    """Return a tree of inputs as fake tensors of another batch and length; values are kept: the
+    same sequences are repeated, shortened, or extended by their last token.
     """
 
     def fake(given: object) -> object:

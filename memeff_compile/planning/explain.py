@@ -124,7 +124,7 @@ the batch or the length is fixed.
 
 
 def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture a model with few of its blocks, or whole where it does not run with fewer."""
+    """Capture a model with few of its blocks, or whole if it does not run with fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
@@ -174,7 +174,7 @@ def _captured(
 
 
 def _constants(model: object) -> set[int]:
-    """Return the sizes that are a model's own: those of its parameters and of its config."""
+    """Return the model's constant sizes: those of its parameters and of its config."""
     if not isinstance(model, nn.Module):
         return set()
     every = [*model.parameters(), *model.buffers()]
@@ -188,7 +188,7 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
     """Return the report with the modules of all blocks; only some were captured."""
 
     def all_like(path: str) -> list[str]:
-        """Return the paths in the whole model that one in the captured model stands for."""
+        """Return the paths in the whole model that a path in the captured model represents."""
         for stack in stacks:
             found = re.fullmatch(rf"{re.escape(stack.path)}\.(\d+)(|\..*)", path)
             if found:

@@ -31,7 +31,7 @@ PER_BLOCK = ("block gradients", "activations", "logits")
 """The parts that grow with depth: each block of a kind adds the same to them."""
 
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
-"""Words in the names of ops whose results each block has for itself."""
+"""Words in the names of ops whose results are separate for each block."""
 
 LOSSES = tuple(
     f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard", "_total_shard")
@@ -125,7 +125,9 @@ def footprint(
 
 
 def _outside(found: Owned) -> Parts:
-    """Return the parts of a moment that is in no block: each block stands for all of its kind."""
+    """Return the parts of a moment outside of blocks: each captured block counts for all of its
+    kind.
+    """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
         parts[part] += size * (len(owner.alike) if owner and part in PER_BLOCK else 1)

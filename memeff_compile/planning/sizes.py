@@ -1,7 +1,7 @@
 """Sizes of buffers as formulas in batch and length, with their values at a few points.
 
-A graph has thousands of buffers, so sums are of numbers at those points; the formula of a sum is
-built only for the moments that matter.
+A graph has thousands of buffers, so sums are computed as numbers at those points; a sum's formula
+is built only for the moments that can be the peak.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_BATCH, LEAST_LENGTH = 11, 13
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batch (per GPU) and length of a call; the length is 1 where inputs have one dimension."""
+    """Batch (per GPU) and length of a call; the length is 1 if inputs have one dimension."""
 
     batch: int
     length: int

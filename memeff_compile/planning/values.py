@@ -29,7 +29,7 @@ class Values:
         self.are_read = False  # whether an op depended on any of them
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Remember the values of a fake tensor; those that share memory stay together."""
+        """Store the values of a fake tensor; those that share memory stay together."""
         vars(fake)["memeff_value"] = value
         return fake
 
@@ -70,7 +70,9 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Return a fake tensor that has its value by now, or the value that is a number."""
+            """Return a fake tensor whose values are known now, or the value itself if it is a
+            number.
+            """
             value = next(made)
             if not compat.is_fake(fake):
                 return fake

@@ -375,7 +375,7 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op in place of its compiled form, for the caller and with his gradients."""
+    """Run a graph op by op instead of compiled, for the caller and with the caller's gradients."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 

@@ -128,7 +128,7 @@ def _wider(value: Any) -> Any:
 
 
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
-    """Run a kept graph with PyTorch's own operations. ``wide``: all in float64, ignoring casts and
+    """Run a kept graph with PyTorch's operations. ``wide``: all in float64, ignoring casts and
     autocast, from float64 arguments. Raise CannotWidenError if a result is narrower.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module

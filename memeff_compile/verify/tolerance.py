@@ -139,7 +139,9 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 
 @dataclass
 class _Norms:
-    """Norms of a difference, of the original's own, and of the truth, where the truth is finite."""
+    """Norms of a difference, of the original's error, and of the truth, over elements with a finite
+    truth.
+    """
 
     error: float = 0.0
     own: float | None = None
@@ -160,7 +162,9 @@ class _Norms:
         return norms
 
     def _add(self, found: Tensor, truth: Tensor, own: Tensor | None) -> list[Tensor]:
-        """Return the squares that one chunk adds to error, size and own error."""
+        """Return the squares that one chunk adds to the error, the truth's size and the original's
+        error.
+        """
         wide = torch.complex128 if truth.is_complex() else torch.float64
         found, truth = found.to(wide), truth.to(wide)
         fair = truth.isfinite() if own is None else truth.isfinite() & own.isfinite()

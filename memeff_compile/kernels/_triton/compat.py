@@ -28,7 +28,7 @@ def is_watched(kernel: Any) -> bool:
 
 
 def takes(kernel: Any, name: str) -> bool:
-    """Say whether a kernel has an argument of this name."""
+    """Return whether a kernel has an argument of this name."""
     return name in kernel.arg_names
 
 
@@ -82,7 +82,7 @@ def tiles_in(descriptor: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1)
 def has_gluon() -> bool:
-    """Say whether this Triton has Gluon as the kernels here are written in; it still changes."""
+    """Return whether this Triton has the Gluon version that these kernels use; it still changes."""
     try:
         from . import gluon
     except (ImportError, AttributeError):

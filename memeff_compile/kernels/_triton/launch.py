@@ -189,5 +189,5 @@ def _read(
 
 @lru_cache(maxsize=1 << 14)
 def _kinds(numbers: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return all of numbers that the compiler may have made use of."""
+    """Return the properties of numbers that the compiler may have specialised on."""
     return tuple((n % 16 == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in numbers)

@@ -136,7 +136,7 @@ class _Call:
         ours_are_queries: bool = True,
         parts: Sequence[Mapping[str, bool]] = ({},),  # further constants of each launch
     ) -> None:
-        """Run a kernel whose programs have a tile of queries each, or of keys."""
+        """Run a kernel whose programs each process a tile of queries, or of keys."""
         batch, heads, groups, queries, keys, _ = self.sizes
         bounds, tiles = self.bounds(shape, lse, ours_are_queries=ours_are_queries)
         ours = heads if ours_are_queries else groups

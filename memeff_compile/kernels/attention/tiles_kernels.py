@@ -2,7 +2,7 @@
 """The kernels of the engine `tiles`: which tiles count, attention, and the two of its backward.
 
 A program combines a tile of queries with tiles of keys, or the reverse. Pairs in which no key
-counts are not visited; pairs in which all do are computed without a look at the conditions. For one
+counts are not visited; pairs in which all do are computed without checking the conditions. For one
 tile the pairs are four numbers: first and stop of the visited tiles, and within them first and stop
 of the complete ones. Positions alone give them by arithmetic; tables (masks and ids) by a small
 kernel that runs first.
@@ -96,10 +96,7 @@ def _tiles_of(x, batch, head, offs, depth):
 
 @triton.jit
 def _program(rows, tiles, C: tl.constexpr):
-    """Return which tile a program has, from the front on, and of which sequence and head.
-
-    By head those that run together share keys and values, or queries and their gradients.
-    """
+    """Return a program's tile, counted from the front, its sequence and its head."""
     if C.BY_HEAD:
         tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     else:

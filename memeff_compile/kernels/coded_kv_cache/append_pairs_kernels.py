@@ -201,7 +201,7 @@ def _code_directions(
 
 @triton.jit
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy the rows that are kept from a window to where they are kept."""
+    """Copy the kept rows from a window to the tensor of kept rows."""
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
         x = tl.load(window + slot[:, None] * DEPTH + column[None, :])

@@ -112,7 +112,7 @@ class Layout:
         return channel_group(self.depth, self.scheme)
 
     def groups(self, tokens: int) -> int:
-        """Return the groups that a cache for so many tokens has room for, at least one."""
+        """Return how many groups fit into a cache for so many tokens, at least one."""
         return max(1, (tokens - self.recent) // self.group)
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:

@@ -58,9 +58,9 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of two layers that share directions, for so many tokens.
 
-    The layout's `kept` counts all rows that there is room for, first tokens included. Codes, scales
-    and positions of kept rows are stored once per pair; norms of keys and values, windows and kept
-    rows twice. Lengths are float16 in caches of 16 bits.
+    The layout's `kept` is the capacity for kept rows, first tokens included. Codes, scales and
+    positions of kept rows are stored once per pair; norms of keys and values, windows and kept rows
+    twice. Lengths are float16 in caches of 16 bits.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads

@@ -22,7 +22,7 @@ from . import reference
 from .layout import BITS, PLAIN, Pool, dtype_of, group_of, scale_shapes
 
 LEAST_DEPTH = 64
-"""Channels per head, of which the kernels have been compared with float64 on a GPU."""
+"""Channels per head for which the kernels have been compared with float64 on a GPU."""
 
 MOST_HEADS = 16
 """Query heads per key-value head that the kernels have been compared with float64 for."""

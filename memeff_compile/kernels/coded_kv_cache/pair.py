@@ -45,7 +45,7 @@ def shapes_of_pair(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Return the shapes of a pair's shared tensors, and of those that each layer has.
 
-    The layout's `kept` counts all rows that there is room for, first tokens included.
+    The layout's `kept` is the capacity for kept rows, first tokens included.
     """
     every = layout.shapes(batch, heads, tokens)
     front = (batch, heads)

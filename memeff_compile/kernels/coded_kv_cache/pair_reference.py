@@ -152,7 +152,7 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the rows that `keep` has noted, of `merge`'s, from position `coded` on."""
+    """Copy the rows that `keep` has recorded out of `merge`'s rows, from position `coded` on."""
     (_, _, _, _, places, *_), lower, upper = pair
     count, depth = rows[0].shape[2:]
     is_here = (places >= coded) & (places < coded + count)

@@ -176,7 +176,7 @@ def kept_until(places: Tensor, positions: Tensor) -> Tensor:
 
 
 def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
-    """Write the tokens that are kept to where they are kept."""
+    """Write the kept tokens to the tensor of kept tokens."""
     source = places.long() - length
     is_here = (source >= 0) & (source < x.shape[2])
     if x.shape[2] and places.shape[2]:

@@ -127,7 +127,7 @@ class Outcome:
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Have the value copied if it does not fit, so that its own memory may be given up.
+        """Have the value copied if it does not fit, so that its memory may be freed.
 
         The value is contiguous bf16, the refuge int16 in pinned memory, longer by a heading.
         """
@@ -550,10 +550,7 @@ def products(
     biases: Sequence[Tensor | None],  # (N,) bf16 or None, of each
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
 ) -> list[Tensor]:
-    """Multiply one token with several win4 weights in one launch: (1, N) bf16 for each.
-
-    Each weight has the tiles that it has alone, and so gets the bits of `product`.
-    """
+    """Each weight uses the same tiles as alone, and so gets the bits of `product`."""
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
     if not 2 <= len(weights) <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:

@@ -54,7 +54,7 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """A win4 weight that one token is multiplied with, as kernels take it."""
+    """A win4 weight in the form that kernels for one token take."""
 
     # header, codes, starts, places, patterns, signs: its parts; the patterns are values
     header: Any

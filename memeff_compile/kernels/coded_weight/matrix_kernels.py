@@ -271,7 +271,7 @@ def _expect(bars, slot, size: gl.constexpr, wanted):
 
 @gluon.jit
 def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
-    """Have the codes of half a group brought to a place in shared memory."""
+    """Start copying the codes of half a group to shared memory."""
     codes_desc, signs_desc = descs
     bar, codes = code_bars.index(place), slots[0].index(place)
     signs, more = slots[1].index(place), slots[2].index(place)
@@ -284,7 +284,7 @@ def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
 
 @gluon.jit
 def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
-    """Have a step of columns of x brought to a place in shared memory."""
+    """Start copying a step of columns of x to shared memory."""
     bar, slot = bars.index(place), slots.index(place)
     load_tile(x_desc, [token, step * 64], bar, slot, pred=wanted)
 

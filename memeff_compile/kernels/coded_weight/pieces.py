@@ -144,7 +144,7 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """Whether weights fitted into their lists, known when the GPU has got so far."""
+    """Whether weights fitted into their lists, known once the GPU has run the kernels."""
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
         """Note the moment on the current stream."""

@@ -327,7 +327,7 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """Divide each block by the fraction of its largest weight and keep the top mantissa bits.
 
-    From patterns of finite bf16 weights come some with zeros below the bits kept, and the
+    Takes patterns of finite bf16 weights; returns patterns with zeros below the kept bits, and the
     fractions' 7 bits, one byte per block.
     """
     left = torch.empty_like(patterns)

@@ -18,7 +18,7 @@ from .pieces import joined
 from .tensor import CodedWeight
 
 SLAB = 64 << 20
-"""Bytes of one piece of memory, unless one weight's lists need more."""
+"""Bytes of one allocation, unless one weight's lists need more."""
 ALIGNED = 512
 """Bytes that every list starts at a multiple of, as memory of the allocator's own does."""
 EVEN = Room(0.02, 1024)

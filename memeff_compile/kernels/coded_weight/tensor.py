@@ -96,8 +96,8 @@ class Unsettled:
 class UnsettledTogether:
     """New values of several weights in one piece each, encoded in one launch; as `Unsettled`.
 
-    Until `encode` is called the gradients that make them wait here. Reading a weight before calls
-    it. The gradients come on one stream, and the kernels run there, whatever stream calls.
+    Until `encode` is called, their gradients wait here. Reading a weight before calls it. The
+    gradients come on one stream, and the kernels run there, whatever stream calls.
     """
 
     is_settled = False
@@ -121,7 +121,9 @@ class UnsettledTogether:
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
-        """Have a weight moved along a gradient, given up to it, of whole chunks."""
+        """Add a weight and its gradient, which this object now owns and which is whole chunks
+        long.
+        """
         self.weights.append(weight)
         self.counts.append(gradient.numel())
         self._gradients.append(gradient)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The codec tier on a GPU: a thread has sixteen codes of two bits and reads from two streams.
 
-How far a thread has to skip in the second stream is the number of threes in the words before its
-own, which is a count of bits and one prefix sum per sixteen weights; likewise in the third.
+A thread's position in the second stream is the number of threes in the words before its own: a bit
+count and one prefix sum per sixteen weights; likewise in the third.
 """
 
 from __future__ import annotations

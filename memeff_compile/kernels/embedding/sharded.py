@@ -90,7 +90,7 @@ class _OverRanks(torch.autograd.Function):
 
 
 def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
-    """Return the rows that a rank has looked up as a part of those of all ranks."""
+    """Return a rank's rows as one part of the rows of all ranks."""
     found = layout_of(table, ids)
     assert found is not None, "the check admits only layouts that are known"
     shape = torch.Size((*ids.shape, table.shape[1]))

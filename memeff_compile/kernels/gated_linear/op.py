@@ -170,7 +170,7 @@ def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _gradients(
     grad: Tensor, gate: Tensor, up: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate, up and weight; gate and up stay as they are."""
+    """Return the gradients of gate, up and weight; gate and up are not changed."""
     # The copies become the gradients. A compiler removes the copies if gate and up are recomputed.
     gate, up = (each.clone(memory_format=torch.contiguous_format) for each in (gate, up))
     return gate, up, gated_linear_backward(grad, gate, up, *others)

@@ -63,7 +63,7 @@ class Settings(NamedTuple):
 
     @property
     def reads_ignored_rows(self) -> bool:
-        """Whether forward has to look at the logits of ignored rows."""
+        """Whether the forward pass needs the logits of ignored rows."""
         return self.keeps_ignored_rows or self.with_top
 
 
@@ -253,7 +253,7 @@ class ScalarLoss(NamedTuple):
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return the factor of each row's loss in the total: its weight over the norm, or 0.
 
-        An ignored row has 0 whatever the norm, which is 0 where all of them are.
+        An ignored row has 0 for any norm; the norm is 0 if all rows are ignored.
         """
         target, weight = self.target, self.row_weight
         factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)
@@ -318,7 +318,7 @@ def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
 
 
 def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
-    """Return gradients as an op does: each in the shape of its operand, empty ones for None."""
+    """Return gradients in an op's form: each in the shape of its operand, empty ones for None."""
     found: list[Tensor] = []
     for part, of in zip(gradients, given.trained, strict=True):
         if part is None or of is None:

@@ -15,8 +15,8 @@ gradient are read and written in place. Packed tiles are transposed: a column of
 contiguous. Bias gradients are exact. If more than `DENSE_SHARE` of the tiles count, the filter
 drops no tile and the dense products run; the GPU decides that.
 
-|p - 1(target)| is an element of a row of X over the factor of its loss: with a softcap, times the
-cap's slope; if lse has a gradient too, over the larger of both.
+|p - 1(target)| is an element of a row of X divided by the factor of its loss (by the larger of both
+factors, if lse has a gradient too); with a softcap it includes the cap's slope.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Filtered(Protocol):
 class Filter:
     """The buffers of a walk under a filter, and the launches for each of its blocks.
 
-    It has no reference to the walk, which refers to it: both would live until Python looks for
-    cycles, and the gradients that the walk returned would be copied as if they were still read.
+    It has no reference to the walk, which refers to it: a cycle would keep both alive until garbage
+    collection, and the returned gradients would be copied as if they were still in use.
     """
 
     def __init__(self, walk: Filtered, blocks: int) -> None:

@@ -1,8 +1,8 @@
 """Bytes before and after, as formulas in N (rows), D (hidden size) and V (vocabulary).
 
 They count the dominant buffers that live next to the inputs and the gradients that are returned.
-`before`: full N x V buffers, as a model has them for its loss without us. `after`: an upper bound
-of the bytes of our op, which are blocks, per-row vectors and the fp32 sum of the hidden gradient.
+`before`: full N x V buffers, as a model has them without this op. `after`: an upper bound of the
+bytes of our op, which are blocks, per-row vectors and the fp32 sum of the hidden gradient.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def supports(
 ) -> str | None:
     """Return the reason why the op cannot serve these inputs, or None if it can.
 
-    Reads dtypes, devices, layouts and sizes, never values, and adds no guard: sizes that are
-    symbols are left to the op's own checks. Real and fake tensors both do.
+    Reads dtypes, devices, layouts and sizes, never values, and adds no guard: symbolic sizes are
+    left to the op's checks at run time. Real and fake tensors both do.
     """
     given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (

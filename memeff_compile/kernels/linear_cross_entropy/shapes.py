@@ -2,7 +2,7 @@
 
 Axis letters of this folder: N rows (tokens), D depth (hidden size), V vocabulary (classes), R rows
 of a block, W classes of a block. Engines walk over the rows or over the vocabulary in blocks, so
-that the transient is R x V or N x W, and N x V only where a workspace has room for it.
+that the transient is R x V or N x W, and N x V only if the workspace has room for it.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Part(NamedTuple):
 
 
 def check_counts(counts: Tensor, rows: int) -> None:
-    """Refuse a rank's rows if another rank has more or fewer; all ranks do so alike."""
+    """Refuse a rank's rows if another rank has more or fewer; all ranks raise alike."""
     same = (counts == rows).all()
     said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
     needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."

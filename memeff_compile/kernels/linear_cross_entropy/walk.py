@@ -46,7 +46,7 @@ from .shapes import is_minimal, spans
 ENGINE = "linear_cross_entropy.products"
 """The decision that `tune` makes: which engine serves where "hopper" and "library" both could."""
 GRADIENTS = "linear_cross_entropy.gradients"
-"""The decision in which pass the gradients of a loss that is one number are made."""
+"""The decision in which pass the gradients of a scalar loss are made."""
 
 
 class Block(NamedTuple):
@@ -82,7 +82,9 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A walk that makes gradients: of logits that it has, or that it computes again."""
+    """A walk that makes gradients: from logits that it computed in the same block, or that it
+    recomputes.
+    """
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
@@ -241,8 +243,8 @@ def makes_gradients_in_forward_adapted(
 ) -> bool:
     """Return whether such a loss of a head with a LoRA part is best computed in one walk.
 
-    A head's gradient would be rounded once per block, or kept in fp32. fp16 has not the range for
-    gradients that are scaled afterwards.
+    A head's gradient would be rounded once per block, or kept in fp32. fp16 does not have the range
+    for gradients that are scaled afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -288,7 +290,7 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Have an engine's module compute the gradients that `output_mask` asks for."""
+    """Call an engine's module to compute the gradients that `output_mask` requests."""
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
         for block in walk.blocks():

@@ -54,7 +54,7 @@ MOST_SCORE = 30.0
 """The largest score, in base 2, of a weight for rounding errors of values."""
 
 MOST_REST = 16.0
-"""The most that rounding takes from a value, in steps of its scale: half a step of E4M3 at 448."""
+"""The largest rounding error of a value, in steps of its scale: half a step of E4M3 at 448."""
 
 BLOCK_SCORES = 1 << 22
 
@@ -166,8 +166,8 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 def turned(x: Tensor) -> Tensor:
     """Return the Hadamard transform of each row of (..., D), unscaled, D padded to a power of two.
 
-    A number that is large in one channel becomes many small ones: steps of codes are finer. Both
-    queries and keys are turned, and their scores grow by the number of channels.
+    A large number in one channel is spread over many: so the codes' steps are finer. Both queries
+    and keys are turned, and their scores grow by the number of channels.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     signs = x.new_ones(1, 1)
@@ -204,9 +204,9 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
     """Move codes of two channels so that their distance from `x` is all but across `direction`.
 
-    Queries that share a large part turn the rounding of a key into an error that is alike for all
-    of them. Two whole numbers remove most of it: steps in the channel where the direction is
-    largest, then finer steps in one where it is about a third of that.
+    If queries share a large part, rounding a key gives all of them the same error. Two whole
+    numbers remove most of it: steps in the channel where the direction is largest, then finer steps
+    in one where it is about a third of that.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)

@@ -78,11 +78,7 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """How many times the step of its block a key's own step may be, in whole numbers.
-
-        Products are of int8, whatever the codes: a code of 4 bits times the key's number of steps
-        still is one. So each key has a scale, and the attention kernel reads one per block.
-        """
+        """The largest whole number of block steps that a key's step may be."""
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
     @property

@@ -203,7 +203,9 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
-    """Return keys per chunk and chunks, so that the programs that look keep the GPU busy."""
+    """Return keys per chunk and chunks, so that the programs of `_look_kernel` keep the GPU
+    busy.
+    """
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))
     chunk = tiles_of(tiles_of(keys, wanted), shapes.LOOK_KEYS) * shapes.LOOK_KEYS

@@ -9,7 +9,7 @@ codes is subtracted at the end.
 Launch with enable_fp_fusion=False: a product and the rounding that follows are two steps, as in
 PyTorch, and not one.
 
-BYTEWISE spells integer products out: the interpreter, which has no assembler, sets it.
+BYTEWISE computes integer products byte by byte: set by the interpreter, which has no assembler.
 
 Axis letters: rows are those of the weights (N), tokens those of the activations (M), words and
 bytes run over the columns.

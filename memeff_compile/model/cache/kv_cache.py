@@ -1,8 +1,8 @@
 """A KV cache of few bits for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
-Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay exact. Layers that only
-see a window of tokens stay exact. Without the backend a step rebuilds keys and values and is right;
-with it, attention reads the codes themselves (passes/compress_kv_cache.py).
+Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay exact. Layers with a
+sliding window stay exact. Without the backend a step rebuilds keys and values and is right; with
+it, attention reads the codes themselves (passes/compress_kv_cache.py).
 
 Needs transformers, which is imported with this module.
 """

@@ -85,7 +85,9 @@ class InPlace(CacheLayerMixin):
     held: Sequence[str]
     """Names of its tensors that have an entry per sequence."""
     long: Sequence[str] = ()
-    """Names of its tensors whose third size grows with the cache; the first's is its length."""
+    """Names of its tensors whose third size grows with the cache; the first tensor's is its
+    length.
+    """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -150,7 +152,7 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have an entry per sequence, once they are there."""
+        """Yield the tensors that have an entry per sequence, once they exist."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
@@ -262,7 +264,7 @@ class ExactLayer(AsTheyCome):
 
 
 class WindowLayer(AsTheyCome):
-    """A layer that sees a window of tokens, and has room for some more of them.
+    """A sliding-window layer with room for some more tokens than the window.
 
     New tokens are appended. When there is no room, the window moves to the front; the more spare
     room, the rarer that is. Masks select the visible tokens. The fill level is counted on the host,
@@ -349,7 +351,7 @@ class WindowLayer(AsTheyCome):
         self.filled = kept + _NONE
 
     def require_room(self, new: int) -> None:
-        """Refuse more tokens than a cache has room for that is no longer than the window."""
+        """Refuse more tokens than fit, if the cache is not longer than the window."""
         there = self.total - _NONE
         if self.holds_all and there + new > self.max_cache_len:
             behind = f"{there} tokens and {new} more" if there else f"{new} tokens"
@@ -530,7 +532,7 @@ class Starts:
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
         """Start over with other sequences, in the existing tensors; on an error nothing is changed.
 
-        `held` is how many sequences the layers have tensors for.
+        `held` contains the batch sizes of the layers' tensors.
         """
         other = Starts(attention_mask)
         for sequences in held:

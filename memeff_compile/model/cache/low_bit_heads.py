@@ -81,7 +81,7 @@ def use_low_bit_heads_(
     first: int = 0,
     first_bits: int = 4,
 ) -> Undo:
-    """Let a model's attention see its heads in few bits; gradients pass straight through.
+    """Give a model's attention low-bit heads; gradients pass through unchanged.
 
     Queries, keys and values are rounded after their rotary embedding, one scale per token and head.
     The paper's settings are ``key_value=4``; ``query=4, key_value=4``; and

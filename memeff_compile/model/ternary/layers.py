@@ -44,7 +44,7 @@ def codes_per_unit(weight: Tensor) -> Tensor:
 class TernaryLinear(nn.Linear):
     """A linear that rounds its weight to -1, 0, 1 and its input to few bits, and trains.
 
-    The weight stays a parameter in full precision. In the forward it is divided by the mean of its
+    The weight stays a parameter in full precision. The forward pass divides it by the mean of its
     absolute values and rounded; tokens are quantised as `kind` says. Gradients pass through both
     unchanged. The backward pass keeps two bits per weight and a byte per input.
 

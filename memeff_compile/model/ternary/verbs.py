@@ -71,15 +71,15 @@ def ternarize_(
     `verb_report(model)` lists them, and how each quantises its tokens. Parameters stay the same
     objects under the same names, so that optimizers, checkpoints and state dicts of the model
     remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears whose weight is
-    also an embedding's stay dense. On a model that is ternary already it only sets how tokens are
-    quantised: that is the second stage of BitNet a4.8 (see `TernaryStages`). Args: model: Any
-    module; linears of the exact class `nn.Linear` are changed. recipe: "b1.58" (INT8 tokens
-    everywhere), "a4.8" (INT4 into attention, gate and up; the larger half of attention's output in
-    INT8; INT8 into down) or "a4.8-fp4" (FP4 instead of INT4 and of the half). kinds: Overrides, or
-    names that the recipe does not know: patterns of module paths to "int8", "int4", "fp4" or
-    "topk8". The first that fits counts. skip: Patterns of module paths to leave dense. Raises:
-    OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is no
-    linear to change, or a linear has hooks or parametrisations, which would be lost.
+    also an embedding's stay dense. On a ternary model it only changes how tokens are quantised:
+    that is the second stage of BitNet a4.8 (see `TernaryStages`). Args: model: Any module; linears
+    of the exact class `nn.Linear` are changed. recipe: "b1.58" (INT8 tokens everywhere), "a4.8"
+    (INT4 into attention, gate and up; the larger half of attention's output in INT8; INT8 into
+    down) or "a4.8-fp4" (FP4 instead of INT4 and of the half). kinds: Overrides, or names that the
+    recipe does not know: patterns of module paths to "int8", "int4", "fp4" or "topk8". The first
+    that fits counts. skip: Patterns of module paths to leave dense. Raises: OptionError: The recipe
+    or a kind is unknown, a linear has no role in the recipe, there is no linear to change, or a
+    linear has hooks or parametrisations, which would be lost.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8")  # doctest: +SKIP

@@ -44,7 +44,7 @@ SKIPPED = ("lm_head", "embed_out", "output_projection")
 """Modules left dense by default: heads, whose losses the backend fuses on dense weights."""
 
 MIN_SIZE = 1 << 20
-"""Elements of the smallest weight that is compressed unless asked for."""
+"""Elements of the smallest weight that is compressed by default."""
 
 
 @dataclass(frozen=True)
@@ -234,10 +234,7 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 
 @torch.no_grad()
 def decompress_(model: nn.Module) -> Changes:
-    """Put dense weights back in the place of a model's compressed ones; return how many, and which.
-
-    The number is a report too: `print` it.
-    """
+    """Replace a model's compressed weights by dense ones; return how many, and which."""
     require_module(model, "decompress_")
     found: dict[str, str] = {}
     before = after = 0
@@ -506,7 +503,7 @@ def watch_state_dict(module: nn.Module) -> None:
 def _decode_in_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Give dense tensors under the usual names, unless the parameters themselves are asked for."""
+    """Give dense tensors under the usual names, unless the parameters themselves are requested."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):

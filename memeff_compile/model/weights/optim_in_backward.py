@@ -5,8 +5,8 @@ encoded again at once, so that its code is the only copy. The factory's optimize
 update, on the same bits as with dense weights. Plain SGD on a GPU decodes and updates in the
 gradient's memory, in one kernel, if that memory has no other owner.
 
-A parameter that FSDP2 holds in shards is updated when its gradient has been reduced, on the stream
-that reduced it. That is once in a backward: autograd adds up the gathered weight's gradient first.
+A parameter sharded by FSDP2 is updated when its gradient has been reduced, on the stream of the
+reduction. That is once in a backward: autograd adds up the gathered weight's gradient first.
 
 The host does not wait for the GPU in between. Whether a new value fitted into its lists is checked
 later; the GPU copies one that did not to a spill buffer in host memory.
@@ -211,7 +211,7 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """Have the optimizer hold the weight, which was cast and is dense since."""
+        """Let the optimizer use the weight itself, which was cast and has been dense since."""
         state = self.optimizer.state
         if self.held in state:
             state[self.parameter] = state.pop(self.held)
@@ -220,7 +220,7 @@ class _Update:
 
     @torch.no_grad()
     def run(self, max_norm: float | None) -> None:
-        """Update the weight with the gradient it has, and give the gradient up."""
+        """Update the weight with its gradient, and free the gradient."""
         self.seen = 0
         with compat.without_torch_function():
             if self.parameter.grad is None:
@@ -427,7 +427,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Give all lists more room, side by side, where a weight has outgrown its own."""
+        """Give all lists more room, packed together, if a weight has outgrown its lists."""
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
         if anew > self._times_anew:

@@ -92,8 +92,8 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
     """Round a weight (V, D) to numbers that a code keeps, with products by such inputs in view.
 
-    The largest number of a block, which the others are divided by, stays and stays the largest.
-    None if inputs are all zero or not finite, or the weight is not finite.
+    The largest number of a block, by which the others are divided, is not changed and stays the
+    largest. None if inputs are all zero or not finite, or the weight is not finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())

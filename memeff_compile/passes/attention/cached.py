@@ -44,7 +44,7 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return how Inductor should compile the graph: tuned, where every product has one row.
+    """Return how Inductor should compile the graph: with tuning, if every product has one row.
     Libraries read the weights of such a step at three quarters of the memory's speed; as sums that
     it writes and tunes itself, Inductor reads them faster.
     """

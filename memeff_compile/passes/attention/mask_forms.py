@@ -210,7 +210,9 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether the key at a query's own index, or as far on as it may look, always counts."""
+    """Return whether the key at a query's index, or the furthest one ahead that it may see, always
+    counts.
+    """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
         if shift is None:

@@ -157,7 +157,9 @@ class MaskReader:
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and the tensors it is computed from, operands first, without known ones."""
+    """Return ``node`` and the tensors it is computed from that were not read yet, operands
+    first.
+    """
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False)]

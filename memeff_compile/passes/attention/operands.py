@@ -152,7 +152,7 @@ def _placed(
 
 
 def _arranged(operand: Operand, axes: str, sizes: dict[str, Any], wanted: str) -> Operand:
-    """Return an operand with the wanted axes; those that it lacks, or has once, are expanded."""
+    """Return an operand with the wanted axes; missing axes, or axes of size one, are expanded."""
     present = "".join(axis for axis in wanted if axis in axes)
     if present != axes:
         operand = operand.then(aten.permute.default, [axes.index(axis) for axis in present])
@@ -197,7 +197,7 @@ def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
 
 
 def permutation(node: Any, rank: int) -> list[int] | None:
-    """Return which axis of its operand each axis of a transposed tensor is, or None."""
+    """Return, for each axis of a transposed tensor, the axis of its operand; or None."""
     call = call_of(node, aten.transpose.int, aten.permute.default)
     if call is None:
         return None

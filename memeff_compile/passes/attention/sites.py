@@ -601,7 +601,7 @@ def _number(given: Any) -> float | None:
 
 
 def _is_zero(node: Node) -> bool:
-    """Return whether a tensor is full of zeros, as one that is handed to baddbmm may be."""
+    """Return whether a tensor contains only zeros, such as the one passed to baddbmm."""
     call = read_one(node)
     return call is not None and call.op.overloadpacket in named("zeros new_zeros zeros_like")
 

@@ -27,8 +27,8 @@ _LARGEST_HEAD = 256
 def why_not_grouped(info: GraphInfo, site: Site) -> str:
     """Return why the call without a mask would be slow on unexpanded keys, or an empty string.
 
-    On a CPU PyTorch's one fused kernel takes them, in every floating dtype, at the speed of
-    expanded ones or better. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
+    On a CPU PyTorch's single fused kernel supports them in every floating dtype, and is not slower
+    than with expanded ones. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
     to 256 in steps of 8; the memory-efficient kernel does not, and the remaining one is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
@@ -93,7 +93,9 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return why attention stays where the graph, or one around it, switches kernels itself."""
+    """Return why attention is not rewritten if the graph, or one around it, selects kernels
+    itself.
+    """
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None

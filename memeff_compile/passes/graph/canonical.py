@@ -272,7 +272,7 @@ def _cast(dtype: torch.dtype) -> _Reader:
 
 
 def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read every form of ``Tensor.to`` as a dtype cast when the device stays where it is."""
+    """Read every form of ``Tensor.to`` as a dtype cast if the device does not change."""
     _require(args and _is_tensor(args[0]))
     source, result = compat.example_value(args[0]), compat.example_value(node)
     kinds = (torch.dtype, torch.device, str, bool)
@@ -284,7 +284,7 @@ def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _loss(op: OpOverload, *smoothing: str) -> _Reader:
-    """Read a loss of torch.nn.functional, whose reduction has names and older arguments."""
+    """Read a loss of torch.nn.functional, whose reduction is a name or older arguments."""
     names = "input target weight size_average ignore_index reduce reduction".split()
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:

@@ -26,7 +26,7 @@ from .graph_info import GraphInfo
 from .module_names import clean_module_path, module_stack
 
 MOST = 64
-"""Pieces, about: one has as large a share of the gradients at least."""
+"""Approximate number of partitions: each gets at least this share of the gradients."""
 
 _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
@@ -90,7 +90,7 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Say that the graph stays whole, for the search for blocks failed."""
+    """Report that the graph stays whole because the search for blocks failed."""
     why = f"not cut into blocks: searching for them failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "cuts_failed", why, hint)

@@ -65,7 +65,7 @@ class Editor:
         return node
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """Return a node's value in a dtype: the node itself where it has it."""
+        """Return a node's value in a dtype: the node itself if it has that dtype."""
         is_same = compat.example_value(node).dtype == dtype
         return node if is_same else self.call(torch.ops.aten.to.dtype, node, dtype)
 
@@ -170,7 +170,7 @@ class Editor:
         return node
 
     def _adopted(self, node: Node) -> Node:
-        """Record a new node; give it the source line, module path and region of its place."""
+        """Record a new node; give it the source line, module path and region of its position."""
         assert self._at is not None
         _, like, region = self._at
         self._inserted(node)
@@ -187,7 +187,7 @@ class Editor:
         self._undo.append(partial(self.info.replaced.pop, old, None))
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
-        """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
+        """Let only ``users`` read ``new`` instead of ``old``; refuse if the two differ."""
         difference = describe_difference(compat.example_value(old), compat.example_value(new))
         if difference:
             raise EditRefused(f"{old.name} would change {difference}")
@@ -204,11 +204,11 @@ class Editor:
         self.touch(output)
 
     def touch(self, node: Node) -> None:
-        """Note that the operands of a node have to be looked at before these edits are kept."""
+        """Record that the operands of a node have to be checked before these edits are kept."""
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
-        """Have the checkpoint whose body this is keep results of calls; as in `compat`."""
+        """Let the checkpoint of this body keep results of calls, in the form of `compat`."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:

@@ -107,7 +107,7 @@ class GraphInfo:
         return value if isinstance(value, torch.Tensor) else None
 
     def value(self, node: Any) -> torch.Tensor:
-        """Return the fake tensor of ``node``, which is known to have one."""
+        """Return the fake tensor of ``node``, which must have one."""
         value = compat.example_value(node)
         assert isinstance(value, torch.Tensor)
         return value

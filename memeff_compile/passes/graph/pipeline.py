@@ -121,7 +121,9 @@ class _Run:
                 self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
 
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
-        """Let one pass work on one level of the graph; an error of its costs it that one place."""
+        """Run one pass on one level of the graph; if the pass raises, only this match is
+        skipped.
+        """
         for found in self._found(graph_pass, info):
             self._try(graph_pass, info, found)
         if info.parent is None:
@@ -262,7 +264,7 @@ def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
 
 
 def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
-    """Return the notes of a pass about a whole graph, next to those of its matches."""
+    """Return the notes of a pass about a whole graph, in addition to those of its matches."""
     said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
     return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 

@@ -44,7 +44,9 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group tails that one op call can serve: same rows, same modifiers, same targets, in time."""
+    """Group tails that one op call can serve: same rows, modifiers and targets, with all inputs
+    available in time.
+    """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
     for tail in sorted(tails, key=lambda t: (t.kind in STATISTICS, len(t.chain.row_key))):
@@ -384,7 +386,9 @@ class GroupEmitter:
         return self._times(node, shared) if shared else node
 
     def _times(self, node: Node, factors: Sequence[Factor]) -> Node:
-        """Scale in fp32 where the product has 16 bits, so that a factor's gradient is summed so."""
+        """Scale in fp32 if the product has 16 bits, so that a factor's gradient is summed in
+        fp32.
+        """
         e, dtype = self.editor, self.info.value(node).dtype
         node = e.cast(node, wide(dtype))
         for factor in factors:
@@ -396,9 +400,7 @@ class GroupEmitter:
         return e.cast(node, dtype)
 
     def _cut(self, node: Node, dim: int, classes: tuple[int, int] | None = None) -> Node:
-        """Leave out the classes that the losses do not read: a view, whose gradient has zeros for
-        them.
-        """
+        """Drop the classes that the losses do not read: a view, whose gradient is zero for them."""
         classes = classes or self.modifiers.classes
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
@@ -561,7 +563,7 @@ class GroupEmitter:
         return self.editor.call(aten.mul.Scalar, node, factor)
 
     def _statistic(self, tail: Tail) -> Node:
-        """Return the number of each row that ``tail`` is, from the op's."""
+        """Return one number per row for ``tail``, computed from the op's rows."""
         kind = tail.kind
         if kind in SUMS:
             return self._by_number(self._class_sum(kind), tail.factor)
@@ -583,7 +585,7 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """Take the tail's own rows out of the op's, in the shape the tail has."""
+        """Select the tail's rows from the op's, in the tail's shape."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)

@@ -868,7 +868,9 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 
 def _describe(node: Node) -> str:
-    """Name the operation, and for one of its several results that which has them."""
+    """Return the name of the operation; for one of several results, that of the op that made
+    them.
+    """
     return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
 
 

@@ -52,7 +52,9 @@ SPREAD_SENTENCE = (
 
 @dataclass(frozen=True)
 class LogitsOutput:
-    """A logits tensor among the graph's outputs: which ones, and how it comes from the head."""
+    """A logits tensor among the graph's outputs: their positions, and how it is computed from the
+    head.
+    """
 
     node: Node
     chain: Chain
@@ -281,7 +283,7 @@ class _Layout:
 
     @property
     def back(self) -> tuple[int, ...]:
-        """The order in which the base has the dimensions of its memory."""
+        """The order of the base's dimensions in memory."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property

@@ -312,7 +312,7 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return why single entries of log-probabilities by index stay as they are."""
+        """Return why single entries of log-probabilities by index are not served."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"

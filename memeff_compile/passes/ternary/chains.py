@@ -260,8 +260,8 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight. Its larger half
-    may be kept alone, before or after; not before, where x as masked is `wanted`.
+    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight. Only its larger
+    half may be kept, before or after; not before, if the masked x is `wanted`.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)

@@ -70,7 +70,7 @@ def _absolute(node: Node, chain: list[Node]) -> Node | None:
 
 
 def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
-    """Follow casts back: any of a mask, and of values those that keep every bit."""
+    """Follow casts back: any casts of a mask, and casts of values that keep every bit."""
     while (call := call_of(node, aten.to.dtype)) is not None:
         source: Node = call.args["self"]
         before, after = (compat.example_value(n).dtype for n in (source, node))
