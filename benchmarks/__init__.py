@@ -1,7 +1,7 @@
-"""Measures the package: shared parts here, scripts by what they measure, raw rows in `results`.
+"""Measures the package: shared parts here, scripts by subject, raw rows in `results`.
 
-`ops`: one op at a time; `models`: whole models; `distributed`: several GPUs; `quality`: what lossy
-modes do to real ones; `ablations`: what each part of a method is worth; `data`: what makes text and
+`ops`: one op at a time; `models`: whole models; `distributed`: several GPUs; `quality`: effects of
+lossy modes on real ones; `ablations`: the worth of each part of a method; `data`: makes text and
 pictures, which go to `generated`, a folder that git ignores.
 """
 

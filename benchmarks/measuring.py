@@ -31,10 +31,8 @@ def reference(
 ) -> Reference:
     """Compute loss and both gradients in fp32, piece by piece over the vocabulary.
 
-    Args:
-        data: of the mean loss of the targets that count.
-        step: columns of a piece.
-        shares: what the loss and the entropy of each row are times, for a sum of these instead.
+    Args: data: of the mean loss of the targets that count. step: columns of a piece. shares:
+        factors of each row's loss and entropy, for a weighted sum instead.
     """
     hidden, weight, target = data.hidden, data.weight, data.target
     wide, v = hidden.float(), weight.shape[0]
@@ -118,7 +116,7 @@ def gate(method: Method, loss: Loss, data: Inputs, wanted: Reference) -> dict[st
 def memory(loss: Loss, data: Inputs) -> dict[str, float]:
     """Return peaks in MiB of forward alone, of loss, gradient and both as in training.
 
-    Each is the allocator's peak beyond what was allocated when that part began. `both` and
+    Each is the allocator's peak beyond the bytes allocated when that part began. `both` and
     `gradient` contain the two gradients; `beyond_gradients` is `both` without them.
     """
     if not data.hidden.is_cuda:

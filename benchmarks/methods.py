@@ -1,7 +1,7 @@
-"""The one place that knows how each method is called, as a loss on tensors and as a backend.
+"""The only module that calls each method, as a loss on tensors and as a backend.
 
-The benchmarks speak of filters, filter levels, parts and sorting; what the op calls them is here
-and nowhere else. A knob that the op does not have makes a method unavailable, with a reason.
+The benchmarks name filters, filter levels, parts and sorting; only this module has the op's names
+for them. A knob that the op does not have makes a method unavailable, with a reason.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ MODEL_METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
 def compile_model(model: Any, method: str, options: dict[str, str], inner: str) -> None:
     """Compile a model in place for a method.
 
-    Args:
-        method: a key of `MODEL_METHODS`.
-        options: further options of the backend `memeff`.
-        inner: what compiles the graph in the end: "inductor", or "aot_eager" and "eager" where
+    Args: method: a key of `MODEL_METHODS`. options: further options of the backend `memeff`. inner:
+        the final compiler of the graph: "inductor", or "aot_eager" and "eager" where
             there is no compiler.
     """
     backend, settings = MODEL_METHODS[method]
@@ -152,7 +150,7 @@ def _total(**knobs: Any) -> Loss:
 
 
 def inspect(hidden: Tensor, weight: Tensor, target: Tensor) -> dict[str, Any]:
-    """Return what the op's own filters would do to these tensors, as plain numbers.
+    """Return the op's filter decisions on these tensors, as plain numbers.
 
     Raises:
         Unavailable: If the package has no such inspection.
@@ -188,7 +186,7 @@ def _plain(found: Any) -> Any:
 
 
 def _neutral(argument: Any) -> Any:
-    """Return the value of an op's argument that asks for nothing special."""
+    """Return the value of an op's argument that requests no special feature."""
     values = {"bool": False, "float": 0.0, "int": 0}
     kind = str(argument.type)
     if argument.name == "gradient_filter":
@@ -361,13 +359,9 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(frozen=True)
 class Method:
-    """A way to compute the loss and its gradients.
-
-    Attributes:
-        name: what rows and figures call it.
-        build: returns the loss, or raises `Unavailable` with the reason.
-        budget: largest relative gradient error (Frobenius) with which it may be timed; None for
-            a filter that promises nothing about it.
+    """A way to compute the loss and its gradients. Attributes: name: its name in rows and figures.
+    build: returns the loss, or raises `Unavailable` with the reason. budget: largest relative
+    gradient error (Frobenius) with which it may be timed; None for a filter without such a bound.
         loss_budget: the same for the loss.
     """
 

@@ -74,7 +74,7 @@ def unique(values: Iterable[Any]) -> list[Any]:
 
 
 def name_of(row: Row) -> str:
-    """Return what a row of a training step calls its backend."""
+    """Return the backend's name in a row of a training step."""
     return row.get("name", row["backend"])
 
 
@@ -471,7 +471,7 @@ _BESIDE: dict[str, Any] = {"textcoords": "offset points", "xytext": (3, 3), "fon
 
 
 def attention_ablation(rows: list[Row]) -> Any:
-    """Draw 4-bit scores by layer and step, and what adaptive choices recover."""
+    """Draw 4-bit scores by layer and step, and the recovery of adaptive choices."""
     scored = latest([row for row in rows if row["table"] == "scores"], "model")
     if not scored:
         return None
@@ -524,11 +524,11 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "coded-weight-exponents.jsonl": (exponents, "coded-weight-exponents"),
     "coded-weight-throughput.jsonl": (coded_weight_throughput, "coded-weight-throughput"),
 }
-"""File of rows -> what draws it, and the name of the figure."""
+"""File of rows -> its painter, and the name of the figure."""
 
 
 def main() -> None:
-    """Draw what there are rows for."""
+    """Draw the figures whose rows exist."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

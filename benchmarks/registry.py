@@ -1,4 +1,4 @@
-"""What there is to measure: the shapes of every op and how its inputs are drawn.
+"""The measured cases: the shapes of every op and how its inputs are drawn.
 
 `OPS` has an op for each folder of the package's kernels. Shapes of `h200` are those that tables
 show, those of `tiny` what the tests run.
@@ -97,9 +97,9 @@ def _trained(shape: tuple[int, int, int], generator: torch.Generator) -> tuple[T
     """Draw softmaxes like those measured on real models, with ids in no order.
 
     A logit is a token's frequency after Zipf's law, a row's own normal numbers, more spread in some
-    rows than in others, and for six tokens a row what makes them likely here. At 49,152 to 151,936
-    tokens the loss is 2.0 to 2.6, 90 to 110 entries a row exceed 2**-12 and 5 to 7 % of the mass
-    lies below, most of it in some rows. Targets are drawn from the softmax.
+    rows than in others, and for six tokens a row an extra that makes them likely here. At 49,152 to
+    151,936 tokens the loss is 2.0 to 2.6, 90 to 110 entries a row exceed 2**-12 and 5 to 7 % of the
+    mass lies below, most of it in some rows. Targets are drawn from the softmax.
     """
     n, d, v = shape
     told: dict[str, Any] = {"device": generator.device, "generator": generator}
@@ -180,7 +180,7 @@ def inputs(
 ) -> Inputs:
     """Draw the tensors of one measurement; `ignored` percent of the targets do not count.
 
-    Data of a file have a shape of their own.
+    Data of a file have the file's shape.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     if data in DATA:
@@ -199,16 +199,11 @@ def inputs(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention: sizes, and what its mask says.
-
-    Attributes:
-        sizes: B, H, G, M (= N), D.
-        window: keys that a query sees, itself included, or None.
-        softcap: 0 for none.
-        padding: half of the sequences start with so large a share of padding.
-        documents: sequences are packed from so many.
-        tensor: the mask is a tensor of which nothing is known beforehand, one of `TENSORS`; "" for
-            a mask that is said.
+    """One attention: sizes, and its mask's conditions. Attributes: sizes: B, H, G, M (= N), D.
+    window: keys that a query sees, itself included, or None. softcap: 0 for none. padding: half of
+    the sequences start with so large a share of padding. documents: sequences are packed from so
+    many. tensor: the mask is a tensor without known structure, one of `TENSORS`; "" for a mask
+    given as conditions.
     """
 
     name: str
@@ -277,7 +272,7 @@ class AttentionData:
     blocks: Tensor | None = None
 
     def seen(self, batch: int, first: int, stop: int) -> Tensor:
-        """Return bool (stop - first, N): what some queries of a sequence see."""
+        """Return bool (stop - first, N): the keys that some queries of a sequence see."""
         length = self.case.sizes[3]
         query = torch.arange(first, stop, device=self.q.device)[:, None]
         key = torch.arange(length, device=self.q.device)[None]
@@ -300,13 +295,15 @@ class AttentionData:
         return int(torch.stack(found).sum())
 
     def added(self, batch: int, first: int, stop: int) -> Tensor | None:
-        """Return what the mask adds to the scores of some queries where their keys count."""
+        """Return the numbers that the mask adds to the scores of some queries where their keys
+        count.
+        """
         if self.case.tensor != "numbers" or self.dense is None:
             return None
         return self.dense[batch, 0, first:stop]
 
     def mask_as_tensor(self) -> Tensor:
-        """Return the mask over all queries, (B or 1, 1, M, N) bool, or what is added instead."""
+        """Return the mask over all queries, (B or 1, 1, M, N): bool, or numbers to add."""
         batch, _, _, length, _ = self.case.sizes
         if self.key_mask is None and not self.case.tensor:
             batch = 1
@@ -319,7 +316,7 @@ class AttentionData:
         return shown
 
     def settings(self) -> dict[str, Any]:
-        """Return the keyword arguments of ours."""
+        """Return the op's keyword arguments."""
         window = self.case.window
         behind = None if window is None else window - 1
         return {"ahead": 0, "behind": behind, "softcap": self.case.softcap}
@@ -329,7 +326,7 @@ def attention_inputs(case: Case, device: str) -> AttentionData:
     """Return random data for a case."""
     batch, heads, groups, length, depth = case.sizes
     like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    # As models have them: heads beside the depth.
+    # As in models: heads next to the depth.
     q, k, v, grad = (
         torch.randn(batch, length, n, depth, **like).transpose(1, 2)
         for n in (heads, groups, groups, heads)
@@ -418,7 +415,7 @@ CODED_HEADS = {"h200": (32, 8, 128), "tiny": (4, 2, 16)}
 
 
 def layout_of(bits: int, options: Any) -> Any:
-    """Return what the caches are made of."""
+    """Return the layout of the caches."""
     from memeff_compile.kernels.coded_kv_cache import Layout
 
     return Layout(options.heads[2], bits, options.scheme)
@@ -509,10 +506,9 @@ GATED = {"h200": [(8192, 14336, 4096)], "tiny": [(16, 24, 8)]}
 class Op:
     """One op of the package.
 
-    Attributes:
-        shapes: by size, "h200" and "tiny"; what a shape is differs from op to op.
-        draw: shape and device -> what `call` takes.
-        call: the op itself; its result carries a gradient where the op has one.
+    Attributes: shapes: by size, "h200" and "tiny"; a shape's meaning differs from op to op. draw:
+        shape and device -> the arguments of `call`. call: the op itself; its result carries a
+        gradient where the op has one.
     """
 
     shapes: Mapping[str, Sequence[Any]]

@@ -1,4 +1,4 @@
-"""What a gradient filter would find in given tensors, computed densely and without any of our ops.
+"""A gradient filter's activity on given tensors, computed densely and without memeff's ops.
 
 A tile of the gradient is active if any |p - 1(target)| inside reaches eps; the dropped mass of a
 row is the probability that lies in its inactive tiles.
@@ -30,14 +30,11 @@ def measure(
     tiles: Sequence[tuple[int, int]],
     eps: float = EPS,
 ) -> dict[str, Any]:
-    """Return active shares and dropped mass for tile sizes, and what no tile size changes.
+    """Return active shares and dropped mass for tile sizes, and figures independent of tile size.
 
-    Args:
-        hidden: (N, D).
-        weight: (V, D).
-        target: (N,) int64; rows with a negative target are left out first.
-        tiles: (rows, columns) of a tile, rows at most 512.
-        eps: what an entry must reach.
+    Args: hidden: (N, D). weight: (V, D). target: (N,) int64; rows with a negative target are left
+        out first. tiles: (rows, columns) of a tile, rows at most 512. eps: the threshold of an
+        entry.
 
     Returns:
         loss, mass_below_eps and entries_above_eps (means per row), active_share and

@@ -92,7 +92,7 @@ def with_peak(call: Call, *, is_cuda: bool) -> tuple[float, int]:
 
 
 def captured(call: Call) -> Call:
-    """Return what replays a call as a CUDA graph; the call itself where there is no GPU."""
+    """Return a function that replays a call as a CUDA graph; the call itself without a GPU."""
     if not torch.cuda.is_available():
         return call
     torch.cuda.synchronize()
@@ -114,7 +114,7 @@ class Repeated:
         self.calls = list(calls) * max(1, least // len(calls))
         for call in calls[:2]:
             call()
-        if torch.cuda.is_available():  # what a first call on another stream allocates
+        if torch.cuda.is_available():  # allocations of a first call on another stream
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -134,7 +134,7 @@ class Repeated:
 
 
 def in_turns(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Return what each timer says in so many rounds, in which they take turns."""
+    """Return each timer's results in so many rounds, in which they take turns."""
     found: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():

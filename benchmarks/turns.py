@@ -1,4 +1,4 @@
-"""Processes that measure on one GPU: they compile beside one another, and run one at a time."""
+"""Processes that measure on one GPU: they compile in parallel, and run one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks import timing
 
 
 def clean() -> None:
-    """Forget what was compiled and free what it held."""
+    """Drop compiled code and free its memory."""
     memeff_compile.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -31,7 +31,7 @@ class Turns:
         self.take()
 
     def start(self) -> None:
-        """Forget what was compiled, and Dynamo's notes of whom it tells."""
+        """Drop compiled code, and Dynamo's references to callbacks."""
         from torch._dynamo import callback
 
         clean()
@@ -58,7 +58,7 @@ class Turns:
             self.give()
 
     def end(self, trigger: Any) -> None:
-        """Go on with what was compiled."""
+        """Continue with the compiled code."""
         self.compile_s += time.perf_counter() - self.started
         if self._is_long(trigger):
             self.take()

@@ -1,4 +1,4 @@
-"""torch.compile(model, backend="memeff"): the usual compiler, without the buffers nobody reads.
+"""torch.compile(model, backend="memeff"): the usual compiler, without unread buffers.
 
 Found by its entry point. Public names are loaded on first use, as TORCH_LOGS imports this early.
 """

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("doctor", "what this machine can run, and what is missing")
     add_arguments(add("explain", "what would happen to a model, and its memory"))
     add("options", "every option, as docs/options.md")
-    # What follows is the demo's own, --help included.
+    # The arguments that follow belong to the demo, --help included.
     add("demo", "train a small Llama with and without the backend", add_help=False)
     command, rest = parser.parse_known_args(arguments)
     if rest and command.command != "demo":

@@ -1,9 +1,9 @@
 """Every exception class of memeff_compile.
 
-Each message says what was seen, what is needed and what to do. All classes derive from
-`MemeffError` and from the built-in class that a caller would expect, so that
-`except ValueError` keeps working for someone who has never heard of us. This module imports
-nothing, because it is imported while torch itself may still be starting.
+Each message names the input, the requirement and the way out. All classes derive from `MemeffError`
+and from the built-in class that a caller would expect, so that `except ValueError` keeps working
+for someone who does not know memeff_compile. This module has no imports, because it is imported
+while torch itself may still be starting.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ExplainError(MemeffError, ValueError):
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration has no inputs, finds nothing to score, or is asked for an unknown level."""
+    """A calibration has no inputs, no layer to score, or is asked for an unknown level."""
 
 
 def first_line(error: BaseException) -> str:

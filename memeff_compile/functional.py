@@ -1,7 +1,7 @@
 """The fused loss as a plain function, for code that does not use torch.compile.
 
-It computes what torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target) does,
-and the numbers people log beside it, without ever building the logits.
+It computes torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target), and the
+statistics that people log with it, without ever building the logits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _REDUCTIONS = ("mean", "sum", "none")
 class Stats(NamedTuple):
     """Numbers per row, each in the shape of the targets; all but `top` carry gradients.
 
-    lse: the log-sum-exp of the logits.
-    entropy: of the softmax of the logits, in nats.
-    top: the index of the largest logit, int64; the first one where several are equal.
-    log_probs: the log-probability of the target; 0 where the target is ignored.
+    lse: the log-sum-exp of the logits. entropy: of the softmax of the logits, in nats. top: the
+    index of the largest logit, int64; the first one if several are equal. log_probs: the
+    log-probability of the target; 0 if the target is ignored.
     """
 
     lse: Tensor
@@ -94,30 +93,26 @@ def linear_cross_entropy(
     """Compute cross entropy from hidden states and a head, never building the logits.
 
     The logits are z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), or without the
-    cap where softcap is 0. Under autocast the operands are cast as F.linear would cast them.
+    cap if softcap is 0. Under autocast the operands are cast as F.linear would cast them.
 
-    Args:
-        hidden: (..., D), bf16, fp16, fp32 or fp64; beside a DTensor one too, or alike on all ranks.
-        weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by its
+    Args: hidden: (..., D), bf16, fp16, fp32 or fp64; if weight is a DTensor, a DTensor too, or
+        equal on all ranks. weight: (V, D), in the dtype of hidden; or a DTensor that is split over
+        ranks by its
             classes, as ColwiseParallel leaves it. Then all ranks call this together.
-        target: (...), int64 or int32 class indices.
-        bias: (V,) or None; laid out as weight.
-        ignore_index: rows with this target count for nothing; None ignores none.
-        reduction: "mean" over the rows that count (by weight, with class weights), "sum", "none".
-        scale: as above.
-        softcap: as above.
-        label_smoothing: between 0 and 1, as in F.cross_entropy.
-        class_weight: (V,) or None, as `weight` of F.cross_entropy.
-        z_loss: adds z_loss * lse**2 to each row that counts, averaged over their number by "mean".
-        filter: "exact"; what `memeff.linear_cross_entropy` calls its mode.
-        return_stats: also return `Stats`, computed in the same passes over the head.
+        target: (...), int64 or int32 class indices. bias: (V,) or None; laid out as weight.
+        ignore_index: rows with this target do not count; None: every row counts. reduction: "mean"
+        over the rows that count (by weight, with class weights), "sum", "none". scale: as above.
+        softcap: as above. label_smoothing: between 0 and 1, as in F.cross_entropy. class_weight:
+        (V,) or None, as `weight` of F.cross_entropy. z_loss: adds z_loss * lse**2 to each row that
+        counts, averaged over their number by "mean". filter: "exact", or another mode of
+        `memeff.linear_cross_entropy`. return_stats: also return `Stats`, computed in the same
+        passes over the head.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), a scalar or shaped like target; with
         `return_stats` the loss and `Stats`.
 
-    Raises:
-        UnsupportedInputError: a dtype, shape, layout or setting that cannot be served.
+    Raises: UnsupportedInputError: a dtype, shape, layout or setting is not supported.
         TargetRangeError: on the CPU, a target that is no class and not ignore_index.
 
     Example: linear_cross_entropy(hidden, head.weight, labels) is
@@ -179,7 +174,7 @@ def linear_cross_entropy(
 def _of_this_rank(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[op_folder.Split, Tensor, Tensor, Tensor | None]:
-    """Return how a head is split over ranks, and what this one has of the operands."""
+    """Return how a head is split over ranks, and this rank's part of the operands."""
     from torch.distributed.tensor import DTensor, Replicate
 
     spread: Any = weight
@@ -222,7 +217,7 @@ def _total(
     *,
     is_split: bool,
 ) -> Tensor:
-    """Return a mean or a sum from the op that makes the gradients beside it."""
+    """Return a mean or a sum from the op that also makes the gradients."""
     hidden, *_, target = operands
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     _, norm = _kept_and_norm(target, class_weight, how["ignore_index"], dtype)
@@ -258,7 +253,7 @@ def _require_settings(
     ignore_index: int | None,
     class_weight: Tensor | None,
 ) -> None:
-    """Refuse what the op itself would not see; it checks the rest."""
+    """Refuse settings that the op itself would not check; it checks the rest."""
     odd = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
     no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     sentence = None

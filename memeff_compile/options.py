@@ -1,11 +1,11 @@
 """Every option of the backend: one frozen dataclass that holds, validates and documents them.
 
 `torch.compile(model, backend="memeff", options={...})` takes two kinds of keys. Keys that start
-with `memeff.` are ours and are the fields of `Options`; every other key is an Inductor config key
-and is handed on to Inductor. `docs/options.md` is printed from the fields below
-(`python -m memeff_compile options`), so the page cannot drift from the code.
+with `memeff.` are the fields of `Options`; every other key is an Inductor config key and is passed
+on to Inductor. `docs/options.md` is printed from the fields below (`python -m memeff_compile
+options`), so the page cannot drift from the code.
 
-Nothing here imports torch until an Inductor key or a mode name has to be looked up.
+This module imports torch only to look up an Inductor key or a mode name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PASS_NAMES = tuple(_FACTS)
 
 # The option, and its value, that switches each pass off.
 SWITCHES = {facts.name: (PREFIX + facts.option, facts.off[0]) for facts in PASS_FACTS}
-# Passes of which `memeff.strict` asks only that they decline nothing.
+# Passes for which `memeff.strict` only requires that they decline no match.
 MAY_FIND_NOTHING = tuple(facts.name for facts in PASS_FACTS if facts.may_find_nothing)
 # The low-bit forms of attention, which `memeff.attention` and its tables name.
 ATTENTION_LEVELS = ("8b", "8b+f16", "4b")
@@ -109,7 +109,7 @@ def _check_choice(key: str, value: object, *, values: Collection[str], of: str =
 def _rule(
     takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
 ) -> Check:
-    """Return the check of what one sentence says, and how a value that fits is kept."""
+    """Return a check for a rule stated in one sentence; `kept` converts an accepted value."""
 
     def check(key: str, value: object) -> object:
         if not fits(value):
@@ -224,7 +224,7 @@ def _check_pass_name(key: str, name: object, names: Collection[str], star: str =
         )
 
 
-# The entry point group in which packages offer passes of their own.
+# The entry point group in which packages offer their passes.
 INSTALLED = "memeff_compile.passes"
 
 
@@ -334,13 +334,13 @@ _PRESETS: Mapping[str, Mapping[str, object]] = {
     "fast": {_FILTER: "mass", _SORTED: True, "attention": "8b"},
     "paper": {_FILTER: "block", _SORTED: True, "attention": "8b"},
 }
-# Default of what a preset decides: tells a value that was given from one that was not.
+# Default of options that a preset sets: distinguishes them from values set explicitly.
 _NOT_CHOSEN = object()
 
 
 @dataclass(frozen=True)
 class _Info:
-    """What the documentation and the parser know of one field."""
+    """The documentation and the check of one field."""
 
     values: str
     meaning: str
@@ -377,8 +377,8 @@ def _switch(meaning: str) -> Any:  # noqa: ANN401
 class Options:
     """The validated options of one compilation.
 
-    Build it with `Options.parse`, which takes what `torch.compile` takes, or directly by field
-    name. Instances are immutable, hashable and picklable.
+    Build it with `Options.parse`, from the arguments of `torch.compile`, or directly by field name.
+    Instances are immutable, hashable and picklable.
 
     Raises:
         OptionError: A key is unknown, or a value has the wrong type or is out of range.
@@ -583,12 +583,13 @@ class Options:
 
     @property
     def filter_level(self) -> float:
-        """What `linear_cross_entropy` filters by, eps or tau; 0 where it chooses."""
+        """The threshold of `linear_cross_entropy`'s filter, eps or tau; 0 for its default."""
         levels = {"block": self.linear_cross_entropy_eps, "mass": self.linear_cross_entropy_tau}
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return the level of a site, or one for each of its calls; nothing where no table has it.
+        """Return the level of a site, or one for each of its calls; an empty tuple if it is in no
+        table.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")
@@ -600,7 +601,9 @@ class Options:
         return (found,) if isinstance(found, str) else found
 
     def _take_preset(self) -> None:
-        """Set what was not given to what the preset says; a knob only with the filter it is of."""
+        """Set options that were not given to the preset's values; a filter's option only if it is
+        on.
+        """
         info = _by_field()["preset"]
         info.check(info.key, self.preset)
         chosen = dict(_PRESETS[self.preset])
@@ -633,7 +636,7 @@ class Options:
                 )
 
     def _check_filter_knobs(self) -> None:
-        """Refuse a knob of a filter that is not on: it would do nothing."""
+        """Refuse an option of a filter that is not on: it would have no effect."""
         either = ("mass", "block")
         owners = {"eps": ("block",), "tau": ("mass",), "parts": either, "sort_vocabulary": either}
         for knob, modes in owners.items():
@@ -668,7 +671,7 @@ class Options:
     def parse(cls, mode: str | None = None, options: Mapping[str, object] | None = None) -> Options:
         """Validate `mode` and `options` of `torch.compile`, and change neither.
 
-        OptionError says what was seen, the nearest right name, and what to do.
+        OptionError names the wrong key or value, the nearest valid name, and the way out.
         """
         if options is not None and not isinstance(options, Mapping):
             takes = "it takes a mapping such as {'memeff.logits': 'eager'}."
@@ -710,7 +713,9 @@ class Options:
         return {**compat.inductor_modes()[self.mode], **self.inductor}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as `torch.compile(options=...)` takes it."""
+        """Return the options that differ from the defaults, as `torch.compile(options=...)` takes
+        them.
+        """
         plain = type(self)(preset=self.preset)
         changed = {
             info.key: getattr(self, name)

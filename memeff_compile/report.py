@@ -1,8 +1,8 @@
-"""What was rewritten, what was left alone and why, and the bytes that never get allocated.
+"""Reports: the rewrites, the declines with their reasons, and the bytes that are never allocated.
 
-The backend records one `GraphReport` per compiled graph; `last_report()` returns them all since
-the last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the
-user's own model, so a reader can check the number and put in other sizes.
+The backend records one `GraphReport` per compiled graph; `last_report()` returns them all since the
+last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the user's
+model, so a reader can check the number and put in other sizes.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ _TWO_LINES = 145  # characters of a source line that are shown, however its word
 
 
 class VerbReport(ABC):
-    """What every verb on a model reports: a line, as text more, as JSON everything. `print` shows
-    the text, whose first line is `summary`; a notebook folds the rest in. A verb that returns the
-    model keeps its report for `verb_report(model)`.
+    """The report of a function on a model: one line, more as text, everything as JSON.
+
+    `print` shows the text, whose first line is `summary`; a notebook folds the rest. A function
+    that returns the model keeps its report for `verb_report(model)`.
     """
 
     @property
     def summary(self) -> str:
-        """What was done or found, in one line."""
+        """The action or result, in one line."""
         return str(self).partition("\n")[0]
 
     @abstractmethod
@@ -89,14 +90,14 @@ class Record:
     """One thing that a pass did, or one thing that it left alone."""
 
     pass_name: str  # one of `options.PASS_NAMES`, or "backend"
-    action: Action  # what happened
+    action: Action  # the kind of event
     code: str  # a short stable name of the reason, for tests and scripts ("logits_reused")
     sentence: str  # what happened, for a reader
-    hint: str = ""  # what the user can do about it, or ""
+    hint: str = ""  # the user's way out, or ""
     source: str = ""  # the user's line, as "train.py:12 in forward: loss = ...", or ""
     module: str = ""  # path of the module as in `named_modules()`, or ""
-    bytes_before: sympy.Expr | None = None  # what the dominant buffers take without the change
-    bytes_after: sympy.Expr | None = None  # what they take with it
+    bytes_before: sympy.Expr | None = None  # size of the dominant buffers without the change
+    bytes_after: sympy.Expr | None = None  # their size with it
     # value (or size hint, where a dimension is dynamic) of each symbol in the formulas
     sizes: Mapping[str, int] = field(default_factory=dict)
     sites: int = 1  # how many places it is about, where like ones are counted together
@@ -106,7 +107,7 @@ class Record:
         return hash((self.pass_name, self.action, self.code, self.sentence, self.source))
 
     def says_the_same_as(self, other: Record) -> bool:
-        """Return whether the two differ in nothing but their places and how many those are."""
+        """Return whether the two differ only in their locations and in their number."""
         placed = replace(other, source=self.source, module=self.module, sites=self.sites)
         return self == replace(placed, also=self.also)
 
@@ -117,14 +118,14 @@ class Record:
 
     @property
     def formula(self) -> sympy.Expr | None:
-        """Bytes saved as a formula, or None where no formula was given."""
+        """Bytes saved as a formula, or None without a formula."""
         if self.bytes_before is None:
             return None
         return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
 
     @property
     def bytes_saved(self) -> int | None:
-        """Bytes saved at `sizes`, or None where a size is unknown."""
+        """Bytes saved at `sizes`, or None if a size is unknown."""
         return self._value(self.formula)
 
     def _value(self, formula: sympy.Expr | None) -> int | None:
@@ -138,7 +139,7 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return records that say the same as one; of lines ``quoted`` before, only the place."""
+        """Merge equal records; records ``quoted`` before show only their location."""
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
@@ -205,7 +206,7 @@ class Record:
 
 
 def _is_unfused(record: Record) -> bool:
-    """Return whether a record is about a loss that a pass left as it was."""
+    """Return whether a record is about a loss that was not fused."""
     is_about_loss = record.pass_name == _LOSS_PASS and record.code not in _NO_LOSS_TO_FUSE
     return is_about_loss and record.action == "declined"
 
@@ -225,11 +226,11 @@ def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
 
 @dataclass
 class LogitsUse:
-    """What became of one graph's deferred logits while it ran, in counts."""
+    """Counts how the deferred logits of one graph were used at run time."""
 
     # calls of losses outside the graph that used the fused op, by their spelling
     fused: dict[str, int] = field(default_factory=dict)
-    # products that built logits (or some of their rows), by what asked for them
+    # products that built logits (or some of their rows), by the reader that needed them
     computed: dict[str, int] = field(default_factory=dict)
     unbuilt: int = 0  # bytes of the logits that the largest of those losses read and did not build
 
@@ -269,7 +270,7 @@ class LogitsUse:
 
 
 def _paragraph(label: str, title: str, *texts: str) -> str:
-    """Return a line of the report, and what there is to say under it."""
+    """Return a line of the report, and the text under it."""
     fill = partial(textwrap.wrap, width=_WIDTH - _INDENT, break_long_words=False)
     lines = [line for text in texts for line in fill(text)]
     return f"\n{' ' * _INDENT}".join([f"{label:<{_INDENT - 1}} {title}", *lines])
@@ -297,16 +298,16 @@ class Replays:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What happened to one graph."""
+    """The report of one graph."""
 
     name: str  # as Dynamo counts, "graph 0/0"
     training: bool  # whether the graph was compiled with gradients
     records: tuple[Record, ...]  # in the order in which the passes ran
     nodes: int  # of the graph as it came in
-    seconds: float  # spent in our own code
+    seconds: float  # spent in memeff_compile's code
     before: str = ""  # the graph as it came in, as text
     after: str = ""  # the graph as it went on to the inner compiler, as text
-    logits: LogitsUse | None = None  # what became of deferred logits so far, if there are any
+    logits: LogitsUse | None = None  # how deferred logits were used at run time, if there are any
     replays: Replays | None = None  # how often it ran as a CUDA graph, if it ever may
 
     def __str__(self) -> str:
@@ -314,7 +315,7 @@ class GraphReport:
 
     @property
     def is_silent(self) -> bool:
-        """Whether there is nothing to say of it."""
+        """Whether its report is empty."""
         return not (self.records or self._uses())
 
     def _uses(self) -> list[LogitsUse | Replays]:
@@ -348,7 +349,7 @@ class GraphReport:
         return replace(self, logits=logits, replays=replays)
 
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
-        """Return this report with what `memeff.verify` found when the graph first ran; with
+        """Return this report with the result of `memeff.verify` from the graph's first run. With
         ``undo`` the original runs instead, and no change of this graph counts.
         """
         records = [
@@ -379,8 +380,8 @@ class GraphReport:
 class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
-    As text it is what changed, the bytes, and what to do next; `details` says where and why, and
-    `to_json` everything.
+    The text has the changes, the bytes, and the next steps; `details` adds locations and reasons,
+    and `to_json` has everything.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -396,7 +397,7 @@ class Report(VerbReport):
 
     @property
     def bytes_saved(self) -> int:
-        """Sum over all changes, and losses outside, whose saving is known at the sizes seen."""
+        """Sum over all changes, and losses outside the graph, whose saving is known."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -419,10 +420,10 @@ class Report(VerbReport):
         return "\n".join([self._summary(), *(line for lines in wrapped for line in lines)])
 
     def details(self) -> str:
-        """Return what was done where, what was left alone and why, graph by graph.
+        """Return rewrites with locations, and declines with reasons, graph by graph.
 
-        Records of several layers that say the same are one, and so are the graphs that no pass
-        found anything in; `to_json` has them all.
+        Equal records of several layers are merged, and so are graphs in which no pass found a
+        match; `to_json` has them all.
 
         Example:
             >>> print(memeff_compile.last_report().details())  # doctest: +SKIP
@@ -446,7 +447,7 @@ class Report(VerbReport):
         return f"<pre>{short}</pre><details><summary>details</summary><pre>{long}</pre></details>"
 
     def _changed(self) -> str:
-        """Return what each pass changed, where, and the bytes."""
+        """Return the changes of each pass, where, and the bytes."""
         texts = []
         changes = [record for record in self.records if record.action in CHANGES]
         for name in dict.fromkeys(record.pass_name for record in changes):
@@ -464,7 +465,7 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return what to do: about what went wrong, a loss, then about what would save most."""
+        """Return the next steps: about errors, then a loss, then the largest possible saving."""
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
         losses = self._unfused()
@@ -517,7 +518,7 @@ class Report(VerbReport):
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read back what `to_json` wrote; the symbols of formulas are positive integers."""
+        """Read back the output of `to_json`; the symbols of formulas are positive integers."""
         data = json.loads(text)
         return cls(tuple(GraphReport._from_dict(graph) for graph in data["graphs"]))
 
@@ -568,7 +569,7 @@ def record_graph(report: GraphReport) -> None:
 
 
 def amend(old: GraphReport, new: GraphReport) -> None:
-    """Put `new` in the place of `old`, if that is still kept."""
+    """Replace `old` by `new`, if it is still kept."""
     with _lock:
         for place, report in enumerate(_graphs):
             if report is old:
@@ -584,8 +585,8 @@ def clear() -> None:
 def graphs() -> Sequence[GraphReport]:
     """Return every graph compiled since the last reset, oldest first.
 
-    Each has the text of the graph as it came in and as it went on, identical on every supported
-    torch, so that a test of the user's own can hold them as a golden.
+    Each has the text of the graph before and after the passes, identical on every supported torch,
+    so that a user's test can use it as a golden.
 
     Example:
         >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP
@@ -595,7 +596,7 @@ def graphs() -> Sequence[GraphReport]:
 
 
 def last_report() -> Report:
-    """Return what was done to every graph compiled since the last reset.
+    """Return the report of every graph compiled since the last reset.
 
     Example:
         >>> print(memeff_compile.last_report())  # doctest: +SKIP

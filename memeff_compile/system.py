@@ -2,9 +2,9 @@
 
 The core is the backend, its passes over losses and attention, deferred logits and the planner. The
 systems are compressed weights, KV caches, ternary linears and attention in low bits. A system adds
-passes, ops, and work that a compiler may not do on its own, such as compressing a model. Each
-folder of `model/` with a file `system.py` holds one `System`, which names everything it adds. The
-core walks `systems()` and names none: without the files of a system, the rest works.
+passes, ops, and work that a compiler must not do itself, such as compressing a model. Each folder
+of `model/` with a file `system.py` holds one `System`, which names everything it adds. The core
+iterates over `systems()` without naming any: without the files of a system, the rest works.
 
 A `System` names its code as text, ``"module:name"``, so that reading one imports neither torch nor
 kernels. `Hooks` lists the calls that the core makes.
@@ -32,7 +32,7 @@ class PassFacts:
     name: str  # of its file, in reports, in `memeff.skip` and in `memeff.strict`
     option: str  # the option that switches it on and off, without `memeff.`
     off: tuple[str, ...] = ("off",)  # the values with which it does not run, first the one to name
-    # `memeff.strict` asks only that it declines nothing, since many graphs have no match for it:
+    # `memeff.strict` only requires that it declines no match, since many graphs have none:
     # one that trains has no cache to update, for example
     may_find_nothing: bool = False
     needs: str = ""  # a pass without which it does not run, or ""
@@ -68,7 +68,7 @@ class Graph(Protocol):
 
 
 class Hooks:
-    """The calls that the core makes to a system. Each does nothing unless a system overrides it."""
+    """The calls that the core makes to a system. The defaults return without effect."""
 
     def refuse(self, options: Any) -> None:  # noqa: ANN401
         """Raise OptionError for options that a backend alone cannot serve."""
@@ -92,7 +92,7 @@ class Hooks:
         """Add guards for inputs of a graph through which no gradient flows."""
 
     def forget(self) -> None:
-        """Free everything that is kept between calls, for `reset()`."""
+        """Free all memory that is kept between calls, for `reset()`."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What every test gets: a seed, few threads, a clean Dynamo, and a backend found by name.
+"""The set-up of every test: a seed, few threads, a clean Dynamo, and a backend found by name.
 
-Torch is imported where it is used: the process that hands out tests to others needs none.
+Torch is imported only where it is used: the process that distributes tests does not need it.
 
 The suite is run twice (see the Makefile), because Triton reads TRITON_INTERPRET when it is
 imported. A test whose marker does not fit its process fails with the command to use.
@@ -47,14 +47,14 @@ OPTIONAL = ("expecttest", "hypothesis", "transformers", "accelerate", "peft")
 
 MISSING = tuple(name for name in OPTIONAL if importlib.util.find_spec(name) is None)
 
-# Until all is collected: what is imported stays, and is a seventh of the time to look through.
+# Until collection ends: imported objects stay alive, and scanning them takes a seventh of the time.
 gc.disable()
 
 left_out: list[str] = []
 
 
 def _make_backend_visible() -> None:
-    """Announce the entry point from a source checkout that nobody installed."""
+    """Announce the entry point of a source checkout that is not installed."""
     if any(entry.name == "memeff" for entry in entry_points(group="torch_dynamo_backends")):
         return
     folder = Path(tempfile.mkdtemp(prefix="memeff-entry-point-"))
@@ -75,7 +75,7 @@ _make_backend_visible()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out a test file whose optional package is not installed, and say so in the header."""
+    """Leave out a test file whose optional package is not installed, and list it in the header."""
     if not MISSING or collection_path.suffix != ".py" or collection_path == Path(__file__):
         return None
     text = collection_path.read_text()
@@ -87,20 +87,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_report_collectionfinish() -> list[str]:
-    """List the files left out, so that nothing is skipped in silence."""
+    """List the files left out, so that skipping is visible."""
     return [f"left out, package not installed: {name}" for name in left_out]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests of a group first: what another process takes of the rest, it takes from the end."""
+    """Run tests of a group first: another process takes its share of the rest from the end."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep the collector of cycles from reading modules and tests, which live as long as we do.
-
-    And from reading what Dynamo makes of a model again and again while it makes it: a tenth of the
-    time. A test that waits for a cycle to go collects it.
+    """Keep the garbage collector from scanning modules and tests, which live until the end, and
+    Dynamo's objects while it builds them: a tenth of the time. A test that depends on a cycle's
+    collection triggers it.
     """
     measure_nothing()
     seed_what_is_there()

@@ -74,7 +74,7 @@ def calls(gm: GraphModule) -> list[Node]:
     return [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
 
 
-# --- what Dynamo records --------------------------------------------------------------------------------
+# --- Dynamo's nodes -------------------------------------------------------------------------------------
 
 
 @probes("example_value", "is_fake")
@@ -621,7 +621,7 @@ def test_operations_on_graphs_that_policies_serve() -> None:
     assert not compat.may_be_under_policy(torch.ops.higher_order.cond)
 
 
-# --- beside the caller ------------------------------------------------------------------------------------
+# --- next to the caller -----------------------------------------------------------------------------------
 
 
 @probes("readable_source")
@@ -1021,7 +1021,7 @@ def test_whether_a_cpu_multiplies_bf16_is_known() -> None:
         assert not has
 
 
-# --- what a backward may overwrite ----------------------------------------------------------------
+# --- memory that a backward pass may overwrite ----------------------------------------------------
 
 
 @probes("is_traced", "frees_saved_tensors", "packs_saved_tensors")
@@ -1530,7 +1530,7 @@ def test_one_number_stands_for_what_is_guarded_of_an_input() -> None:
     for number in (1, 1, 2):
         given.number = number
         assert step(given).tolist() == [2, 2]
-    assert len(seen) == 2  # another number, and nothing else, is other code
+    assert len(seen) == 2  # another number, and only that, is other code
     other: Any = torch.ones(2, dtype=torch.float64)
     other.number = 2
     step(other)

@@ -166,7 +166,7 @@ COMPILED: list[dict[str, Any]] = [
 
 
 QUICK = [(1, "forward"), (3, "backward")]
-"""What is compiled with symbols among the quick tests: each pass, one number and statistics."""
+"""Cases compiled with symbols among the quick tests: each pass, one number and statistics."""
 
 
 @pytest.mark.parametrize(

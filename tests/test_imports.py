@@ -1,4 +1,4 @@
-"""What importing us costs, each seen in a fresh process."""
+"""The cost of importing memeff_compile, each part seen in a fresh process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(sys.modules["memeff_compile"].last_report().rewrites("fuse_linear_cross_en
 def test_the_backend_is_found_by_name_without_triton_and_public_names_resolve(
     fresh_python: FreshPython,
 ) -> None:
-    """The backend comes first, before any import of ours, and says nothing by itself.
+    """The backend comes first, before any import of memeff_compile, and prints nothing by itself.
 
     torch._dynamo itself imports triton where it can, so triton is made unimportable. So is
     transformers, until a name that needs it has said so.

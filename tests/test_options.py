@@ -1,4 +1,4 @@
-"""Options: what is accepted, what is refused and with which words."""
+"""Options: accepted values, refused ones and their messages."""
 
 from __future__ import annotations
 

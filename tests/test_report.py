@@ -140,7 +140,7 @@ more went on unchanged: no pass found anything to do there.""",
 
 
 def layers(count: int) -> list[Record]:
-    """Return what a pass says of the caches of many layers."""
+    """Return a pass's records about the caches of many layers."""
     said = replace(DEFERRED, pass_name="rewrite_kv_update", action="rewrote", code="rewrote")
     return [replace(said, module=f"model.layers.{n}.self_attn") for n in range(count)]
 

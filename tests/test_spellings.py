@@ -1,4 +1,4 @@
-"""docs/use/spellings.md: what the backend does with each spelling is what the page's row says.
+"""docs/use/spellings.md: the backend's result for each spelling equals the page's row.
 
 EXPECTTEST_ACCEPT=1 rewrites the rows, as it does for the goldens of assert_expected_inline, so
 `make golden` renews them: read the difference before accepting it.
@@ -34,7 +34,7 @@ WORDS = {
 
 
 def outcome(report: Report) -> str:
-    """Return what a report says of one spelling, in the page's words."""
+    """Return a report's result for one spelling, in the page's words."""
     changes = {WORDS.get((r.pass_name, r.action), "") for r in report.records} - {""}
     codes = sorted({f"`{r.code}`" for r in report.records if r.action == "declined"})
     declined = [f"declined: {', '.join(codes)}"] if codes else []
@@ -52,7 +52,7 @@ def values_and_gradients(head: Callable[..., Tensor], text: str) -> list[Tensor]
 
 @cache
 def outcomes_outside() -> dict[str, str]:
-    """Return what every loss does with deferred logits that one compiled head returned."""
+    """Return every loss's result with deferred logits that one compiled head returned."""
     torch._dynamo.reset()
     memeff_compile.reset()
     options = {"memeff.inner": "aot_eager"}
@@ -69,7 +69,7 @@ def outcomes_outside() -> dict[str, str]:
 
 
 def in_words(before: LogitsUse, after: LogitsUse) -> str:
-    """Return what the counts say of the calls between two looks at them."""
+    """Return the counts of the calls between two readings, in words."""
     computed = [f"`{k}`" for k, n in after.computed.items() if n > before.computed.get(k, 0)]
     fused = [k for k, n in after.fused.items() if n > before.fused.get(k, 0)]
     assert computed or fused

@@ -1,1 +1,1 @@
-"""What each part of a method is worth."""
+"""The worth of each part of a method."""

@@ -102,7 +102,7 @@ def _measures(found: dict[str, float]) -> str:
 
 
 def adaptive(rows: list[Row]) -> list[str]:
-    """Return what adaptive choices recover, a column for each share of 4b that was asked for."""
+    """Return the share that adaptive choices recover, a column for each requested share of 4b."""
     found: dict[tuple[str, int, str], dict[str, str]] = {}
     for row in (row for row in rows if "recovered" in row):
         way, asked = row["variant"].removeprefix("adaptive ").split(", ")
@@ -162,7 +162,7 @@ def weights(rows: list[Row]) -> list[str]:
     body = []
     for row in found:
         if row.get("block", max(BLOCKS)) < max(BLOCKS):
-            continue  # these have a table of their own
+            continue  # these have a separate table
         name = row["method"]
         if name == "memeff":
             name = f"`{row['codec']}`, {row['mantissa']} bits kept"

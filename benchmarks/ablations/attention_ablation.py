@@ -1,12 +1,12 @@
-"""SageAttention2's tables for small trained models of ours: what each part of low bits is worth.
+"""SageAttention2's tables for small trained models: the worth of each part of low bits.
 
     python benchmarks/models/convergence.py model --to benchmarks/generated/small_model
     python benchmarks/models/small_models.py vit --to benchmarks/generated/small_vit
     python benchmarks/models/small_models.py dit --to benchmarks/generated/small_dit
     python benchmarks/ablations/attention_ablation.py --subject language vision diffusion
 
-Part `tables` computes each attention of a model by one variant. The arithmetic is the op's own
-reference, so that it runs anywhere; what differs from the op's levels is named.
+Part `tables` computes each attention of a model by one variant. The arithmetic is the op's
+reference, so that it runs anywhere; differences from the op's levels are named.
 
     whole model  its perplexity, accuracy or pictures, with every attention replaced (Tables 1, 11)
     layers       each attention on the exact model's own q, k and v, scored alone: average and worst
@@ -168,7 +168,7 @@ def best(means: Sequence[float], share: int) -> set[int]:
 
 
 def adaptive_rows(subject: Subject, ends: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Yield what leaving so many attentions in 4 bits gives, and the scores behind it.
+    """Yield the measures with so many attentions in 4 bits, and the scores that chose them.
 
     Args:
         subject: the model.
@@ -260,8 +260,8 @@ def against(ends: dict[str, float], subject: Subject, name: str) -> dict[str, fl
 def door(subject: Subject, inner: str, levels: Sequence[str] = DOOR) -> Iterator[dict[str, Any]]:
     """Yield the measures of the compiled model at each level, or why there are none.
 
-    `table` is what calibration makes of 4b and 8b, if half of the calls are to have 4b, and
-    `table 40 %` if so many are.
+    `table` is the calibrated table of 4b and 8b with half of the calls in 4b, `table 40 %` with
+    that share.
     """
     if hasattr(subject.model, "set_attn_implementation"):
         subject.model.set_attn_implementation("sdpa")
@@ -284,7 +284,7 @@ def door(subject: Subject, inner: str, levels: Sequence[str] = DOOR) -> Iterator
 def compiled_quality(
     subject: Subject, level: str, inner: str
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Compile a model at a level; return what the backend did, and the measures."""
+    """Compile a model at a level; return the backend's rewrites, and the measures."""
     import memeff_compile
     from memeff_compile.backend import memeff  # by name it needs an installation
 

@@ -1,7 +1,7 @@
-"""The three trained models whose attention is ablated, and what is asked of their results.
+"""The three trained models whose attention is ablated, and the measures of their results.
 
-A subject knows how to run its model on inputs of its own and how good the results are. Text, images
-and noise are the same in every call, so that only attention differs.
+A subject knows how to run its model on its inputs and how good the results are. Text, images and
+noise are the same in every call, so that only attention differs.
 """
 
 from __future__ import annotations
@@ -69,11 +69,8 @@ def attention_is(attend: Attend | None) -> Iterator[None]:
 class Subject:
     """A model, its inputs, and measures of its results.
 
-    Attributes:
-        name: what it is called in rows.
-        model: in eval mode.
-        harm: the measure that grows with damage, for shares of it.
-        layers: attentions in one call of the model.
+    Attributes: name: its name in rows. model: in eval mode. harm: the measure that grows with
+        damage, for shares of it. layers: attentions in one call of the model.
     """
 
     name: str
@@ -83,7 +80,7 @@ class Subject:
 
     @property
     def inputs(self) -> str:
-        """What the measures are taken on."""
+        """The inputs of the measures."""
         raise NotImplementedError
 
     def run(self, model: Any, number: int) -> None:
@@ -105,7 +102,7 @@ class LanguageModel(Subject):
 
     @property
     def inputs(self) -> str:
-        """What the measures are taken on."""
+        """The inputs of the measures."""
         return f"{len(self.tokens)} x {self.tokens.shape[1]} tokens of validation text"
 
     def run(self, model: Any, number: int) -> None:
@@ -138,7 +135,7 @@ class Classifier(Subject):
 
     @property
     def inputs(self) -> str:
-        """What the measures are taken on."""
+        """The inputs of the measures."""
         return f"{self.count} pictures"
 
     def pictures(self, model: Any, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -183,7 +180,7 @@ class Painter(Subject):
 
     @property
     def inputs(self) -> str:
-        """What the measures are taken on."""
+        """The inputs of the measures."""
         return f"{self.count} pictures in {self.steps} steps, guidance {self.guidance:g}"
 
     def draw(self, model: Any, seed: int, count: int) -> tuple[Tensor, Tensor]:
@@ -200,7 +197,7 @@ class Painter(Subject):
         self.draw(model, 1_000 + number, min(self.count, 36))
 
     def quality(self, model: Any, attend: Attend | None = None) -> dict[str, float]:
-        """Return distances to what was drawn at first, and the percentage that is read rightly."""
+        """Return distances to the original drawings, and the percentage that is read correctly."""
         with torch.no_grad(), attention_is(attend):
             found, label = self.draw(model, 99, self.count)
         self.latest = found

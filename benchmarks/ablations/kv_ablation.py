@@ -1,20 +1,19 @@
-"""What a KV cache of few bits does to a small trained model: perplexity and passkey retrieval.
+"""Effects of a low-bit KV cache on a small trained model: perplexity and passkey retrieval.
 
     python benchmarks/ablations/kv_ablation.py train
     python benchmarks/ablations/kv_ablation.py measure
     python benchmarks/ablations/kv_ablation.py decode  # steps of one token, compiled
     python benchmarks/ablations/kv_ablation.py table
 
-`train`: a Llama of 8 layers of width 512 on the text of corpus.py, sequences of 2048. Few models
-of this size and training can copy from far away, so half of the rows teach it: two of eight repeat
-random pieces; two hold a pass key, eight random bytes behind a phrase, which is asked for later. In
+`train`: a Llama of 8 layers of width 512 on the text of corpus.py, sequences of 2048. Few models of
+this size and training can copy from far away, so half of the rows teach it: two of eight repeat
+random pieces; two hold a pass key, eight random bytes after a phrase, which is asked for later. In
 the first third of the steps there is no other text.
 
 `measure`: held-out text goes through the cache in pieces of 64 tokens, of 256 for pass keys. Each
-piece attends to what the cache then says of the tokens before it, as in decoding, except that the
-piece itself is exact.
-Losses count from position 512 on. A pass key is retrieved if each of its eight tokens is the
-likeliest one; it lies in the first three quarters of the sequence, among validation text.
+piece attends to the cache's decoded tokens before it, as in decoding, except that the piece itself
+is exact. Losses count from position 512 on. A pass key is retrieved if each of its eight tokens is
+the likeliest one; it lies in the first three quarters of the sequence, among validation text.
 """
 
 from __future__ import annotations
@@ -50,18 +49,14 @@ PHRASE = "\n# The pass key is"
 class Plan:
     """Sizes of the copying task and of the measurement.
 
-    Attributes:
-        cell: tokens of a place where a key is told or asked for.
-        key: tokens of a pass key.
+    Attributes: cell: tokens of a place where a key is told or asked for. key: tokens of a pass key.
         alphabet: how many tokens keys and repeated pieces are made of: those of single bytes.
-        phrase: tokens of what stands before it, at most.
-        repeating, telling: rows of a batch that repeat, and that hold a key; the others are text.
-        without_text: so many steps come first in which all other rows repeat.
-        questions: how often a key is asked for.
-        piece, asked_piece: tokens that go through the cache at once, of text and of passkeys.
-        counted_from: the first position whose loss counts.
-        sequences: of text, and of passkeys twice as many.
-        group, recents, keeps: settings of the cache.
+        phrase: the most tokens of the phrase before it. repeating, telling: rows of a batch that
+        repeat, and that hold a key; the others are text. without_text: so many steps come first in
+        which all other rows repeat. questions: how often a key is asked for. piece, asked_piece:
+        tokens that go through the cache at once, of text and of passkeys. counted_from: the first
+        position whose loss counts. sequences: of text, and of passkeys twice as many. group,
+        recents, keeps: settings of the cache.
     """
 
     cell: int = 32
@@ -259,7 +254,7 @@ Setting = tuple[int, str, int, int]
 
 
 def settings(plan: Plan) -> Iterator[Setting]:
-    """Yield what is measured, 16 bits first."""
+    """Yield the settings to measure, 16 bits first."""
     yield 16, "kivi", plan.recents[0], 4
     schemes = ("kivi", "per_head")
     for keep, recent, scheme, bits in itertools.product(
@@ -269,7 +264,7 @@ def settings(plan: Plan) -> Iterator[Setting]:
 
 
 class Measured:
-    """The model, the texts, and what 16 bits answered."""
+    """The model, the texts, and the answers with 16 bits."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.device = device_of()
@@ -421,7 +416,7 @@ def table(given: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Do what was asked."""
+    """Run the requested command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The paper's Table 1 and Table A1 for this project: what each part of the loss is worth.
+"""The paper's Table 1 and Table A1 for this project: the worth of each part of the loss.
 
     python benchmarks/ablations/loss_ablation.py --shape gemma2 llama3
     python benchmarks/ablations/loss_ablation.py --ignored 50 90  # Table A1
@@ -6,9 +6,9 @@
 
 Its columns are the paper's: loss, gradient and both, each as peak memory and time, under a lower
 bound (the outputs' bytes; the library's products). Rows are the filters with and without vocabulary
-sorting, one gradient at a time, no filter, and the peers. With ignored targets every method runs as
-it is, and again with the ignored rows taken out beforehand. Beside them stand the shares of active
-tiles and the dropped mass, computed densely from the same tensors.
+sorting, one gradient at a time, no filter, and the baselines. With ignored targets every method
+runs unchanged, and again with the ignored rows removed beforehand. The rows also have the shares of
+active tiles and the dropped mass, computed densely from the same tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MIB = 2**20
 
 
 def lower_bound(tensors: registry.Inputs, product_time: dict[str, float]) -> dict[str, Any]:
-    """Return the row that nothing can beat: output bytes, and one and two library products.
+    """Return the lower bound as a row: output bytes, and one and two library products.
 
     The loss is one fp32 number. Forward needs one product; the two gradients need two, if the
     probabilities were free.
@@ -151,7 +151,7 @@ def _inspection(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure, or print what was measured."""
+    """Measure, or print the measured rows."""
     parser = op.arguments(__doc__)
     parser.add_argument(
         "what", choices=["linear_cross_entropy", "table"], nargs="?", default="linear_cross_entropy"

@@ -1,4 +1,4 @@
-"""MiniCache's ablations on a trained model: what merging layers does to its answers, and its cost.
+"""MiniCache's ablations on a trained model: effects of merging layers on its answers, and the cost.
 
     python benchmarks/ablations/merging_ablation.py --part train
     python benchmarks/ablations/merging_ablation.py --part fidelity
@@ -13,16 +13,16 @@
 and by `max_norm`; bits with and without merging, by both; the rule by the layer that merging starts
 from, layer by layer; one pair of layers at a time; the share of rows kept; gamma; t; both readings
 of the retention rule; both scales. Held-out text goes through the cache: a prompt, then pieces,
-each of which attends to what the cache says of all tokens before it. Losses count from the first
-piece on. Rows of named configurations also have what `fidelity_report` says.
+each of which attends to the cache's decoded tokens before it. Losses count from the first piece on.
+Rows of named configurations also have the result of `fidelity_report`.
 
 `memory`: bytes of caches of Llama-3-8B's shape (32 layers, 8 key-value heads of 128), allocated,
 against bf16 keys and values; and those of Llama-2-7B's (32 heads).
 
 `overhead`: microseconds of one layer pair's work at a decoding step in CUDA graphs, 32 query and 8
-key-value heads of 128: both appends where nothing is due and where a group is merged, attention of
-one layer that is merged and of one that is not, and merging a prompt by component. Attention reads
-copies in turn, so that what it reads comes from memory.
+key-value heads of 128: both appends without and with a group to merge, attention of one layer that
+is merged and of one that is not, and merging a prompt by component. Attention reads copies in turn,
+so that its operands come from memory.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -72,7 +72,7 @@ from memeff_compile.kernels.coded_kv_cache import (
 from memeff_compile.kernels.coded_kv_cache.layout import Own, Pair, Shared
 from memeff_compile.kernels.kv_cache import kv_cache_attention
 
-MiniCache = functools.partial(_MiniCache, force=True)  # what is lost is what is measured
+MiniCache = functools.partial(_MiniCache, force=True)  # the loss is the measured quantity
 
 SHAPES = {
     "h200": {"llama-3-8b": (32, 32, 8, 128), "llama-2-7b": (32, 32, 32, 128)},
@@ -179,7 +179,7 @@ def projections(options: argparse.Namespace) -> str:
 
 
 def load(options: argparse.Namespace) -> Any:
-    """Return the trained model with PyTorch's attention; a random one where there is none."""
+    """Return the trained model with PyTorch's attention; without one, a random model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -202,7 +202,7 @@ def load(options: argparse.Namespace) -> Any:
 
 
 def texts(options: argparse.Namespace, vocabulary: int) -> dict[str, Tensor]:
-    """Return rows of validation text, or random tokens where there is none."""
+    """Return rows of validation text, or random tokens without one."""
     shape = (options.sequences, options.length)
     if not (options.corpus / "corpus.json").exists():
         draw = torch.Generator().manual_seed(0)
@@ -216,7 +216,7 @@ def texts(options: argparse.Namespace, vocabulary: int) -> dict[str, Tensor]:
 
 
 TEXTS = ("python", "other")
-"""What the model was trained on, and what it was not; the latter for named settings and bits."""
+"""Texts like the model's training text, and unlike it; the latter for named settings and bits."""
 
 
 def trials(layers: int) -> list[tuple[str, str, dict[str, Any]]]:
@@ -262,7 +262,7 @@ def trials(layers: int) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 class Answers:
-    """What a model says of given text, from caches of any setting, beside an exact one."""
+    """A model's answers to given text, from caches of any setting, compared with an exact one."""
 
     def __init__(self, model: Any, options: argparse.Namespace) -> None:
         self.model, self.options = model, options
@@ -270,7 +270,7 @@ class Answers:
 
     @torch.no_grad()
     def ask(self, ids: Tensor, cache: Any) -> tuple[float, Tensor]:
-        """Return the mean loss of what comes after the prompt, and the likeliest tokens."""
+        """Return the mean loss of the tokens after the prompt, and the likeliest tokens."""
         given = self.options
         pieces = [ids[:, : given.prompt], *ids[:, given.prompt :].split(given.piece, 1)]
         losses, likeliest = [], []
@@ -287,7 +287,7 @@ class Answers:
         return float(torch.cat(losses).double().mean()), torch.cat(likeliest)
 
     def compare(self, name: str, ids: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return perplexity and agreement with the exact cache, and what the cache holds."""
+        """Return perplexity and agreement with the exact cache, and the cache's size."""
         if name not in self.exact:
             self.exact[name] = self.ask(ids, self.cache({"bits": 16, "merge": None}))
         cache = self.cache(settings)
@@ -309,14 +309,14 @@ class Answers:
         return KVCache(self.model.config, given.length, **settings, **shape)
 
     def report(self, ids: Tensor, settings: dict[str, Any]) -> Any:
-        """Return what `fidelity_report` says of the first sequences."""
+        """Return the `fidelity_report` of the first sequences."""
         given = self.options
         shape = {"steps": given.piece, "recent": given.recent, "group": given.group}
         return memeff_compile.fidelity_report(self.model, ids[:8], **settings, **shape)
 
 
 def fidelity(options: argparse.Namespace) -> None:
-    """Measure what every setting does to the model's answers."""
+    """Measure every setting's effect on the model's answers."""
     started = time.perf_counter()
     model = load(options)
     config = model.config
@@ -346,7 +346,7 @@ def fidelity(options: argparse.Namespace) -> None:
 
 
 def said(report: Any) -> dict[str, Any]:
-    """Return what a row takes from a fidelity report."""
+    """Return a row's fields from a fidelity report."""
     row = {name: report.logits[name] for name in ("kl", "kl_worst", "agreement")}
     row["attention_cosine"] = [round(line["mean"], 5) for line in report.attention]
     row["attention_worst"] = min(line["worst"] for line in report.attention)
@@ -542,11 +542,11 @@ def one_step(
 
 
 COLD = 400e6
-"""Bytes to read in turn so that none is still in the cache of the GPU."""
+"""Bytes to read in turn so that no copy is still in the GPU's cache."""
 
 
 def bytes_read(shared: list[Tensor]) -> int:
-    """Return the bytes that attention of one layer reads of what two share."""
+    """Return the bytes that attention of one layer reads of the shared tensors."""
     return sum(tensor.nbytes for tensor in shared[:4])
 
 

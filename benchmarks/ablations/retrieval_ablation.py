@@ -6,14 +6,14 @@
 
 `train`: a small Llama learns to read records back: a mark, a name and a value of eight tokens, told
 somewhere among filler; later the mark and the name, and the model writes the value. No token of
-names and values occurs twice in what is told, so that the token after the last one's first place is
-the answer: what induction heads do. Sequences grow from 64 to 2048 tokens, each time that the
-model answers rightly; only answers count in the loss.
+names and values occurs twice in the records, so that the token after the last one's first place is
+the answer: what induction heads do. Sequences grow from 64 to 2048 tokens, each time that the model
+answers rightly; only answers count in the loss.
 
-`measure`: what is told goes through the cache as one prompt, which attends to itself exactly; then
-the question with its answer, which reads what the cache says of the prompt. A value is retrieved if
-each of its tokens is the likeliest one, which is what greedy generation would write. One record in
-filler is a pass key; as many as fit are told apart by their names only.
+`measure`: the records go through the cache as one prompt, which attends to itself exactly; then the
+question with its answer, which reads the cached prompt. A value is retrieved if each of its tokens
+is the likeliest one, as greedy generation would write. One record in filler is a pass key; as many
+as fit are told apart by their names only.
 """
 
 from __future__ import annotations
@@ -138,15 +138,12 @@ def draw(
     generator: torch.Generator,
     first: float = 1.0,
 ) -> Asked:
-    """Return sequences, drawn anew.
+    """Return newly drawn sequences.
 
-    Args:
-        plan: the sizes.
-        shape: how many sequences, and their tokens.
-        records: told in each; as many as fit if that is less.
-        questions: asked at the end of each, about different records.
-        generator: of the device.
-        first: all are told in so much of what stands before the questions.
+    Args: plan: the sizes. shape: how many sequences, and their tokens. records: told in each; as
+        many as fit if that is less. questions: asked at the end of each, about different records.
+        generator: of the device. first: all are in this first share of the text before the
+        questions.
     """
     count, length = shape
     where: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -235,7 +232,7 @@ def device_of() -> str:
 
 
 def rate(plan: Plan, step: int, spent: float) -> float:
-    """Return the learning rate: a warm-up, level for half of the run, a cosine to nothing."""
+    """Return the learning rate: a warm-up, level for half of the run, a cosine to zero."""
     progress = max(spent, step / plan.steps)
     fall = (1 + math.cos(math.pi * min(1.0, max(0.0, 2 * progress - 1)))) / 2
     return plan.peak_lr * min(1.0, (step + 1) / plan.warm_up) * fall
@@ -320,7 +317,7 @@ class Setting:
 
 
 def settings(layers: int, widths: Sequence[int] = BITS) -> Iterator[Setting]:
-    """Yield what is measured with these bits, caches without merging first."""
+    """Yield the settings to measure with these bits, caches without merging first."""
     for scheme, bits in itertools.product(("kivi", "per_head"), widths):
         if bits < 16 or scheme == "kivi":
             yield Setting(bits, scheme)
@@ -430,14 +427,14 @@ def lines_of(found: list[dict[str, Any]]) -> list[str]:
 
 
 def plan_of(given: argparse.Namespace) -> Plan:
-    """Return the plan of a size, with what else was asked for."""
+    """Return the plan of a size, with the other arguments."""
     changed = json.loads(given.plan)
     changed = {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
     return dataclasses.replace(PLANS[given.size], **changed)
 
 
 def main() -> int:
-    """Do what was asked."""
+    """Run the requested command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

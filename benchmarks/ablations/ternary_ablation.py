@@ -12,8 +12,8 @@ Quantisers that only the paper's ablations have are `reference_quantizers.py`; "
 are a model whose linears are written as published, for the pass `ternarize_linear` to find, and the
 same under Inductor.
 
-`run` appends to one file of curves and leaves out what is complete there. Lines of a run: what it
-is; then loss and validation loss of every hundred steps; then the figures of the trained model.
+`run` appends to one file of curves and leaves out complete runs. Lines of a run: its description;
+then loss and validation loss of every hundred steps; then the figures of the trained model.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ HYBRID_FP4: Kinds = ("fp4", "fp4", "fp4", "int8")
 
 @dataclass(frozen=True)
 class Variant:
-    """What distinguishes a run.
+    """The properties of a run.
 
     Attributes:
         kinds: of the inputs of q/k/v, attention's output, gate/up and down; None: a dense model.
@@ -347,7 +347,7 @@ def two_stages(
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write a state so that nobody sees half of it."""
+    """Write a state atomically."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.rename(path)
@@ -366,7 +366,7 @@ def wait_for(job: Job) -> Any:
 
 
 def figures(job: Job, loop: small_training.Loop, device: str) -> dict[str, Any]:
-    """Return what the trained model is like, on held-out text of both slices."""
+    """Return the trained model's figures, on held-out text of both slices."""
     recipe, found = loop.recipe, {}
     for name in ("python", "other"):
         held_out = training.Tokens(job.folder, f"{name}-validation", recipe, device)
@@ -416,7 +416,7 @@ def jobs(given: argparse.Namespace) -> list[Job]:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Do what is not complete, in several processes."""
+    """Do the runs that are not complete, in several processes."""
     small_training.ensure_corpus(given.folder, given.corpus or CORPUS)
     waiting = jobs(given)
     if given.workers == 0:
@@ -486,7 +486,7 @@ TABLES: dict[str, tuple[str, list[str]]] = {
                                          "inputs fp4 e2m1"]),
     "Spellings": ("b1.58 relu2", ["b1.58 relu2", "spelled", "spelled, inductor"]),
 }  # fmt: skip
-"""Table of the paper -> what losses are compared with, and its runs."""
+"""Table of the paper -> the run that losses are compared with, and its runs."""
 
 
 def tables(given: argparse.Namespace) -> int:
@@ -524,7 +524,7 @@ def at_switch(lines: list[dict[str, Any]]) -> tuple[float, float, float]:
 
 
 def main() -> int:
-    """Run, or print what was run."""
+    """Run, or print the runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -7,10 +7,10 @@ Part `perplexity` (Figure 3, Table 4 of arXiv 2410.20650) replaces the weights o
 the head: dense, 8 and 4 bits as published elsewhere, and this package's codes with 7, 3, 1 and 0
 mantissa bits and blocks of 32 to 512. Part `times` takes the time of a forward. Part `errors`
 compares decoded with given weights: of a normal distribution, trained-like random ones, and the
-model's own.
+model's weights.
 
 The other formats are plain PyTorch written from their papers, not the libraries that provide them;
-they say what a format costs in bits and accuracy, and nothing about time:
+they show a format's bits and accuracy, not its time:
 
     int8         LLM.int8 (arXiv 2208.07339): int8 by row of the weight and by token, products of
                  inputs above 6 in 16 bits
@@ -68,12 +68,10 @@ def four_bit_floats() -> Tensor:
 
 
 def in_four_bits(weight: Tensor, numbers: Tensor, double: bool) -> tuple[Tensor, float]:
-    """Return a weight as 4-bit numbers of blocks hold it, and bits per weight.
+    """Return a weight after 4-bit block quantisation, and bits per weight.
 
-    Args:
-        weight: bf16; its size a multiple of 64.
-        numbers: what a code stands for, in ascending order.
-        double: whether scales are coded too.
+    Args: weight: bf16; its size a multiple of 64. numbers: the value of each code, in ascending
+        order. double: whether scales are coded too.
     """
     numbers = numbers.to(weight.device)
     blocks = weight.float().reshape(-1, SCALED_TOGETHER)
@@ -153,7 +151,7 @@ def emulate_(model: nn.Module, method: str) -> float:
 
 
 def methods() -> Iterator[dict[str, Any]]:
-    """Yield what is measured."""
+    """Yield the methods to measure."""
     yield {"method": "dense"}
     for name in ("int8", "fp4", "fp4 double", "nf4", "nf4 double"):
         yield {"method": name, "emulated": True}

@@ -2,7 +2,7 @@
 
     python benchmarks/data/corpus.py --folder benchmarks/generated --megabytes 128
 
-The text is what Python packages bring along: the slice `python` is sources, the slice `other` is C
+The text comes from installed Python packages: the slice `python` is sources, the slice `other` is C
 and C++ headers and prose. Files come in the order of the hash of their path under the packages'
 folder, each content once, until the slice has its size; the hash of the content decides whether a
 file is for training or for validation. The same installation gives the same tokens, byte for byte.
@@ -39,7 +39,7 @@ SLICES = {
 SPLITS = ("train", "validation")
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST, LARGEST = 256, 512 * 1024
-"""Bytes of a file: shorter ones say nothing, longer ones are mostly generated tables."""
+"""Bytes of a file: shorter ones have little text, longer ones are mostly generated tables."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     python benchmarks/data/glyphs.py --to benchmarks/generated/glyphs.npz
 
 Each character of each font once, in the middle of 48 x 48 pixels, as one compressed file of numpy.
-`small_models.py` turns, sizes, shades and disturbs them anew for every batch. Needs matplotlib and
+`small_models.py` turns, sizes, shades and disturbs them again for every batch. Needs matplotlib and
 Pillow, and neither torch nor a network; the same versions give the same pictures.
 """
 

@@ -1,5 +1,5 @@
-"""What the collectives of one step move, when the GPU computes and when it waits, and the largest
-block that the allocator is asked for.
+"""Measures the collectives of one step, the GPU's busy and waiting time, and the largest block
+requested from the allocator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZES = {"BFloat16": 2, "Half": 2, "Float": 4, "Double": 8, "Long": 8, "Int": 4,
 
 
 def at(step: Callable[[], object], device: str) -> dict[str, Any]:
-    """Return what this rank sees of one step, and of another its blocks; nothing on a CPU."""
+    """Return this rank's measurements of one step, and of another its blocks; empty on a CPU."""
     if device != "cuda":
         step()
         return {}

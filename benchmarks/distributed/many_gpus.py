@@ -7,11 +7,11 @@
 
 Eager PyTorch, Inductor and memeff have a model each and take turns, step by step, in one process
 group. A step is forward, backward and SGD; its time is that of the slowest rank. First each of them
-has to have eager's loss and gradient norm: where it has not, its row says so and has no time. Peak
-memory is the largest of any rank, without what the others keep; of a lone head there is also what
-comes on top of its gradients. The whole head on one GPU is measured beside the one that is split.
-`--look` adds a step that does not count, in which rank 0 notes what the collectives move, and the
-largest block that the allocator was asked for. Rank 0 writes the rows.
+has to have eager's loss and gradient norm: otherwise its row has the reason and no time. Peak
+memory is the largest of any rank, without the other backends' models; for a lone head there is also
+the memory on top of its gradients. The whole head on one GPU is measured as well as the split one.
+`--look` adds a step that does not count, in which rank 0 records the bytes of the collectives, and
+the largest block that the allocator was asked for. Rank 0 writes the rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from benchmarks.distributed import looking
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured: a Llama, the batch of a rank, and the rows and width of the lone head."""
+    """The measured sizes: a Llama, the batch of a rank, and the rows and width of the lone head."""
 
     vocabulary: int
     width: int
@@ -97,7 +97,7 @@ def _loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass
 class Subject:
-    """One backend's model, and what its steps have cost."""
+    """One backend's model, and the cost of its steps."""
 
     backend: str
     parameters: list[nn.Parameter]
@@ -124,7 +124,7 @@ class Subject:
         self.optimizer.zero_grad()
 
     def checked(self, against: dict[str, Any] | None, tolerance: float) -> None:
-        """Do two steps that do not count, and note loss and gradient norm, or what differs."""
+        """Do two steps that do not count, and record loss and gradient norm, or the difference."""
         loss = self.loss()
         loss.backward()
         self.row |= {"loss": _mean(float(loss)), "gradient_norm": _norm(self.parameters)}
@@ -185,7 +185,7 @@ def _norm(parameters: Sequence[nn.Parameter]) -> float:
 
 
 def _compiled(backend: str, options: dict[str, str]) -> Callable[[Any], Any]:
-    """Return what compiles by a backend, or leaves things as they are."""
+    """Return a function that compiles by a backend, or returns its argument."""
     if backend == "eager":
         return lambda each: each
     chosen = options if backend == "memeff" else None
@@ -214,7 +214,7 @@ def _llama(size: Size, device: str, *, is_checkpointed: bool = True) -> Any:
 
 
 def _ids(size: Size, device: str, group: int | None = None) -> Tensor:
-    """Return what a rank is given, or all ranks of one tensor-parallel group."""
+    """Return a rank's token ids, or those of all ranks of one tensor-parallel group."""
     generator = torch.Generator().manual_seed(1 + (dist.get_rank() if group is None else group))
     return torch.randint(size.vocabulary, (size.batch, size.length), generator=generator).to(device)
 
@@ -233,8 +233,8 @@ def _shard(
     ahead: int = 1,
     together: int = 1,
 ) -> None:
-    """Shard blocks, so many ``together``, and the root in groups of their own; the backward gathers
-    so many of them ``ahead`` of the one that it is at.
+    """Shard blocks, so many ``together``, and the root in separate groups; the backward pass
+    gathers so many of them ``ahead`` of the one that it is at.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -279,7 +279,7 @@ def fsdp2(
     is_layerwise: bool = False,
     **layout: Any,
 ) -> Made:
-    """Layers and root in groups of their own, the model compiled around them.
+    """Layers and root in separate groups, the model compiled around them.
 
     Layer by layer, too, as `memeff_compile.compile` does it: transformers before 5.23 checkpoints
     around FSDP2's hooks, and Dynamo leaves such layers out of the graphs of a whole model. The last
@@ -305,8 +305,9 @@ def tensor_parallel(size: Size, device: str, compiled: Callable[[Any], Any]) -> 
 
 
 def both_ways(size: Size, device: str, compiled: Callable[[Any], Any]) -> Made:
-    """Cut over pairs of ranks, and sharded by FSDP2 over the pairs; not checkpointed. The embedding
-    is whole: in a graph of its own torch stops at a cut one.
+    """Split over pairs of ranks, and sharded by FSDP2 over the pairs; not checkpointed.
+
+    The embedding is whole: in a separate graph torch fails on a split one.
     """
     shape = (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "classes"))
@@ -384,7 +385,7 @@ CASES: dict[str, Callable[..., Made]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured of each case."""
+    """The quantities to measure of each case."""
 
     backends: Sequence[str]
     options: dict[str, str]  # of memeff
@@ -453,7 +454,7 @@ def _of_libraries(device: str) -> int:
 
 
 def tried(found: Iterator[dict[str, Any]], case: str) -> Iterator[dict[str, Any]]:
-    """Yield rows, or what stopped a case: that is a result, and others come behind it."""
+    """Yield rows, or the error of a case: that is a result, and other cases follow."""
     try:
         yield from found
     except Exception as error:
@@ -463,7 +464,7 @@ def tried(found: Iterator[dict[str, Any]], case: str) -> Iterator[dict[str, Any]
 
 @contextmanager
 def group(parser: argparse.ArgumentParser, device: str) -> Iterator[None]:
-    """Join the process group that torchrun starts, if none is there, and leave it again."""
+    """Join the process group that torchrun starts, if there is none, and leave it again."""
     if is_ours := not dist.is_initialized():
         if "RANK" not in os.environ:
             parser.error("start it with torchrun --nproc-per-node N")

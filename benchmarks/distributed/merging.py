@@ -1,13 +1,13 @@
-"""What ranks that hold parts of a head tell each other, alone: no product, no gradient.
+"""The exchanges between ranks with parts of a head, alone: no product, no gradient.
 
     torchrun --nproc-per-node 2 benchmarks/distributed/merging.py
     torchrun --nproc-per-node 2 benchmarks/distributed/merging.py --device cpu --rows 64
 
-In a step these gathers stand between products, and a profile of them counts what a rank waits for
-a slower one. Here ranks come together: a sample is merges in a row behind one barrier, the GPUs
-kept asleep until the host has asked for them, divided by their number. A merge is all of a loss:
-the number of rows, two numbers of each row, piece by piece, with what is made of them, and the
-total. Rank 0 writes the row.
+In a step these gathers stand between products, and a profile of them includes a rank's waiting for
+a slower one. Here ranks start together: a sample is merges in a row after one barrier, the GPUs
+kept asleep until the host has launched them, divided by their number. A merge is all of a loss: the
+number of rows, two numbers of each row, block by block, with the results computed from them, and
+the total. Rank 0 writes the row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memeff_compile.kernels.linear_cross_entropy.walk import ENGINES, Block
 REPEATS = 5
 CLASSES = 128256
 WIDTH = 64
-"""Of the hidden states, of which nothing is computed."""
+"""Of the hidden states, which are not used in computation."""
 
 
 def merge_of(count: int, device: str) -> tuple[Callable[[], Tensor], int]:

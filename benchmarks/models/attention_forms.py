@@ -63,7 +63,7 @@ TINY = {
 
 
 class Run:
-    """One job on one backend, and what it has cost so far."""
+    """One job on one backend, and its cost until now."""
 
     def __init__(self, job: str, model: Any, backend: str, ids: Tensor, inner: str) -> None:
         self.job, self.model, self.backend, self.ids = job, model, backend, ids
@@ -76,7 +76,7 @@ class Run:
         self.row: dict[str, Any] = {}
 
     def once(self) -> Tensor:
-        """Run the job once; return what is compared: the last logits, or a gradient."""
+        """Run the job once; return the result to compare: the last logits, or a gradient."""
         if self.job == "prefill":
             with torch.no_grad():
                 return self.forward(input_ids=self.ids, logits_to_keep=1).logits.detach()
@@ -119,7 +119,7 @@ def reference(job: str, model: Any, ids: Tensor) -> Tensor:
 
 
 def set_dtype(model: Any, dtype: torch.dtype) -> None:
-    """Cast the parameters, and nothing else: the angles of RoPE stay in fp32."""
+    """Cast only the parameters: the angles of RoPE stay in fp32."""
     model.zero_grad(set_to_none=True)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

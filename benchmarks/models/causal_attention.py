@@ -46,7 +46,7 @@ def _causal(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return the mask that `_causal` needs: none."""
+    """Return no mask, as `_causal` needs none."""
     del args, kwargs
 
 

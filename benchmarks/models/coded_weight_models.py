@@ -10,14 +10,13 @@
 `curves`: the Llama of `convergence.py` in bf16, AdamW in the backward, on dense and on compressed
 weights, from the same start on the same text: the losses, and how many of them differ in any bit.
 `t5`: the loss of an encoder-decoder on held-out text for every number of mantissa bits; then its
-training, likewise.
-`exponents`: how often each exponent occurs in the weights that `curves` trains, and the entropy of
-sign, exponent and mantissa. `throughput`: bytes of bf16 per second, encoding and decoding, beside
-moving the weight to pinned memory of the host and back, and int8 codes with a scale per row,
-written as plain PyTorch. `grouping`: one token through a model of Llama-3-8B's shape, compiled by
-this backend with nothing but its passes, in CUDA graphs: dense, compressed with linears of one
-input in one launch, and with one launch for each; the results of the latter two are compared bit
-for bit.
+training, likewise. `exponents`: how often each exponent occurs in the weights that `curves` trains,
+and the entropy of sign, exponent and mantissa. `throughput`: bytes of bf16 per second, encoding and
+decoding, compared with moving the weight to pinned memory of the host and back, and int8 codes with
+a scale per row, written as plain PyTorch. `grouping`: one token through a model of Llama-3-8B's
+shape, compiled by this backend with only its passes, in CUDA graphs: dense, compressed with linears
+of one input in one launch, and with one launch for each; the results of the latter two are compared
+bit for bit.
 
 `--size tiny` runs everything on the CPU in seconds, on random tokens.
 """
@@ -293,7 +292,7 @@ def from_int8(codes: Tensor, scale: Tensor) -> Tensor:
 def pairs(
     weight: Tensor, device: str
 ) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """Return, per way, what makes the weight small or moves it away, and what brings it back."""
+    """Return, per way, a function that compresses the weight or moves it away, and its inverse."""
     found: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
     for codec in CODECS:
         parts = encode(weight, codec, Room(0.02, 1024))
@@ -347,7 +346,7 @@ def grouping(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     together = coded_weight.MAX_TOGETHER
     ways = {"dense": ("", 1), "win4, apart": ("win4", 1), "win4, grouped": ("win4", together)}
     runs: dict[str, Callable[[], object]] = {}
-    kept: list[object] = []  # what the graphs read
+    kept: list[object] = []  # the graphs' inputs
     found: dict[str, Tensor] = {}
     launches: dict[str, int] = {}
     for way, (codec, most) in ways.items():

@@ -4,9 +4,9 @@
 
 The whole model is compiled by this backend, checkpointed, with plain SGD: after the backward (the
 usual step), in the backward on dense weights, and in the backward on compressed ones. Each way is a
-process of its own; all compile side by side, then take turns, alone on the GPU. Steps behind the
-timed ones run side by side again, and a digest of all weights says whether ways agree bit for bit,
-for which PyTorch is asked for deterministic algorithms (its attention adds atomically otherwise).
+separate process; all compile in parallel, then take turns, alone on the GPU. Steps after the timed
+ones run in parallel again, and a digest of all weights says whether ways agree bit for bit, for
+which PyTorch is asked for deterministic algorithms (its attention adds atomically otherwise).
 `--models tiny` runs on the CPU in seconds.
 """
 
@@ -79,7 +79,7 @@ def sgd(parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Return what tells weights apart, whatever codes they are in."""
+    """Return a digest of the weights, whatever codes they are in."""
     memeff_compile.decompress_(model)
     found = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
@@ -155,7 +155,7 @@ def one(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run every way of every model beside the others, or the one that is asked for."""
+    """Run every way of every model in parallel, or the requested one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,7 +8,7 @@
 `train` appends to one file of curves as it goes and leaves out runs that are complete there, so it
 can be interrupted and repeated. A run is a phase, a method and a seed; each GPU takes the next run
 that is waiting, lower seeds first. A line holds a hundred steps: the mean training loss of every
-ten, and the validation loss. The first line of a run says what it is, the last one has "done".
+ten, and the validation loss. The first line of a run describes it, the last one has "done".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.models import training
 BASE_METHOD = "inductor"
 """Fine-tuning starts from this method's weights, trained from scratch with seed 0."""
 REPLY = "@@"
-"""What a worker's answers start with; everything else on its output is chatter."""
+"""Prefix of a worker's answers; all other output is ignored."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def worker_command(given: argparse.Namespace) -> list[str]:
 
 
 def serve(gpu: str, plan: Plan, given: argparse.Namespace) -> None:
-    """Keep one worker process on one device busy until nothing is left that fits."""
+    """Keep one worker process on one device busy until no waiting run fits."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     number = visible.split(",")[int(gpu)] if visible and gpu != "none" else gpu
@@ -237,7 +237,7 @@ def _gives_the_base(run: Run) -> bool:
 
 
 def work(given: argparse.Namespace) -> None:
-    """Run what the driver sends on standard input, one JSON line each."""
+    """Run the jobs that the driver sends on standard input, one JSON line each."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -375,7 +375,7 @@ def save_model(given: argparse.Namespace) -> int:
 def summary(curves: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the final validation loss per phase and method: mean, spread, difference to eager's.
 
-    The difference is taken seed by seed, so that what a seed does to every method falls out.
+    The difference is taken seed by seed, so that a seed's common effect cancels.
     """
     final: dict[tuple[str, str], dict[int, float]] = {}
     for name, lines in curves.items():
@@ -445,7 +445,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Do what was asked."""
+    """Run the requested command."""
     given = arguments()
     if given.action == "worker":
         work(given)

@@ -1,4 +1,5 @@
-"""What a loss does to a real model that is fine-tuned: curves over seeds, on text of this machine.
+"""The effect of a loss on a real model that is fine-tuned: curves over seeds, on text of this
+machine.
 
     python benchmarks/models/fine_tuning.py train --model FOLDER --every-depth
     python benchmarks/models/fine_tuning.py table --out FILE
@@ -6,8 +7,8 @@
 FOLDER is a causal model with its tokenizer, as `from_pretrained` takes it. fp32 weights, bf16
 autocast, AdamW; headers and prose that Python packages bring along, of which one file in eight is
 judged on. A seed decides the order of the text, the same for every method. "apple" is Apple's loss
-with its filter behind a compiled model, where it is installed. A run is a row; complete ones are
-left out.
+with its filter after a compiled model, if it is installed. A run is a row; complete ones are left
+out.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def load(given: argparse.Namespace, device: str) -> Any:
 
 
 def step_of(model: Any, method: str, inner: str) -> Step:
-    """Compile a model for a method; return what gives its loss."""
+    """Compile a model for a method; return a function that computes its loss."""
     if method != THEIRS:
         methods.compile_model(model, method, {}, inner)
         return lambda ids: model(input_ids=ids, labels=ids).loss
@@ -96,7 +97,7 @@ def step_of(model: Any, method: str, inner: str) -> Step:
 def train_once(
     model: Any, step: Step, start: dict[str, Tensor], text: Text, seed: int, given: Any
 ) -> dict[str, Any]:
-    """Fine-tune from the start in one order of the text; return losses and what was learnt."""
+    """Fine-tune from the start in one order of the text; return losses and the improvement."""
     model.load_state_dict(start)
     device = text.train.device.type
     fused = device == "cuda"
@@ -166,7 +167,8 @@ def _is_there(path: Path, facts: dict[str, Any], method: str, seed: int) -> bool
 
 
 def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, by method, what was learnt: mean, deviation, and by how much seeds differ from BASE.
+    """Return, by method, the improvement: mean, deviation, and the spread of seeds' differences
+    from BASE.
 
     Runs of one seed have the same text in the same order, so differences are taken seed by seed.
     """
@@ -202,7 +204,7 @@ def show(given: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Do what the command line asks."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,8 +8,8 @@ A step is forward + backward in bf16 under gradient checkpointing, with ``model(
 labels=labels)`` returning loss and logits. The backends share one model in one process and take
 turns, step by step, so that a drift of the machine touches all of them; peak memory is the
 allocator's absolute peak in a backend's own steps, weights and gradients included. Liger patches
-transformers, so its rows come from a process of their own; ``--fresh`` does that for every backend.
-``--turns FILE`` is for commands that share a GPU: they compile beside one another, and run alone.
+transformers, so its rows come from a separate process; ``--fresh`` does that for every backend.
+``--turns FILE`` is for commands that share a GPU: they compile in parallel, and run alone.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def config(name: str, layers: int | None = None) -> Any:
 
 
 def attention_name(model: str, wanted: str) -> str:
-    """Return what transformers calls an attention; the default is what the model runs today."""
+    """Return transformers' name for an attention; the default is the one that the model runs
+    today.
+    """
     if wanted == "default":
         return "eager" if model.startswith("gemma2") else "sdpa"
     return use_causal_attention() if wanted == CAUSAL else wanted
@@ -121,7 +123,7 @@ def callable_for(model: Any, backend: str, options: dict[str, str]) -> Callable[
 
 
 class Steps:
-    """The training step of one backend, and what it has cost so far."""
+    """The training step of one backend, and its cost until now."""
 
     def __init__(
         self,
@@ -178,7 +180,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Run the training steps of all backends in turn, in this process; yield a row for each.
 
-    Of several batches all but one of a single sequence run what was compiled for the first: there
+    Of several batches all but one of a single sequence run the code compiled for the first: there
     the batch is a symbol.
     """
     import memeff_compile
@@ -255,7 +257,7 @@ def processes(backends: list[str], is_fresh: bool) -> list[list[str]]:
 
 
 def main() -> None:
-    """Spawn a process for each model and attention, and for what cannot share one."""
+    """Spawn a process for each model and attention, and for backends that cannot share one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The loss outside the model: what a training step allocates, and how long it takes.
+"""The loss outside the model: the allocations of a training step, and its time.
 
     python benchmarks/models/outside_loss.py --out benchmarks/results/outside-loss.jsonl
 

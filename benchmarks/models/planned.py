@@ -1,14 +1,14 @@
-"""What `explain` says of twelve models: how long it takes, and the plan against an allocator.
+"""`explain` on twelve models: its time, and the plan against an allocator.
 
     python benchmarks/models/planned.py
 
 Each model is explained at its real size (8 sequences of 2,048 tokens, bf16, on device "meta"): the
-CPU seconds of the call, and what fits into 80 GB. Then a small version of it (4 x 192, fp32) is
-explained and run on a CPU, with Inductor and with memeff: the largest batch that the plan claims
+CPU seconds of the call, and the largest batch in 80 GB. Then a small version of it (4 x 192, fp32)
+is explained and run on a CPU, with Inductor and with memeff: the largest batch that the plan claims
 for one and a half times the memory of the call, or the batch of the call where the plan is for that
-one alone. Its row has the most bytes that the step had allocated. What Inductor's code allocates
-does not depend on what its kernels compute, so they are not compiled, except where a model reads
-values. A model at a time in a process of its own, on one thread.
+one alone. Its row has the most bytes that the step had allocated. The allocations of Inductor's
+code do not depend on its kernels' values, so they are not compiled, except where a model reads
+values. One model at a time in a separate process, on one thread.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _layers(count: int, heads: int, groups: int, hidden: int, inner: int) -> dic
     )
 
 
-# name: the prefix of the classes, the real config, what differs in the small one
+# name: the prefix of the classes, the real config, the changes for the small one
 CAUSAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-3.1-8b": (
         "Llama",
@@ -155,7 +155,7 @@ MODELS = (*CAUSAL, *OTHERS)
 
 
 def build(name: str, batch: int, length: int, *, small: bool) -> Call:
-    """Return a model and what it is called with; the real one without memory."""
+    """Return a model and its arguments; the real one without memory."""
     torch.manual_seed(0)
     with torch.device("cpu" if small else "meta"):
         if name in CAUSAL:
@@ -318,7 +318,7 @@ def against_the_allocator(name: str, backend: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _kernels_left_out() -> Iterator[None]:
-    """Let Inductor's code allocate and call libraries, with zeros for what its kernels compute."""
+    """Let Inductor's code allocate and call libraries, with zeros as its kernels' results."""
     from torch._C._dynamo import guards
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -356,7 +356,7 @@ def _most_allocated(step: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    """Measure each model in a process of its own."""
+    """Measure each model in a separate process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,7 +5,7 @@
     python benchmarks/models/small_models.py dit --to benchmarks/generated/small_dit
 
 Pictures are 32 x 32, 256 patches of 2 x 2: a character of one of 21 fonts, turned by up to 20
-degrees, resized, moved, in random shades, drawn anew for every batch. The first model, of
+degrees, resized, moved, in random shades, newly drawn for every batch. The first model, of
 transformers, tells which of 36 characters it is under noise; the second (arXiv 2212.09748: adaLN-
 Zero, no cross attention) draws the character it is asked for, along straight lines from noise to
 pictures (rectified flow). Both are trained in fp32 with bf16 autocast and saved as safetensors.
@@ -262,14 +262,10 @@ def train(
 ) -> tuple[Any, Any]:
     """Return a trained model and the row that says how it went.
 
-    Args:
-        kind: a key of `SIZES`.
-        sizes: of the model and its training.
-        glyphs: the file that `glyphs.py` writes.
-        device: where it is trained.
-        seed: of the weights and of everything drawn.
-        backend: what compiles the model; none for eager.
-        seconds: the rate reaches nothing by then, however many steps are done.
+    Args: kind: a key of `SIZES`. sizes: of the model and its training. glyphs: the file that
+        `glyphs.py` writes. device: where it is trained. seed: of the weights and of all random
+        draws. backend: the compiler of the model; None for eager. seconds: the rate reaches zero by
+        then, however many steps are done.
     """
     torch.manual_seed(seed)
     built = vision_transformer(sizes) if kind == "vit" else DiffusionTransformer(sizes)
@@ -313,7 +309,7 @@ def train(
 
 
 def rate(sizes: Sizes, step: int, spent: float = 0.0) -> float:
-    """Return the learning rate: a linear warm-up, then half a cosine to nothing.
+    """Return the learning rate: a linear warm-up, then half a cosine to zero.
 
     Args:
         sizes: of the training.

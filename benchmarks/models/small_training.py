@@ -41,7 +41,7 @@ def ensure_corpus(folder: Path, arguments: list[str]) -> None:
 
 
 def compile_whole(model: Any, backend: str, inner: str) -> None:
-    """Compile a model in place with "memeff" or "inductor"; leave it where inner is "none"."""
+    """Compile a model in place with "memeff" or "inductor"; leave it eager if inner is "none"."""
     if inner == "none":
         return
     if backend == "memeff":

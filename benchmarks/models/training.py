@@ -29,7 +29,7 @@ ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run is, apart from method and seed."""
+    """The settings of a run, apart from method and seed."""
 
     vocabulary: int = 65536
     width: int = 512
@@ -141,7 +141,7 @@ class Tokens:
         return self.rows[index].long()
 
     def first(self, batches: int) -> Iterator[Tensor]:
-        """Yield so many batches as they lie, or all that there are."""
+        """Yield so many batches in order, or all."""
         for number in range(min(batches, len(self.rows) // self.batch)):
             yield self[number * self.batch : (number + 1) * self.batch]
 
@@ -190,7 +190,7 @@ def optimizer_for(model: Any, recipe: Recipe, device: str) -> torch.optim.AdamW:
 
 
 class OutOfTime(Exception):
-    """The run reached its deadline; what it reported so far stands, but it is not complete."""
+    """The run reached its deadline; its reports are valid, but it is not complete."""
 
 
 class Trainer:

@@ -54,7 +54,7 @@ def drawn(given: argparse.Namespace, count: int) -> list[Any]:
 
 
 def gradients(run: Any, operands: list[Any]) -> list[Tensor]:
-    """Return the gradients of what is trained."""
+    """Return the gradients of the trained tensors."""
     trained = [each for each in operands if each.requires_grad]
     return list(torch.autograd.grad(run(*operands), trained))
 

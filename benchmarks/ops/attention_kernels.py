@@ -1,4 +1,4 @@
-"""Attention under masks that are said: ours, PyTorch's, FlexAttention's; tiles to choose from.
+"""Attention with masks given as conditions: memeff's, PyTorch's, FlexAttention's; candidate tiles.
 
     python benchmarks/ops/attention_kernels.py
     python benchmarks/ops/attention_kernels.py --quick
@@ -6,14 +6,14 @@
     python benchmarks/ops/attention_kernels.py --sweep --shape causal-d128-4k
 
 Each case is one attention, bf16, with its mask as models have it. `sdpa` is PyTorch's
-scaled_dot_product_attention: is_causal where the mask is causal and nothing else, a dense bool mask
-elsewhere (built beforehand, its making is not timed). `flex` is FlexAttention, compiled, with a
-block mask built beforehand. `chain` is what eager models compute under a softcap: matmul, softcap,
-mask, softmax, matmul. Ours gets what the mask says, and the time includes finding the tiles.
+scaled_dot_product_attention: is_causal if the mask is only causal, a dense bool mask elsewhere
+(built beforehand, its making is not timed). `flex` is FlexAttention, compiled, with a block mask
+built beforehand. `chain` is eager models' code for a softcap: matmul, softcap, mask, softmax,
+matmul. memeff's op gets the mask's conditions, and the time includes finding the tiles.
 
-Where the mask is a tensor (`tensor-...`, `--tensors` for these alone) ours gets that tensor and
-nothing else, and the time includes looking at it, once for forward and backward; `said` is the same
-op told that the mask is causal. With `--ahead` the host gets ahead of the GPU first.
+Where the mask is a tensor (`tensor-...`, `--tensors` for these alone) memeff's op gets only that
+tensor, and the time includes looking at it, once for forward and backward; `said` is the same op
+told that the mask is causal. With `--ahead` the host gets ahead of the GPU first.
 
 Errors against float64, of the output and of the gradients, come first, on the first and last 256
 queries of one head; a method beyond the budget is not timed. Then the methods take turns: the
@@ -21,7 +21,7 @@ forward under no_grad, and forward with backward. TFLOP/s count 4 D (forward) an
 operations for each query and key that count.
 
 `--sweep` times tiles, warps and stages of one kernel at a time and prints the five fastest of each;
-nothing is written. `--size tiny` runs everything on the CPU in seconds.
+no rows are written. `--size tiny` runs everything on the CPU in seconds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def ours(data: AttentionData) -> Tensor:
 
 
 def said(data: AttentionData) -> Tensor:
-    """Attend with the op of the package, told what the mask says."""
+    """Attend with the package's op, given the mask's conditions."""
     return attention(data.q, data.k, data.v, data.key_mask, data.ids, data.ids, **data.settings())[
         0
     ]
@@ -136,7 +136,7 @@ def prepare_flex(data: AttentionData) -> Callable[[AttentionData], Tensor]:
 def methods(
     data: AttentionData, options: argparse.Namespace
 ) -> dict[str, Callable[[AttentionData], Tensor]]:
-    """Return the methods of a case; what they need is made here."""
+    """Return the methods of a case, with their inputs."""
     case = data.case
     found: dict[str, Callable[[AttentionData], Tensor]] = {"ours": ours}
     if not case.is_causal_alone():
@@ -156,7 +156,7 @@ def errors(method: Callable[[AttentionData], Tensor], data: AttentionData) -> di
     """Return the largest differences from float64 over the largest values.
 
     The gradient flows from the first and last queries of the last head of the last sequence alone,
-    so that float64's fits; queries that see nothing are left out.
+    so that float64's fits; queries that see no key are left out.
     """
     length = data.case.sizes[3]
     size = min(LOOKED_AT, length // 2)

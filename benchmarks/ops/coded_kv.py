@@ -1,4 +1,4 @@
-"""Decoding with a KV cache of few bits: attention, appending, and the launch to choose from.
+"""Decoding with a low-bit KV cache: attention, appending, and candidate launches.
 
     python benchmarks/ops/coded_kv.py --part attention
     python benchmarks/ops/coded_kv.py --part append
@@ -9,9 +9,9 @@
     python benchmarks/ops/coded_kv.py --part sweep
 
 `attention`: one query per sequence over a full cache, 32 query and 8 key-value heads of 128, bf16.
-Ours reads codes of 8, 4, 3 and 2 bits and is compared with float64 attention over what the codes
-say; PyTorch's cuDNN backend and memeff::kv_cache_attention read the same tokens in bf16. Calls sit
-in CUDA graphs over rotated caches, so that codes come from memory; the graphs take turns.
+Ours reads codes of 8, 4, 3 and 2 bits and is compared with float64 attention over the decoded
+values; PyTorch's cuDNN backend and memeff::kv_cache_attention read the same tokens in bf16. Calls
+sit in CUDA graphs over rotated caches, so that codes come from memory; the graphs take turns.
 
 `append`: one token per sequence, where no group of tokens is due and where one is.
 
@@ -19,21 +19,21 @@ in CUDA graphs over rotated caches, so that codes come from memory; the graphs t
 filled with random tokens, under torch.compile(mode="reduce-overhead"): a StaticCache and a KVCache
 of each of --bits. The last 64 places are filled step by step, without waiting in between, which
 codes one group; `ms` is the mean of these steps, `ms_waiting_for_each` that of the last one alone.
-Cases that the seconds of --budget do not reach are left out and said to be.
+Cases that the seconds of --budget do not reach are left out and listed.
 
 `longest`: the longest cache of such a model at batch 16 for which 32 decoding steps run, for a
-StaticCache and for a KVCache. The formula gives the length for what the device has free, less
+StaticCache and for a KVCache. The formula gives the length for the device's free memory, less
 --reserve GiB; where that does not fit, 2 % less are tried. Caches are filled with random keys and
-values through their own append.
+values through the op's append.
 
 `batch`: decoding steps of four layers, 8192 tokens, against the number of sequences: bf16 in a
-StaticCache, codes of 2 bits in KIVI's own groups, and ours; with 8 and with 32 key-value heads, or
-with those of --shapes. One step is a CUDA graph of PyTorch's own kernels around attention.
+StaticCache, codes of 2 bits in KIVI's groups, and in this package's; with 8 and with 32 key-value
+heads, or with those of --shapes. One step is a CUDA graph of PyTorch's kernels around attention.
 
 `size`: bytes per token and layer that the allocator gives, and the formula's.
 
-`sweep`: warps, stages and programs per multiprocessor, per shape; the fastest are printed. Nothing
-is written. Variants are compiled in `--workers` processes first.
+`sweep`: warps, stages and programs per multiprocessor, per shape; the fastest are printed. No rows
+are written. Variants are compiled in `--workers` processes first.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -81,7 +81,7 @@ SWEPT = [
 ]
 STEPS = {"h200": [(16, 32768)], "tiny": [(2, 300)]}
 ERROR_BUDGET = 1.5e-2
-"""Largest difference from float64 over what the codes say, over the largest value."""
+"""Largest difference from float64 over the decoded values, over the largest value."""
 
 
 def codes_bytes(layout: Layout, batch: int, tokens: int, options: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ def codes_bytes(layout: Layout, batch: int, tokens: int, options: argparse.Names
 
 
 def attend(q: Tensor, pool: list[Tensor], bits: int, plan: Any = None) -> Tensor:
-    """Attend with the op, or with a launch of one's own."""
+    """Attend with the op, or with a launch that you pass."""
     if plan is None:
         return coded_kv_cache_attention(q, *pool, None, None, bits, None, None)
     return split_codes.attend(q, pool, (None, None), None, q.shape[3] ** -0.5, bits, plan=plan)
@@ -327,7 +327,7 @@ def compile_step(model: Any, options: argparse.Namespace) -> Any:
 
 
 def forget(options: argparse.Namespace) -> None:
-    """Give back what the last step was compiled to, CUDA graphs included."""
+    """Free the compiled code of the last step, CUDA graphs included."""
     torch._dynamo.reset()
     memeff_compile.reset()
     kv_decode.clean()
@@ -552,7 +552,7 @@ def steps_of(
 
 
 def size(options: argparse.Namespace) -> None:
-    """Compare what the allocator gives to caches with the formula, per token."""
+    """Compare the bytes that the allocator gives to caches with the formula, per token."""
     _, heads, depth = options.heads
     for bits in (16, 8, 4, 3, 2):
         held = []
@@ -611,7 +611,7 @@ def variants(bits: int, batch: int, tokens: int, options: argparse.Namespace) ->
 
 
 def compile_one(job: tuple[int, int, Any, argparse.Namespace]) -> str:
-    """Compile one variant in a process of its own; small sizes with the same divisibility do."""
+    """Compile one variant in a separate process; small sizes with the same divisibility do."""
     bits, tokens, plan, options = job
     try:
         pool = registry.coded_cache(registry.layout_of(bits, options), 1, tokens, options)

@@ -13,7 +13,7 @@ written, encoding in ms of wall time with the read-back it needs, and a linear a
 on the dense weight. Calls sit in CUDA graphs over rotated copies, so that weights come from memory;
 every result is compared first.
 
-`memory`: a model of Llama-3-8B's shape; what its linears take as dense weights and as codes.
+`memory`: a model of Llama-3-8B's shape; the bytes of its linears as dense weights and as codes.
 
 `training`: that model, eager, checkpointed, with the loss of `memeff_compile.linear_cross_entropy`:
 SGD after the backward, SGD in the backward on dense weights, and on compressed ones.
@@ -186,7 +186,7 @@ def build(options: argparse.Namespace) -> nn.Module:
     torch.set_default_dtype(torch.bfloat16)
     skip = nn.init.normal_
     try:
-        nn.init.normal_ = lambda tensor, *_, **__: tensor  # what it draws is replaced
+        nn.init.normal_ = lambda tensor, *_, **__: tensor  # its random values are replaced
         with torch.device(options.device):
             model = LlamaForCausalLM(config)
     finally:
@@ -205,7 +205,7 @@ def build(options: argparse.Namespace) -> nn.Module:
 
 
 def resident(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure what the linears take."""
+    """Measure the bytes of the linears."""
     model = build(options)
     limit = 0 if options.size == "tiny" else 1 << 20
     for codec in CODECS:

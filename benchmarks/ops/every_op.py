@@ -4,8 +4,8 @@
     python benchmarks/ops/every_op.py --op gated_linear embedding --repeats 20
     python benchmarks/ops/every_op.py --size tiny
 
-A quick look at all ops on a machine, or at one before and after a change; nothing is compared. The
-scripts beside this one compare with other libraries, and check before they time.
+A quick look at all ops on a machine, or at one before and after a change; results are not compared.
+The other scripts of this folder compare with other libraries, and check before they time.
 """
 
 from __future__ import annotations

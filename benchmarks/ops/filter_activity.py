@@ -1,4 +1,6 @@
-"""What a gradient filter finds in given tensors: how much is computed, and what rows lose."""
+"""The decisions of a gradient filter on given tensors: how much is computed, and the mass that rows
+lose.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class Activity(NamedTuple):
     """The part of its gradients that `hopper` computes under a filter."""
 
     active: float  # share of 128 x 128 tiles that count
-    dropped: Tensor  # per row: sum of |p_j - 1(j = target)| over what is left out
+    dropped: Tensor  # per row: sum of |p_j - 1(j = target)| over the dropped elements
     sparse: float  # share of blocks of rows of which not all tiles are computed
 
 
@@ -36,7 +38,7 @@ def measure(
     filter_level: float = 0.0,
     sort_vocabulary: bool = True,
 ) -> Activity:
-    """Run `hopper` without its products and return what its filter decided. Waits for the GPU.
+    """Run `hopper` without its products and return its filter's decisions. Waits for the GPU.
 
     Arguments are those of the op. Where no filter runs (off CUDA, in fp32, where rows are short),
     all is active.
@@ -61,7 +63,7 @@ def measure(
 
 
 def activity_of(walked: Any, target: Tensor) -> Activity:
-    """Return what the filter of a walk decided, once it has seen every block."""
+    """Return the decisions of a walk's filter, after every block."""
     found, kept = walked.filter, walked.selection.kept
     blocks = -(-int(kept) // found.tile)
     sparse = float(found.is_sparse[:, 0].float().mean())

@@ -1,4 +1,4 @@
-"""Decoding with a static KV cache: attention alone, whole steps, and the tiles to choose from.
+"""Decoding with a static KV cache: attention alone, whole steps, and candidate tiles.
 
     python benchmarks/ops/kv_decode.py --part attention
     python benchmarks/ops/kv_decode.py --part step
@@ -6,16 +6,16 @@
 
 `attention`: one query per sequence over the filled part of a cache, bf16, 32 query and 8 key-value
 heads of 128. Ours reads a cache of that length, and one twice as long; PyTorch's backends get the
-filled part itself, a mask over the cache, and what transformers hands them: copies per query head
-and a mask. Every method's error against float64 comes first. Calls sit in CUDA graphs over rotated
+filled part itself, a mask over the cache, and transformers' arguments: copies per query head and a
+mask. Every method's error against float64 comes first. Calls sit in CUDA graphs over rotated
 caches, so that keys and values come from memory; the graphs take turns.
 
 `step`: one decoding step of a model of Llama-3-8B's shape with random weights and a StaticCache
 filled with random keys and values, under torch.compile(mode="reduce-overhead"). Logits are compared
-with eager's first. Cases that the seconds of --budget do not reach are left out and said to be.
+with eager's first. Cases that the seconds of --budget do not reach are left out and listed.
 
 `sweep`: every tile, number of warps and stages, and number of programs, per shape; the fastest are
-printed. Nothing is written.
+printed. No rows are written.
 
 `--size tiny` runs everything on the CPU in seconds; `--size cpu --part attention` is for a CPU.
 """
@@ -49,7 +49,7 @@ Call = Callable[[], Tensor]
 
 STEPS: dict[
     str, list[tuple[int, int, int]]
-] = {  # batch, cache length, filled; the same length and batch share what is compiled
+] = {  # batch, cache length, filled; the same length and batch share compiled code
     "h200": [(16, 8192, 65), (16, 8192, 8000), (1, 4096, 65)],
     "tiny": [(2, 32, 5), (2, 32, 20)],
 }
@@ -130,14 +130,14 @@ def error(found: Tensor, data: CacheData) -> float:
 
 
 def clean() -> None:
-    """Give back what the last case held."""
+    """Free the memory of the last case."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def copies_for(batch: int, length: int, options: argparse.Namespace) -> int:
-    """Return how many caches to rotate, so that none is still in the L2 cache."""
+    """Return how many caches to rotate, so that no cache is still in the L2 cache."""
     return max(1, min(16, math.ceil(ROTATED_BYTES / cache_bytes(batch, length, options))))
 
 

@@ -51,7 +51,7 @@ def device() -> str:
 
 
 def describe(shape: str, data: str, ignored: int, dtype: str, method: str) -> dict[str, Any]:
-    """Return the part of a row that says what was measured."""
+    """Return the part of a row that describes the measurement."""
     n, d, v = registry.sizes(shape) if data in registry.DATA else registry.saved_sizes(data)
     return {
         "what": "linear cross entropy",
@@ -76,7 +76,7 @@ def memory_here(shape: str, data: str, ignored: int, dtype: str, method: str) ->
 
 
 def memory_in_a_fresh_process(given: argparse.Namespace, case: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the memory of one method, from a process that did nothing else."""
+    """Return the memory of one method, from a separate process."""
     shape, data, ignored, method = case
     command = [sys.executable, __file__, "--memory-here", "--shape", shape, "--data", data]
     command += ["--ignored", str(ignored), "--dtype", given.dtype, "--method", method]

@@ -1,9 +1,9 @@
-"""Gradient filters of `hopper`: what they leave out, errors, memory, times in turns, each kernel.
+"""Gradient filters of `hopper`: dropped mass, errors, memory, times in turns, each kernel.
 
     python benchmarks/ops/linear_cross_entropy_filters.py --every-depth --out $OUT/filters.jsonl
 
 Data are `trained`, or a file of `data/hidden_states.py`. A row whose kernels sum to less than its
-time waited for the host; `host_ms` is what a call takes there.
+time waited for the host; `host_ms` is a call's time there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def host_milliseconds(call: Callable[[], Any], count: int = 5) -> float:
 
 
 def left_out(data: registry.Inputs, how: str) -> dict[str, Any]:
-    """Return what a filter decides on these tensors."""
+    """Return a filter's decisions on these tensors."""
     hidden, weight = data.hidden.detach(), data.weight.detach()
     found = filter_activity.measure(hidden, weight, data.target, gradient_filter=how)
     dropped = {"max": float(found.dropped.max()), "mean": float(found.dropped.mean())}

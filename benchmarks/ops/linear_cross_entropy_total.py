@@ -3,13 +3,13 @@
     python benchmarks/ops/linear_cross_entropy_total.py --seconds 330 --out $OUT/total.jsonl
     python benchmarks/ops/linear_cross_entropy_total.py --tokens --out $OUT/tokens.jsonl
 
-The second line measures log-probability and entropy of every token, each with a gradient of its
-own, so that the logits are computed twice.
+The second line measures log-probability and entropy of every token, each with a separate gradient,
+so that the logits are computed twice.
 
-One process and no more seconds than given: what comes first matters most, and a row that is missing
+One process and no more seconds than given: the most important parts come first, and a missing row
 was not reached. Small cases of every kind are compared with float64, over memory that held nan, and
 twice for the same bits. Then each shape: gradient errors against fp32, peak memory, times with all
-methods in turn, each behind a call of its own, and what each kernel of a step takes.
+methods in turn, each after a call of the same method, and the time of each kernel of a step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SMALL_BUDGET = 4.5e-3
 
 
 class Runner:
-    """Writes rows, and knows what time is left."""
+    """Writes rows, and knows the remaining time."""
 
     def __init__(self, seconds: float, out: Path | None) -> None:
         self.end, self.out = time.monotonic() + seconds, out
@@ -291,7 +291,7 @@ def measure(
 
     def timer(call: Callable[[], Any]) -> Callable[[], float]:
         def sample() -> float:
-            # After a call of its own: behind another method the clocks are that method's.
+            # After a call of the same method: after another one the clocks would be that method's.
             call()
             tensors.without_gradients()
             clock.flush()
@@ -312,7 +312,7 @@ def measure(
 
 
 def kernels(run: Runner, shape: str, call: Callable[[], Any]) -> None:
-    """Write what each kernel of one step takes."""
+    """Write the time of each kernel of one step."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -5,8 +5,8 @@
     python benchmarks/ops/multihead.py --size tiny --inner eager
 
 Before anything is timed, each backend's output and input gradient are compared with the module in
-fp64: they may be off by half as much again as eager's. Memory is the allocator's peak beyond what
-is held before the step, on a GPU.
+fp64: they may be off by half as much again as eager's. Memory is the allocator's peak beyond the
+bytes before the step, on a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def call(module: nn.Module, case: str, x: Tensor, taken: Tensor) -> Tensor:
 
 
 class Run:
-    """One case on one backend, and what it has cost so far."""
+    """One case on one backend, and its cost until now."""
 
     def __init__(self, backend: str, case: str, module: nn.Module, inner: str) -> None:
         self.backend, self.module = backend, module

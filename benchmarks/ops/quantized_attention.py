@@ -54,7 +54,9 @@ MOST_SCORES_OF_MATH = 1 << 31
 
 @functools.cache
 def environment() -> dict[str, Any]:
-    """Return what all rows of a run share: asking for it takes longer than a measurement."""
+    """Return the fields that all rows of a run share: reading them takes longer than a
+    measurement.
+    """
     return rows.environment()
 
 

@@ -1,17 +1,17 @@
-"""Ternary linears: the kernels, whole models, and the tiles to choose from.
+"""Ternary linears: the kernels, whole models, and candidate tiles.
 
     python benchmarks/ops/ternary.py --part kernels
     python benchmarks/ops/ternary.py --part sweep
     python benchmarks/ops/ternary.py --part step --backend memeff
     python benchmarks/ops/ternary.py --part decode --backend memeff
 
-`kernels`: one linear, K columns to N rows, bf16 tokens in and out, quantising them included, beside
+`kernels`: one linear, K columns to N rows, bf16 tokens in and out, quantising them included, and
 the dense bf16 linear; PyTorch's int8 product is timed on codes that were quantised before, and
 without scales. Every result is compared with float64 arithmetic on the codes first. Calls sit in
 CUDA graphs over rotated weights, so that these come from memory; the graphs take turns.
 
 `step`: forward and backward of a BitNet model of transformers whose linears are AutoBitLinear,
-quantising online, with random weights; one backend per process, so that the peak is its own.
+quantising online, with random weights; one backend per process, so that the peak belongs to it.
 
 `decode`: one decoding step of a model of the widths of BitNet a4.8's 3B model with a StaticCache,
 under torch.compile(mode="reduce-overhead"): with --backend inductor dense in bf16, with memeff the
@@ -19,7 +19,7 @@ same model ternarised and packed. Both are compiled by memeff, so that attention
 
 `sweep`: every tile, number of warps and stages per shape; the fastest are printed.
 
-`--turns FILE:COUNT` lets COUNT processes compile beside one another and measure one by one.
+`--turns FILE:COUNT` lets COUNT processes compile in parallel and measure one by one.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -148,7 +148,7 @@ def rested(graph: Repeated) -> float:
 
 
 def clean() -> None:
-    """Give back what the last case held."""
+    """Free the memory of the last case."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -216,7 +216,7 @@ def make_online(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def settings_of(backend: str, mode: str = "") -> dict[str, Any]:
-    """Return what torch.compile is called with."""
+    """Return the arguments of torch.compile."""
     if backend == "inductor":
         return {"backend": "inductor", **({"mode": mode} if mode else {})}
     chosen: dict[str, Any] = {}
@@ -340,7 +340,7 @@ def measure_decode(options: argparse.Namespace) -> None:
 # --- sweep ----------------------------------------------------------------------------------------
 
 Candidate = tuple[int, int, int, Any]
-"""Columns, rows, tokens and what to launch."""
+"""Columns, rows, tokens and the launch."""
 
 
 def candidates(options: argparse.Namespace) -> list[Candidate]:
@@ -404,7 +404,9 @@ def launch(candidate: Candidate, x: Tensor, packed: Tensor, scale: Tensor) -> Te
 
 
 def compile_share(share: list[Candidate]) -> None:
-    """Compile candidates in a process of its own; what fails here fails again where it is told."""
+    """Compile candidates in a separate process; an error here is raised again where it is
+    reported.
+    """
     data: dict[tuple[int, int, int], Any] = {}
     for candidate in share:
         key = candidate[:3]

@@ -1,1 +1,3 @@
-"""What lossy modes do to real trained models: any folder of weights, texts that are at hand."""
+"""Effects of lossy modes on real trained models: any folder of weights, and texts found on the
+machine.
+"""

@@ -18,7 +18,7 @@ Action = Callable[[argparse.Namespace], int]
 def parser_of(
     about: str | None, *, texts: list[str], prompt: int, sequences: int
 ) -> argparse.ArgumentParser:
-    """Return a parser of what every script asks, with its own defaults."""
+    """Return a parser of the arguments that all scripts share, with a script's defaults."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,7 +35,7 @@ def parser_of(
 
 
 def run(parser: argparse.ArgumentParser, actions: Mapping[str, Action], name: str) -> int:
-    """Do what the command line asks; rows are in a file of this name unless it says another."""
+    """Run the command line; rows go to a file of this name unless it names another."""
     given = parser.parse_args()
     where = "nvidia-h200" if torch.cuda.is_available() else "cpu"
     given.out = given.out or RESULTS / where / name

@@ -1,15 +1,14 @@
-"""What designs do to a real model: caches, weights and attention in other ways than by default.
+"""Effects of designs on a real model: caches, weights and attention in other ways than by default.
 
     python benchmarks/quality/designs.py measure --model FOLDER --part weights
     python benchmarks/quality/designs.py table
 
-As lossy_modes.py, on the same texts and tokens, with designs in the place of modes, each compared
-with the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
+As lossy_modes.py, on the same texts and tokens, with designs instead of modes, each compared with
+the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
 sizes, which `compress_` codes, or rounded in ways that nothing here codes. "errors" asks what they
 must lose: beside roundings with inputs in view and codes of other numbers stand drawn errors, which
-say what KL an error of a size costs. Attention has layers of
-another level. Codes of caches, and scores of attention, are prototypes.py's: other arithmetic, most
-of which nothing here serves.
+say what KL an error of a size costs. Attention has layers of another level. Codes of caches, and
+scores of attention, are prototypes.py's: other arithmetic, most of which nothing here serves.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from memeff_compile.model.weights.compress import decompress_
 
 BESIDE = ": KL, same tokens beside the first (se)"
 SIZES = {"bits": "bits a weight", "weights_off": "weights are off by"}
-"""What a column is of, by the name of its fact."""
+"""The quantity in a column, by the name of its fact."""
 ROUNDED = {**ROUNDINGS, **DRAWN, **{name: rounding for name, (_, rounding) in CODES.items()}}
 INPUTS = 8
 """Sequences of the other text that weights are rounded for."""
@@ -169,7 +168,7 @@ class Bench(lossy_modes.Bench):
     scored: tuple[str, list[float]] = ("", [])
 
     def states(self, mode: Mode, ids: Tensor, facts: dict[str, Any]) -> States:
-        """Return what a design makes of tokens; `facts` gets what it took."""
+        """Return a design's states for tokens; `facts` gets its costs."""
         subject = self.subject
         assert isinstance(mode, Design)
         if mode.block is not None or mode.rounding is not None:
@@ -195,7 +194,7 @@ class Bench(lossy_modes.Bench):
         return super().states(mode, ids, facts)
 
     def _scores(self) -> list[float]:
-        """Return what each layer's attention scores in `8b`, on a text that is not judged."""
+        """Return the score of each layer's attention in `8b`, on a text that is not judged."""
         if self.scored[0] != self.text:
             subject = self.subject
             inputs = [{"input_ids": row[None]} for row in self._other(lossy_modes.CALIBRATION)]
@@ -259,7 +258,7 @@ def measure(given: argparse.Namespace) -> int:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Return what one design did to one text."""
+    """Return the effect of one design on one text."""
     if "kl" not in row:
         return str(row.get("refused") or row.get("failed"))
     told = f"{lossy_modes.cell(row)} ({100 * row['same_se']:.1f})"
@@ -297,7 +296,7 @@ def table(given: argparse.Namespace) -> int:
 
 
 def family(row: dict[str, Any]) -> str:
-    """Return what a design is one of: what its name begins with."""
+    """Return the family of a design: the start of its name."""
     return str(row["mode"].partition(",")[0])
 
 

@@ -1,16 +1,16 @@
-"""How alike any two layers of a real model are, and what merging any two of them costs.
+"""The similarity of any two layers of a real model, and the cost of merging them.
 
     python benchmarks/quality/layer_pairs.py measure --model FOLDER
     python benchmarks/quality/layer_pairs.py table
 
 MiniCache merges neighbours, by index. Here any two layers whose keys and values have one shape may
-be a pair: `alike` is the mean cosine between their rows, of one head and token (keys behind their
+be a pair: `alike` is the mean cosine between their rows, of one head and token (keys after their
 rotary embedding). `pair` merges two layers alone, on the first half of the sequences; `pairing`
-several, on all: chosen greedily by cosine, by what each costs alone, or neighbours from the middle
+several, on all: chosen greedily by cosine, by the cost of each alone, or neighbours from the middle
 on.
 
-A prompt is read exactly, then its rows are merged by `slerp` at the middle of the arc with their
-own lengths, the first 4 tokens and the last 128 apart; the tokens behind it are judged. One pair of
+A prompt is read exactly, then its rows are merged by `slerp` at the middle of the arc, each with
+its length, without the first 4 and the last 128 tokens; the tokens after it are judged. One pair of
 L layers saves 1 / L of the cache at most.
 """
 
@@ -41,7 +41,7 @@ from memeff_compile.kernels.coded_kv_cache import merging
 FIRST, RECENT = 4, 128
 """Tokens of a prompt that stay as they came: `KVCache`'s defaults."""
 ALLOWED = 0.05
-"""What a pairing may cost, of perplexity."""
+"""The allowed cost of a pairing, in perplexity."""
 
 Pair = tuple[int, int]
 Rows = list[tuple[Tensor, Tensor]]
@@ -49,7 +49,7 @@ Rows = list[tuple[Tensor, Tensor]]
 
 
 def rows_in(cache: Any, tokens: int) -> Rows:
-    """Return what an exact cache holds of a prompt, layer by layer."""
+    """Return an exact cache's rows of a prompt, layer by layer."""
     found: Rows = []
     for layer in cache.layers:
         is_whole = layer.keys is not None and layer.keys.shape[2] == tokens
@@ -107,7 +107,7 @@ def greedy(scores: dict[Pair, float], count: int) -> list[Pair]:
 
 
 class Behind:
-    """Losses of the tokens behind a prompt whose rows are merged."""
+    """Losses of the tokens after a prompt whose rows are merged."""
 
     def __init__(self, subject: Subject, ids: Tensor, prompt: int) -> None:
         from transformers import DynamicCache
@@ -193,7 +193,7 @@ def measure(given: argparse.Namespace) -> int:
 
 
 def table(given: argparse.Namespace) -> int:
-    """Print how alike layers are, and what pairings cost."""
+    """Print the similarity of layers, and the cost of pairings."""
     found = [row for row in rows.read(given.out) if row["what"] == "layer pairs"]
     for place in dict.fromkeys((row["model"], row["text"]) for row in found):
         here = [row for row in found if (row["model"], row["text"]) == place]

@@ -1,21 +1,21 @@
-"""What every lossy mode does to a real trained model: perplexity, KL, same token, pass keys.
+"""Effects of every lossy mode on a real trained model: perplexity, KL, same token, pass keys.
 
     python benchmarks/quality/lossy_modes.py measure --model FOLDER
     python benchmarks/quality/lossy_modes.py measure --model FOLDER --length 8192 --sequences 4
     python benchmarks/quality/lossy_modes.py measure --model FOLDER --texts own=FILE.safetensors
     python benchmarks/quality/lossy_modes.py table
 
-FOLDER is what `from_pretrained` takes; weights are never part of a repository. Texts are those of
-texts.py, the model's own continuations, and any file (`--texts prose notes=notes.txt`). "own" is
-written anew, by the model and on the machine that are measured; own=FILE are token ids that
+FOLDER is an argument of `from_pretrained`; weights are never part of a repository. Texts are those
+of texts.py, the model's continuations, and any file (`--texts prose notes=notes.txt`). "own" is
+generated again, by the measured model on this machine; own=FILE are token ids that
 data/continuations.py saved, the same for every machine and run.
 
 The exact model reads each sequence in one go, and so do attention in low bits and weights of fewer
-bits. A cache takes a prompt, then pieces, each of which attends to what the cache says of all
-tokens before it, and so does 16 bits, whose row says what rounding alone does. Every mode is judged
-on the same tokens, those behind the prompt. Standard errors are over blocks of 64 tokens, of the
-change against the exact model. The error of a layer is that of the states behind it, in relative
-L2, with all that came before; for attention also that of each layer's attention alone, on its own
+bits. A cache takes a prompt, then pieces, each of which attends to the cache's decoded tokens
+before it. So does 16 bits, whose row shows the effect of rounding alone. Every mode is judged on
+the same tokens, those after the prompt. Standard errors are over blocks of 64 tokens, of the change
+against the exact model. The error of a layer is that of its output states, in relative L2, with
+errors of all earlier layers; for attention also that of each layer's attention alone, on exact
 inputs.
 """
 
@@ -52,7 +52,7 @@ CALIBRATION = 2
 
 
 class Judged:
-    """What one mode did, added up over batches."""
+    """One mode's results, added up over batches."""
 
     def __init__(self) -> None:
         self.exact: list[Tensor] = []
@@ -160,7 +160,7 @@ class Bench:
         ]
 
     def states(self, mode: Mode, ids: Tensor, facts: dict[str, Any]) -> States:
-        """Return what a mode makes of tokens; `facts` gets what it took."""
+        """Return a mode's states for tokens; `facts` gets its costs."""
         subject, given = self.subject, self.given
         if mode.cache is not None:
             cache = memeff_compile.KVCache(subject.model.config, ids.shape[1], **mode.cache)
@@ -219,7 +219,7 @@ class Bench:
     def _each(
         self, figures: Callable[[Mode], dict[str, Any]], deadline: float
     ) -> Iterator[tuple[Mode, dict[str, Any]]]:
-        """Yield each mode with its figures, or with why it has none."""
+        """Yield each mode with its figures, or with the reason why it has none."""
         for mode in self.modes:
             if time.monotonic() > deadline:
                 print(f"out of time before {mode.name}", flush=True)
@@ -234,7 +234,9 @@ class Bench:
 
     @torch.no_grad()
     def keys(self, deadline: float) -> Iterator[tuple[Mode, dict[str, Any]]]:
-        """Yield each mode with the share of pass keys that it retrieves, beside the exact model."""
+        """Yield each mode with the share of pass keys that it retrieves, compared with the exact
+        model.
+        """
         subject, given = self.subject, self.given
         ids, answer = texts.pass_keys(subject.tokenizer, given.length, given.keys)
         ids = ids.to(subject.device)
@@ -327,7 +329,7 @@ def by_text(found: list[dict[str, Any]]) -> list[str]:
 
 
 def heading(name: str, column: list[dict[str, Any]]) -> str:
-    """Return what a column is of."""
+    """Return the heading of a column."""
     if name == "keys":
         each = [r for r in column if "asked" in r]
         asked = [f"{r['asked']}, the exact model {r['exact_right']}" for r in each]
@@ -338,7 +340,7 @@ def heading(name: str, column: list[dict[str, Any]]) -> str:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Return what one mode did to one text."""
+    """Return the effect of one mode on one text."""
     if "refused" in row or "failed" in row:
         return "refused" if "refused" in row else "failed"
     if row["text"] == "keys":

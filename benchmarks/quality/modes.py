@@ -1,4 +1,4 @@
-"""Every lossy mode of the package, each with a name and what makes it."""
+"""Every lossy mode of the package, each with a name and a constructor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from memeff_compile import MiniCache
 
-Merged = functools.partial(MiniCache, force=True)  # what is lost is what is measured
+Merged = functools.partial(MiniCache, force=True)  # the loss is the measured quantity
 MANTISSAS = (7, 3, 1, 0)
 LEVELS = ("8b", "8b+f16", "4b")
 CALIBRATED = "8b, calibrated"
@@ -18,12 +18,9 @@ CALIBRATED = "8b, calibrated"
 class Mode:
     """One lossy mode; of `cache`, `level` and `mantissa` one is given.
 
-    Attributes:
-        name: in rows.
-        cache: settings of `KVCache`.
-        level: of attention; `CALIBRATED`: what `calibrate_attention` leaves in `8b`.
-        compiled: through the backend, at any length, in place of the op put into the model.
-        mantissa: bits of the weights that are kept.
+    Attributes: name: in rows. cache: settings of `KVCache`. level: of attention; `CALIBRATED`: the
+        calls that `calibrate_attention` keeps in `8b`. compiled: through the backend, at any
+        length, instead of the op put into the model. mantissa: bits of the weights that are kept.
     """
 
     name: str
@@ -36,7 +33,8 @@ class Mode:
 def modes(layers: int) -> list[Mode]:
     """Return every mode for a model of so many layers, and two that are exact.
 
-    The cache of 16 bits says what rounding does, all bits of weights how many bits a code takes.
+    The cache of 16 bits shows the effect of rounding, weights with all bits the bits of a lossless
+    code.
     """
     half, late = layers // 2, 3 * layers // 4 // 2 * 2
     found = [Mode(f"cache, {bits} bits", cache={"bits": bits}) for bits in (16, 8, 4, 3, 2)]

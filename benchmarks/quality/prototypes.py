@@ -1,8 +1,8 @@
-"""Codes and arithmetic that nothing here serves, put into a real model: what would each lose?
+"""Codes and arithmetic that the package does not have, put into a real model: what would each lose?
 
 `Coded` puts codes in the place of older keys and values, in a text that is read in one go: a query
-sees what a cache would show it that has read a prompt and then pieces. With the codes of `KVCache`
-that is what `KVCache` gives (a test). `Told` puts attention in low bits there, with other settings
+sees the same as with a cache that has read a prompt and then pieces. With the codes of `KVCache`
+the results equal `KVCache`'s (a test). `Told` puts attention in low bits there, with other settings
 of its reference.
 """
 
@@ -39,7 +39,7 @@ SHARES = {
     "quarters": (-1.0, 0.0, 0.0, 1.0),
     "eighths": (-1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 1.0, 2.0),
 }
-"""Bits of channels beside the others', by how much errors of theirs weigh: the least ones first."""
+"""Bits of channels, by the weight of their errors: the least ones first."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Codes:
 
 
 KEYS, VALUES = Codes(), Codes(along="channels")
-"""What `KVCache` does."""
+"""The settings of `KVCache`."""
 
 
 @dataclass(frozen=True)
 class Cached:
-    """A cache: its codes, and what is not in codes.
+    """A cache: its codes, and the tokens that are not coded.
 
     Attributes:
         keys, values: in codes of these.
@@ -100,7 +100,7 @@ class Cached:
         return self.keys.group if self.keys.along == "tokens" else WINDOW_STEP
 
     def at(self, layer: int) -> Cached:
-        """Return what a layer has."""
+        """Return the settings of a layer."""
         return self.at_bits(8) if layer in self.finer else self
 
 
@@ -202,7 +202,7 @@ class Coded(TorchFunctionMode):
         return torch.cat(found, 2)
 
     def coded(self, x: Tensor, codes: Codes, cached: Cached, weigh: Tensor) -> Tensor:
-        """Return what codes say of keys or values (B, G, N, D), of whole groups alone."""
+        """Return decoded keys or values (B, G, N, D), of whole groups only."""
         if codes.bits is None:
             return x
         first = cached.keep_first
@@ -261,7 +261,7 @@ class Study(Settings):
 
     @property
     def restores(self) -> bool:
-        """Whether what rounding takes from values on average is given back."""
+        """Whether the mean rounding error of values is added back."""
         return "v" in self.smooth and self.values == "e4m3"
 
 
@@ -281,7 +281,7 @@ class Told(Lowered):
             found = reference.attend(q, k, v, given, self.study)[0]
             if not self.study.sums_rounded:
                 return found
-            # Where all values are one, what comes back is the sum of rounded over exact weights.
+            # If all values are one, the result is the sum of rounded over exact weights.
             wide, plain = (x.float() for x in (q, k)), replace(self.study, smooth="k")
             share = reference.attend(*wide, torch.ones_like(v).float(), given, plain)[0]
             mean = v.float().mean(2, True).repeat_interleave(q.shape[1] // v.shape[1], 1)

@@ -1,7 +1,7 @@
 """Weights in other roundings than `compress_`'s, and weights with errors that are drawn.
 
-What a weight loses by a rounding, and what KL a model pays for it, are two questions. Drawn errors
-of known sizes answer the second one; roundings of the same size in bits answer the first.
+How much does a rounding change a weight, and how much KL does a model pay for it? Drawn errors of
+known sizes answer the second one; roundings of the same size in bits answer the first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def by_least_error(x: Tensor) -> Tensor:
 
 
 def with_row_scales(x: Tensor) -> Tensor:
-    """Scale each row of what `compress_` makes of it by least squares."""
+    """Scale each row of a weight decoded from `compress_` by least squares."""
     codec = f"tier:k{KEPT}:b{BLOCK}"
     found = CodedWeight(encode(x.bfloat16(), codec), codec, x.shape).decode().float()
     return found * ((x * found).sum(1, True) / found.square().sum(1, True).clamp_min(1e-20))
@@ -63,7 +63,7 @@ def with_errors_passed_on(x: Tensor) -> Tensor:
 
 def with_errors(x: Tensor, share: float, *, each: bool = False, draw: int = 0) -> Tensor:
     """Add normal errors, as large as a share of the weights together, or of each weight."""
-    seed = zlib.crc32(x[:4].cpu().numpy().tobytes(), draw)  # every weight has errors of its own
+    seed = zlib.crc32(x[:4].cpu().numpy().tobytes(), draw)  # every weight has separate errors
     errors = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)
     return x + share * (x.abs() if each else x.square().mean().sqrt()) * errors
 

@@ -30,14 +30,14 @@ CHECKED = 8
 
 
 class States(NamedTuple):
-    """The last hidden states (B, N, D), and those behind each layer."""
+    """The last hidden states (B, N, D), and those after each layer."""
 
     last: Tensor
     layers: list[Tensor]
 
 
 class Lowered(TorchFunctionMode):
-    """Puts the op of low bits in the place of causal attention, and notes each layer's own error.
+    """Replaces causal attention by the low-bit op, and records each layer's error.
 
     Attributes:
         levels: one for all attentions of a forward pass, or one for each.
@@ -128,7 +128,7 @@ class Subject:
         return model.to(self.device, self.dtype)
 
     def with_weights(self, mantissa: int) -> tuple[Any, dict[str, Any]]:
-        """Return the model with so many mantissa bits of its linears, and what that took."""
+        """Return the model with so many mantissa bits of its linears, and their size."""
         model = copy.deepcopy(self.stored).to(self.device)
         report = memeff_compile.compress_(
             model, "tier", mantissa=mantissa, min_size=1, progress=False
@@ -185,12 +185,9 @@ class Subject:
     ) -> States:
         """Return the states of tokens (B, N) in one go, or through a cache piece by piece.
 
-        Args:
-            ids: tokens.
-            model: another than the exact one.
-            cache: what pieces go through.
-            pieces: tokens of the first, and of all others.
-            around: what the forward pass runs in.
+        Args: ids: tokens. model: another than the exact one. cache: the cache of the pieces.
+            pieces: tokens of the first, and of all others. around: a context manager around the
+            forward pass.
         """
         body = (model or self.model).base_model
         parts = [ids]

@@ -42,7 +42,7 @@ def text_of(name: str) -> str:
 
 
 def rows_of(tokenizer: Any, name: str, length: int, count: int) -> Tensor:
-    """Return at most `count` rows of a text, one behind the other; each begins as texts do."""
+    """Return at most `count` rows of a text, one after the other; each begins as texts do."""
     start = tokenizer("").input_ids
     text = text_of(name)[: CHARACTERS_A_TOKEN * length * count]
     ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
@@ -72,7 +72,7 @@ def ids_of(path: Path, model: str, length: int, count: int) -> tuple[Tensor, dic
 
 @torch.no_grad()
 def own(model: Any, tokenizer: Any, length: int, count: int) -> Tensor:
-    """Return what a model writes at temperature 1 behind the first words of texts."""
+    """Return text that a model generates at temperature 1 after the first words of texts."""
     each = (count + len(NAMED) - 1) // len(NAMED)
     few = [rows_of(tokenizer, name, min(SEED_OF_OWN, length // 2), each) for name in NAMED]
     begun = torch.cat(few)[:count].to(model.device)
@@ -112,5 +112,5 @@ def pass_keys(tokenizer: Any, length: int, count: int) -> tuple[Tensor, int]:
 
 
 def digest(ids: Tensor) -> str:
-    """Return what tells one set of rows from another."""
+    """Return a digest of a set of rows."""
     return hashlib.sha256(ids.to(torch.int64).numpy().tobytes()).hexdigest()[:12]

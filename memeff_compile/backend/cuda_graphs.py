@@ -1,9 +1,11 @@
-"""Which graphs are replayed as CUDA graphs: steps of generation, and nothing else by itself.
+"""Chooses the graphs to replay as CUDA graphs: steps of generation only.
 
-A step of few tokens launches some hundred small kernels, and the host is slower than the GPU. What
-makes a graph such a step can be read from it: no gradient, attention of few queries, and caches
-that it is handed and writes to in place. A mode of the user's goes first: then Inductor decides,
-and is told which inputs stay where they are and which graphs make what outlives them.
+A step of few tokens launches several hundred small kernels, and the host is slower than the GPU. A
+graph is such a step if it has no gradient, attention of few queries, and caches as inputs that it
+writes to in place.
+
+If you set a mode, Inductor decides instead. Then it is told which inputs keep their address, and
+which graphs return memory that outlives them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ DEVICES = ("cuda",)
 INNERS = ("inductor",)
 
 _COUNTING = (operator.add, operator.sub, operator.mul)
-"""What a step may do with a number that it counts by, as a cache does in Python."""
+"""Operations on the numbers that a step counts by, as a cache does in Python."""
 
 _STATIC = (
     "Generate with a cache that stays where it is: cache_implementation='static', or "
@@ -41,14 +43,14 @@ _WAYS_OUT = {
     "grouped_mm_fallback": "Load the model in bfloat16: in other dtypes transformers multiplies "
     "experts one by one, and reads on the host how many tokens each has.",
 }
-"""What to do about ops that cannot be recorded, by their names."""
+"""The ways out for ops that cannot be recorded, by the ops' names."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of one graph."""
+    """The decision about one graph."""
 
-    record: Record | None = None  # the line of the report; None where nothing is to be said
+    record: Record | None = None  # the line of the report, or None
     roles: Roles | None = None  # of the arguments, where the graph is recorded
     device: torch.device | None = None  # that it runs on
     patches: Mapping[str, Any] = field(default_factory=dict)  # for Inductor's config
@@ -79,7 +81,7 @@ def decide(info: GraphInfo, options: Options) -> Choice:
 
 
 def undecided(error: Exception) -> Choice:
-    """Return what becomes of a graph over which the decision failed: nothing."""
+    """Return the choice for a graph whose decision raised: do not record it."""
     why = f"no CUDA graph: deciding about it failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs as it is. Please report it."
     return Choice(Record("backend", "internal_error", "decision_failed", why, hint))
@@ -90,7 +92,7 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """Tell Inductor, whose CUDA graphs the user asked for, what it cannot see."""
+    """Tell Inductor, whose CUDA graphs the user asked for, facts that it cannot see."""
     made = step.made_inside()
     if made is not None:
         why = f"`{made.name}` is made here, written to and returned, as a cache is that is "
@@ -104,7 +106,7 @@ def _guarded(step: _Step) -> Choice:
 
 
 class _Step:
-    """What is asked of a graph that may be a step of generation."""
+    """A graph that may be a step of generation, and its properties."""
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
@@ -117,7 +119,7 @@ class _Step:
 
     @property
     def device(self) -> torch.device | None:
-        """The device that it runs on; None where that is none of those that record."""
+        """The device that it runs on; None if that device cannot record."""
         devices = {value.device for value in self.tensors.values()}
         return next((each for each in devices if each.type in DEVICES), None)
 
@@ -157,7 +159,7 @@ class _Step:
         return [(node, v) for node in nodes if (v := self.info.tensor(node)) is not None]
 
     def obstacles(self) -> Iterator[tuple[str, ...]]:
-        """Yield what keeps it from being recorded: code, sentence and, if there is, the way out."""
+        """Yield the obstacles to recording it: code, sentence and, if there is one, the way out."""
         for node in self.attentions:
             queries = compat.known_size(self._queries(node))
             if queries is None or queries > MAX_QUERIES:
@@ -203,7 +205,7 @@ class _Step:
                 yield f"argument({name})", f"the input `{name}` is no tensor and no size"
 
     def roles(self) -> Roles:
-        """Return what the arguments are."""
+        """Return the roles of the arguments."""
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]
         counts, is_counted = self._counts()
@@ -218,12 +220,12 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return how to count what a step returns, and the numbers which it reads for that alone:
-        another one is no other recording, as no tensor is made of it.
+        """Return how to count a step's returned numbers, and the numbers that only this reads. A
+        new value of these needs no new recording, as no tensor depends on them.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}
-        graph, made = torch.fx.Graph(), {}  # what is made of numbers alone
+        graph, made = torch.fx.Graph(), {}  # nodes computed from numbers alone
         for node in nodes:
             read = node.all_input_nodes
             if node in given:
@@ -243,8 +245,8 @@ class _Step:
         return Counts(tuple(given.values()), tuple(places), count), counted
 
     def _stays(self, place: int) -> bool:
-        """Return whether an input is expected where it was, as an attribute that an object holds:
-        weights and caches are; what a caller hands over by name comes anew.
+        """Return whether an input is expected to keep its address. Attributes of an object do, such
+        as weights and caches; arguments that a caller passes by name are new in each call.
         """
         node, value = self.info.placeholders[place], self.tensors[place]
         is_held = isinstance(compat.example_input(node), torch.nn.Parameter)

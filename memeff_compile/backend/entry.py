@@ -1,9 +1,9 @@
-"""The backend: options, passes, inner compiler, and what goes around the compiled graph.
+"""The backend: options, passes, inner compiler, and the wrappers of the compiled graph.
 
     torch.compile(model, backend="memeff")
 
-torch finds :func:`memeff` through the entry point group ``torch_dynamo_backends``; nothing of ours
-needs to be imported. What the passes did is in :func:`memeff_compile.last_report`.
+torch finds :func:`memeff` through the entry point group ``torch_dynamo_backends``; you need not
+import memeff_compile. :func:`memeff_compile.last_report` shows the passes' results.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ def memeff(
 ) -> Callable[..., Any]:
     """Compile a captured graph: our passes, then the inner compiler.
 
-    Args:
-        gm: the graph Dynamo captured.
-        example_inputs: the tensors and sizes it was captured with.
-        mode: an Inductor mode, as torch.compile's ``mode=``.
-        options: ``memeff.*`` keys for us, every other key for Inductor.
+    Args: gm: the graph Dynamo captured. example_inputs: the tensors and sizes it was captured with.
+        mode: an Inductor mode, as torch.compile's ``mode=``. options: ``memeff.*`` keys, and keys
+        for Inductor.
 
     Raises:
         OptionError: an option is unknown, mistyped or out of range.
@@ -69,7 +67,9 @@ memeff.reset = report.clear  # type: ignore[attr-defined]
 
 
 def _inner(trip: Trip) -> Callable[..., Any]:
-    """Hand the graph to the inner compiler, in pieces where its gradients are to come so."""
+    """Compile the graph with the inner compiler, in partitions if its gradients have to come one by
+    one.
+    """
     gm, options = trip.gm, trip.options
     if options.inner == "eager":
         forward: Callable[..., Any] = gm.forward
@@ -137,33 +137,21 @@ def compile(
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
     """Compile with `backend="memeff"`, checking the options now and not at the first call.
-
-    `torch.compile` does not look at the options of a backend until the first call, and refuses
-    `mode` next to `options`; this does neither. Layers that FSDP2 shards, and that a checkpoint
-    around its hooks keeps out of every graph, it compiles one by one, in place.
-
-    Args:
-        model: A module or function; leave it out to use the call as a decorator.
-        mode: An Inductor mode, such as "reduce-overhead".
-        options: As in `torch.compile(options=...)`, or an `Options`.
-        dynamic: As in `torch.compile`.
-        fullgraph: As in `torch.compile`.
-        disable: As in `torch.compile`.
-        kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
-            mapping, or "static" for an exact one. The model is compiled in place, and every later
-            `generate()` makes, allocates and reuses such caches by itself, as `use_kv_cache_`.
-        **settings: Options of ours by keyword: `logits="eager"` is `memeff.logits`.
-            `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
-            `compression_report(model)` is what it returned.
-
-    Returns:
-        What `torch.compile` returns; with `kv_cache` the model itself.
-
-    Raises:
-        OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: The model is no module and no function, `kv_cache` has a setting that
-            cannot be served, or the model does not generate, is an encoder-decoder or has a cache
-            of its own.
+    `torch.compile` reads a backend's options only at the first call, and refuses `mode` next to
+    `options`; this function checks them now, and accepts both. If a checkpoint around FSDP2's hooks
+    keeps layers out of every graph, it compiles these layers one by one, in place. Args: model: A
+    module or function; leave it out to use the call as a decorator. mode: An Inductor mode, such as
+    "reduce-overhead". options: As in `torch.compile(options=...)`, or an `Options`. dynamic: As in
+    `torch.compile`. fullgraph: As in `torch.compile`. disable: As in `torch.compile`. kv_cache: For
+    a model of transformers that generates: bits of a `KVCache`, its settings as a mapping, or
+    "static" for an exact one. The model is compiled in place, and every later `generate()` makes,
+    allocates and reuses such caches by itself, as `use_kv_cache_`. **settings: Options of memeff by
+    keyword: `logits="eager"` is `memeff.logits`. `weights="win4"` (or "tier", "rans") calls
+    `compress_` on the model first; `compression_report(model)` returns its report. Returns: The
+    result of `torch.compile`; with `kv_cache` the model itself. Raises: OptionError: An option has
+    an unknown name, a wrong type or a value out of range. UnsupportedInputError: The model is no
+    module and no function, `kv_cache` has an unsupported setting, or the model does not generate,
+    is an encoder-decoder or brings its cache.
 
     Example:
         >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP

@@ -1,9 +1,9 @@
-"""A compiled step of generation as a CUDA graph: recorded when it comes again, then replayed.
+"""A compiled step of generation as a CUDA graph: recorded when it is called again, then replayed.
 
-What a step is told by its caller (ids, masks, positions) is copied into buffers of ours. What it
-finds where it was (weights, caches) is read and written where it is: a recording holds for the same
-addresses, sizes and numbers, and is looked up by them in each call. What it returns is cloned, so
-that the next step overwrites nothing that anyone holds.
+Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
+and caches are read and written at their addresses: each recording is valid for one set of
+addresses, sizes and numbers, by which each call looks it up. Results are cloned, so that the next
+step does not overwrite them.
 
     a call with these addresses      what happens
     the first of all                 the compiled step runs
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[..., Any]
 Key: TypeAlias = tuple[int, Hashable, Hashable]
-"""A stream, addresses of what is held, sizes and numbers."""
+"""A stream, addresses of weights and caches, sizes and numbers."""
 
 MAX_RECORDINGS = 8  # recordings of one step that are kept, the latest used
 MAX_WAITING = 32  # sets of addresses that are remembered after one call
@@ -50,7 +50,9 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers that a step returns, and makes of numbers that it is given: a replay makes none."""
+    """Returned numbers that a step computes from number arguments; a replay does not compute
+    them.
+    """
 
     given: tuple[int, ...]  # places of the arguments
     returned: tuple[int, ...]  # places of the results
@@ -59,14 +61,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Roles:
-    """What the arguments of a step are, by their places."""
+    """The roles of a step's arguments, by position."""
 
-    held: tuple[int, ...]  # tensors that count by address: weights, caches, what is written to
-    copied: tuple[int, ...] = ()  # tensors that come anew with each call
+    held: tuple[int, ...]  # tensors identified by address: weights, caches, written ones
+    copied: tuple[int, ...] = ()  # tensors that are new in each call
     numbers: tuple[int, ...] = ()  # sizes and other numbers
     varying: tuple[int, ...] = ()  # tensors whose sizes are not the same in every call
     written: tuple[int, ...] = ()  # tensors that the step writes to
-    counts: Counts | None = None  # `numbers` are without what is read for these alone
+    counts: Counts | None = None  # `numbers` excludes those that only these read
 
 
 class _Unfit(Exception):
@@ -74,7 +76,7 @@ class _Unfit(Exception):
 
 
 class Recorder:
-    """A compiled step that is replayed where that is the same."""
+    """A compiled step that is replayed when addresses, sizes and numbers are the same."""
 
     def __init__(self, step: Step, roles: Roles, use: Replays, engine: CudaEngine) -> None:
         self._step, self._roles, self._use, self._engine = step, roles, use, engine
@@ -109,7 +111,7 @@ class Recorder:
         return (*(args[place] for place in self._roles.numbers), *sizes)
 
     def _prepare(self, key: Key, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return what runs a call that has no recording yet; None: the step itself."""
+        """Return a function for a call without a recording yet; None: run the step itself."""
         if self._is_stopped:
             return None
         kind = self._engine.stream(), self._signature(args), self._alignments(args)
@@ -132,7 +134,7 @@ class Recorder:
         return None
 
     def _alignments(self, args: Sequence[Any]) -> Hashable:
-        """Return what kernels are specialised on beside sizes: whether addresses are multiples."""
+        """Return the further properties that kernels are specialised on: alignment of addresses."""
         parts = compat.pytree.tree_leaves([_address(args[place]) for place in self._roles.held])
         return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
@@ -141,7 +143,7 @@ class Recorder:
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return what runs the step on buffers of ours, and keep these to record with."""
+        """Return a function that runs the step on static buffers, and keep these for recording."""
         buffers = _Buffers(self._roles, args)
 
         def run(args: Sequence[Any]) -> Any:
@@ -155,7 +157,7 @@ class Recorder:
                 buffers.require_unchanged(args)
                 outputs = _Outputs(found, inputs)
             except _Unfit as unfit:
-                self._stop(str(unfit))  # the buffers are dropped: what shows them stays as it is
+                self._stop(str(unfit))  # the buffers are dropped; views of them stay valid
                 return buffers.given_back(found, args)
             self._waiting[key] = buffers
             self._rehearsed.add(kind)
@@ -170,7 +172,7 @@ class Recorder:
             outputs = _Outputs(found, inputs)
         except _Unfit:
             raise
-        except Exception as error:  # whatever stops a capture: nothing of the step was done
+        except Exception as error:  # any error that stops a capture: the step has not run
             log.warning("A step could not be recorded as a CUDA graph and runs without: %s", error)
             raise _Unfit(f"recording it failed: {error}") from error
         self._use.recordings += 1
@@ -184,7 +186,7 @@ class Recorder:
         return recording
 
     def _stop(self, why: str) -> None:
-        """Run the step as it is from now on."""
+        """From now on run the step without recording."""
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()
@@ -200,7 +202,7 @@ def _place(tensor: Any) -> Hashable:
 
 
 def _address(tensor: Any) -> Hashable:
-    """Return where the memory of a tensor is, part by part where it is made of several."""
+    """Return the addresses of a tensor's memory, one per part if it has several."""
     if type(tensor) in _PLAIN:
         return int(tensor.data_ptr())
     names, about = compat.parts_of(tensor)
@@ -217,7 +219,7 @@ def _memory(tensor: Tensor) -> Iterator[int]:
 
 
 class _Buffers:
-    """Memory of ours for what comes anew with each call."""
+    """Static memory for the arguments that are new in each call."""
 
     def __init__(self, roles: Roles, args: Sequence[Any]) -> None:
         self._roles = roles
@@ -239,7 +241,9 @@ class _Buffers:
             self._filled.append((place, _unexpanded(made), _unexpanded(made) is not made))
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
-        """Copy what was given; return the arguments with the buffers in its place."""
+        """Copy the arguments into the buffers; return the arguments with the buffers in their
+        place.
+        """
         inputs = list(args)
         with torch.no_grad():
             for place, part, is_expanded in self._filled:
@@ -249,13 +253,13 @@ class _Buffers:
         return inputs
 
     def require_unchanged(self, args: Sequence[Any]) -> None:
-        """Refuse a step that wrote to what was taken for an input that it only reads."""
+        """Refuse a step that wrote to an input that it was expected only to read."""
         for place, buffer in self.tensors.items():
             if not torch.equal(buffer, args[place]):
                 raise _Unfit("it writes to an input that comes anew with each call")
 
     def given_back(self, found: Any, args: Sequence[Any]) -> Any:
-        """Return what a step returned, with what it was given in the place of buffers."""
+        """Return the step's results, with the original arguments in place of buffers."""
         ours = {id(buffer): args[place] for place, buffer in self.tensors.items()}
         if type(found) not in (tuple, list):
             return ours.get(id(found), found)
@@ -282,7 +286,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Outputs:
-    """How what a step returns is handed out: inputs as they came, tensors as clones."""
+    """How results are returned: inputs as the caller's objects, tensors as clones."""
 
     def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
         if type(found) not in (tuple, list):
@@ -301,12 +305,12 @@ class _Outputs:
             self._cloned.append(number)
 
     def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the results, with what was given in the place of buffers."""
+        """Return the results, with the caller's arguments in place of buffers."""
         pairs = zip(found, self._places, strict=True)
         return self._type(each if place is None else args[place] for each, place in pairs)
 
     def cloned(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the results in memory of their own."""
+        """Return the results in separate memory."""
         copies = list(found)
         for number in self._cloned:
             copies[number] = found[number].clone()
@@ -315,7 +319,7 @@ class _Outputs:
 
 @dataclass
 class _Recording:
-    """One recording: buffers, what replays it, and the results that a replay writes."""
+    """One recording: buffers, the replay function, and the results that a replay writes."""
 
     roles: Roles
     buffers: _Buffers
@@ -344,8 +348,8 @@ class _Recording:
 
 
 class CudaEngine:
-    """Records on one GPU: a pool of memory, used in turns, and a stream to record on for each
-    stream of work. The lock keeps the copies in front and the clones behind a replay with it.
+    """Records on one GPU: a memory pool, used in turns, and a recording stream for each stream of
+    work. Its lock keeps a replay together with the copies before and the clones after it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -355,7 +359,7 @@ class CudaEngine:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def is_free(self) -> bool:
-        """Return whether nobody else records, or watches what is called."""
+        """Return whether no other code records a CUDA graph or traces calls."""
         return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
 
     def stream(self) -> int:
@@ -372,7 +376,7 @@ class CudaEngine:
             pool = self._pools.setdefault(self.stream(), _Pool())
             handle, graph = pool.opened()
             pool.aside.wait_stream(torch.cuda.current_stream())
-            compat.forget_workspaces()  # what a recording uses has to be in its pool
+            compat.forget_workspaces()  # workspaces that a recording uses have to be in its pool
             try:
                 with torch.cuda.stream(pool.aside):
                     found = _captured(graph, handle, step, inputs)
@@ -431,7 +435,7 @@ def _record_nothing(idle: Tensor) -> None:
 
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Keep garbage from being collected: freeing what belongs to CUDA would end the capture."""
+    """Keep garbage from being collected: freeing CUDA objects would end the capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -443,5 +447,5 @@ def _collecting_nothing() -> Iterator[None]:
 
 @cache
 def engine_for(device: torch.device) -> CudaEngine:
-    """Return what records on a device."""
+    """Return the engine that records on a device."""
     return CudaEngine(device)

@@ -1,9 +1,9 @@
 """Layers that FSDP2 shards, where Dynamo leaves them out of every graph.
 
-FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. Where a checkpoint stands
-around the hooks, as transformers had it before 5.23, it gives the layer up: under any backend that
-compiles the whole model such layers run op by op. Compiled one by one they have graphs of their
-own, inside their checkpoints.
+FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
+hooks, as in transformers before 5.23, Dynamo skips the layer: under any backend that compiles the
+whole model, such layers run op by op. Compiled one by one they have separate graphs, inside their
+checkpoints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .. import compat
 from ..report import Record
 
 _in_graphs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Sharded modules of whose weights a graph has been seen."""
+"""Sharded modules whose weights were seen in a graph."""
 
 
 def notice(inputs: Iterable[object]) -> list[Tensor]:
@@ -31,10 +31,8 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """Return what there is to say of layers that no graph has been seen of, behind the graph of a
-    head with these gathered weights.
-
-    Layers of one class share a graph: where one of them was in it, all are.
+    """Return a remark on layers that appeared in no graph, after the graph of a head with these
+    gathered weights. Layers of one class share a graph: if one of them was in it, all are.
     """
     every = compat.sharded_with(weights[0]) if weights else []
     every = [each for each in every if not compat.is_compiled_by_itself(each)]
@@ -55,15 +53,7 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
 
 
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Compile layers one by one, in place, that a graph of the whole model cannot have.
-
-    Args:
-        model: what is going to be compiled.
-        given: the arguments of `torch.compile` for it.
-
-    Returns:
-        How many there are.
-    """
+    """Compile layers one by one, in place, if a graph of the whole model cannot contain them."""
     found = [each for each in model.modules() if _is_checkpointed_around_hooks(each)]
     for layer in found:
         layer.compile(**{**given, "fullgraph": False})  # its hooks end a graph

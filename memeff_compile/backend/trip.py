@@ -1,8 +1,8 @@
 """The trip of one graph through the backend, and the wrappers of the compiled result.
 
-A trip reads the graph once as it came and once as the passes made it. A wrapper takes the compiled
-callable and the trip, and returns a callable of the same arguments, or the one it was given where
-there is nothing for it to do.
+A trip reads the graph once before and once after the passes. A wrapper takes the compiled callable
+and the trip, and returns a callable of the same arguments, or the original one if it has nothing to
+add.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Trip:
     gm: GraphModule  # the graph, which the passes edit in place
     example_inputs: Sequence[Any]  # the tensors and sizes it was captured with
     options: Options  # of this compilation
-    pieces: list[int] = field(init=False)  # inputs that another compiled piece hands over
-    original: KeptGraph | None = None  # the graph as it came, where it will be compared
-    outcome: Outcome = field(init=False)  # what the passes did
+    pieces: list[int] = field(init=False)  # inputs that another compiled partition passes on
+    original: KeptGraph | None = None  # the original graph, if it will be compared
+    outcome: Outcome = field(init=False)  # the passes' results
     # whether it is recorded as a CUDA graph
     choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
-    rewritten: KeptGraph | None = None  # the graph as the passes made it, where it will be compared
+    rewritten: KeptGraph | None = None  # the rewritten graph, if it will be compared
     present: list[bool] | None = None  # which outputs there are, where the passes left some as None
     cuts: tuple[Node, ...] = ()  # where it is compiled in pieces
-    unread: list[int] = field(default_factory=list)  # inputs that nothing left of it comes from
+    unread: list[int] = field(default_factory=list)  # inputs that the rewritten graph does not read
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
         """Read the graph, let the passes edit it, report what they did, and read it again."""
@@ -59,7 +59,7 @@ class Trip:
         self.pieces = compat.inputs_from_other_graphs(gm)
         _refuse_dropped(self.example_inputs, self.pieces)
         self.original = None if options.verify == "off" else keep(gm, options)
-        # A checkpoint around the compiled function would count what our fake operations save.
+        # A checkpoint around the compiled function would count tensors saved by fake operations.
         with compat.unseen_by_saved_tensor_hooks():
             self.outcome = run(gm, passes, options)
         info = GraphInfo(gm, options, ambient_region())
@@ -81,7 +81,7 @@ class Trip:
             self.unread = [place for place, is_read in enumerate(counts) if not is_read]
 
     def _choose(self, info: GraphInfo) -> None:
-        """Decide whether the graph is recorded, and say so in its report."""
+        """Decide whether the graph is recorded, and report it."""
         try:
             choice = cuda_graphs.decide(info, self.options)
         except Exception as error:  # the graph runs all the same
@@ -93,8 +93,8 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
 
     def _cut(self, info: GraphInfo) -> None:
-        """Decide where the graph is cut, and say so in its report: for updates in the backward, or
-        because layers repeat.
+        """Decide where the graph is cut, for updates in the backward pass or because layers repeat,
+        and report it.
         """
         try:
             self.cuts = cuts.starts(info)
@@ -120,10 +120,10 @@ class Trip:
         return found
 
     def _hand_over(self, info: GraphInfo) -> None:
-        """Tell later pieces of the model what masks say that this one makes."""
+        """Record the meaning of masks made here for later partitions of the model."""
         try:
             hand_over(info)
-        except Exception:  # later pieces find notes of none
+        except Exception:  # later partitions find no records
             log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
 
     def _look_for_layers(self, info: GraphInfo) -> None:
@@ -144,7 +144,7 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let systems guard inputs where no gradient can be asked for."""
+        """Let systems guard inputs that cannot need a gradient."""
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for hooks in system.hooks():
@@ -152,7 +152,9 @@ class Trip:
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
-        """What Inductor's config is patched with: advice of passes, the user's words, safety."""
+        """The settings that Inductor's config is patched with: advice of passes, the user's keys,
+        safety.
+        """
         advice, given = self.outcome.inductor, self.options.inductor_patches()
         return {**advice, **given, **self.choice.patches}
 
@@ -174,8 +176,9 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
-    """Take outputs that are None out of the graph; return which ones stayed, None if all did. Only
-    where DDP compiles a model in pieces AOTAutograd does not take them.
+    """Remove outputs that are None from the graph; return which ones stayed, or None if all did.
+
+    AOTAutograd rejects them, but only if DDP splits the model.
     """
     output = gm.graph.output_node()
     values: Any = output.args[0]
@@ -196,17 +199,17 @@ def replay(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
-    """Return None again where outputs were taken out."""
+    """Return None again for the removed outputs."""
     return compiled if trip.present is None else with_missing_outputs(compiled, trip.present)
 
 
 def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
-    """Take deferred logits where another piece of the model hands them over."""
+    """Accept deferred logits from another partition of the model."""
     return accept(compiled, trip.pieces) if trip.pieces else compiled
 
 
 def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
-    """Hand out deferred logits in the place of hidden states."""
+    """Return deferred logits instead of hidden states."""
     plan, use = trip.outcome.deferred, trip.outcome.report.logits
     if not plan:
         return compiled
@@ -214,8 +217,8 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
-    """Return the outermost callable as `aot_compile` saves it: the inner compiler's, and what goes
-    around it in every process. Verification and recordings stay in this one.
+    """Return the outermost callable in a form that `aot_compile` can save: the inner compiler's,
+    and the wrappers that every process needs. Verification and recordings are not saved.
     """
     around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
     how = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"
@@ -223,7 +226,7 @@ def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
 
 
 def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:
-    """Compare the first call with the graph as it came, where an option asks for it."""
+    """Compare the first call with the original graph, if an option asks for it."""
     if trip.original is None or trip.rewritten is None:
         return compiled
     return verified(
@@ -239,9 +242,9 @@ def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 WRAPPERS: tuple[Callable[[Compiled, Trip], Compiled], ...] = (
-    replay,  # what is recorded takes and returns tensors of the graph, and nothing of ours
+    replay,  # a recording takes and returns only tensors of the graph
     put_back,
     accept_pieces,
-    attach_logits,  # outside of what gives back missing outputs: a plan counts them
+    attach_logits,  # outside of the wrapper that restores missing outputs: a plan counts them
     verify_first_call,  # around all the others, which it compares
 )

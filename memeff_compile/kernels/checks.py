@@ -1,4 +1,4 @@
-"""Sentences about inputs that no op serves: what is seen, what is needed, what to do."""
+"""Sentences about unsupported inputs: they name the input, the requirement and the way out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require(op: str, sentence: str | None) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums of numbers of a dtype are taken in: fp64 of fp64, else fp32."""
+    """Return the dtype of sums of numbers of a dtype: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -32,7 +32,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def unplain(name: str, tensor: Tensor) -> str | None:
-    """Say why a tensor's memory cannot be used, or return None."""
+    """Return why a tensor's memory cannot be used, or None."""
     if tensor.layout == torch.strided and not tensor.is_quantized:
         return None
     kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
@@ -40,7 +40,7 @@ def unplain(name: str, tensor: Tensor) -> str | None:
 
 
 def unfloating(name: str, tensor: Tensor) -> str | None:
-    """Say why a tensor's dtype cannot be computed in, or return None."""
+    """Return why a tensor's dtype is not supported, or None."""
     if tensor.dtype in FLOATING:
         return None
     return (
@@ -50,14 +50,14 @@ def unfloating(name: str, tensor: Tensor) -> str | None:
 
 
 def two_dtypes(name: str, dtype: torch.dtype, other: str, of_other: torch.dtype) -> str | None:
-    """Say that two tensors have to share a dtype, or return None where they do."""
+    """Return a sentence that two tensors have to share a dtype, or None if they do."""
     if dtype == of_other:
         return None
     return f"{name} has dtype {short(dtype)} and {other} {short(of_other)}; cast them to one dtype."
 
 
 def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str | None:
-    """Say that two tensors have to be on one device, or return None where they are."""
+    """Return a sentence that two tensors have to be on one device, or None if they are."""
     if tensor.device == of_other.device:
         return None
     where = f"{name} is on {tensor.device} and {other} on {of_other.device}"
@@ -65,9 +65,9 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 
 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
-    """Say why queries, keys and values cannot meet, or return None: layout, dtype, axes, device.
+    """Return why queries, keys and values do not fit together, or None.
 
-    Each is (batch, heads, length, depth); the first is what the others are compared with.
+    Each is (batch, heads, length, depth); layout, dtype, axes and device have to be the first's.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():
@@ -84,7 +84,7 @@ def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
 
 
 def unlike_sizes(named: Mapping[str, Tensor]) -> str | None:
-    """Say why sizes that `unlike_heads` has nothing against do not meet, or return None."""
+    """Return why sizes do not fit together, after `unlike_heads` passed, or None."""
     (q_name, q), (k_name, k), (v_name, v) = named.items()
     sizes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     if k.shape != v.shape:

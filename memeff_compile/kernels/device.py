@@ -1,4 +1,4 @@
-"""The one door to what a GPU is and what runs there, and the setting that ops run in."""
+"""Which GPU is present and which kernels it runs, and the settings that ops run in."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..compat import without_autocast as without_autocast
 from ._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
 
 DEFAULT_PROCESSORS = 132
-"""Of an H200; also what the width rules assume where there is no GPU to ask."""
+"""Multiprocessors of an H200; the width rules also assume this many if there is no GPU to ask."""
 MEASURED = ("NVIDIA H200",)
-"""The GPUs on which our choices of engines were measured, as torch names them."""
+"""The GPUs on which the choices of engines were measured, as torch names them."""
 
 _planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
 
@@ -34,33 +34,31 @@ def planned_for(device: torch.device) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device whose engines are asked about: `device`, or the one planned for."""
+    """Return the device to choose engines for: `device`, or the one that is planned for."""
     return _planned.get() or device
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether our Triton kernels serve tensors of this dtype on a device, or a planned one."""
+    """Return whether the Triton kernels support this dtype on a device, or on a planned one."""
     device = where_it_runs(device)
     return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Say whether our Triton kernels and fp32-output products run on a GPU.
-
-    They need triton and a GPU of NVIDIA's of compute capability 8.0 or later, which a planned
-    device is taken to be.
-    """
+    """Return whether the Triton kernels and fp32-output products run on a GPU."""
     return _planned.get() is not None or runs_kernels(_index(device))
 
 
 @lru_cache(maxsize=64)
 def runs_kernels(index: int) -> bool:
-    """Say so of CUDA device `index`, which is here."""
+    """Return whether the Triton kernels run on CUDA device `index`, which is present."""
     return find_spec("triton") is not None and _gpu(index).runs_kernels
 
 
 def kernels_need(device: torch.device) -> str:
-    """Say what is missing where `kernels_serve` says no on a GPU, as the object of "need"."""
+    """Return the missing requirement where `kernels_serve` is false on a GPU, as the object of
+    "need".
+    """
     owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
     return f"triton and {owner}compute capability 8.0 or later"
 
@@ -76,7 +74,9 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return what the GPU of `device` has, or what an H200 has where there is none to ask."""
+    """Return the properties of the GPU of `device`, or those of an H200 if there is no GPU to
+    ask.
+    """
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return H200
     return _gpu(_index(device))
@@ -88,7 +88,7 @@ def starts_early(device: torch.device) -> bool:
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Say whether an op's speed was measured on this kind of GPU; also where there is no GPU."""
+    """Return whether an op's speed was measured on this kind of GPU; True without a GPU."""
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return True
     return op in gpu(device).measured
@@ -120,7 +120,7 @@ def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make a stream that `stream_of` returned current again."""
+    """Make a stream from `stream_of` current again."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)
@@ -132,7 +132,7 @@ def _has_gpu() -> bool:
 
 
 def speed_note(device: torch.device) -> str:
-    """Say what is known of the speed of our choices on a device, or "" where it is no GPU here."""
+    """Return a remark on measured speed on a device, or "" if no such GPU is present."""
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return ""
     name = torch.cuda.get_device_name(_index(device))

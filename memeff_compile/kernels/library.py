@@ -21,16 +21,16 @@ _DIRECT: list[Any] = []
 def op(
     schema: str,  # name, arguments and results
     compute: Function,  # serves every device
-    # returns empty results; without it `compute` is written in terms of other ops, and these are
-    # what a compiler sees
+    # returns empty results; without it `compute` is written in terms of other ops, and
+    # a compiler sees these
     fake: Function | None = None,
     *,
     backward: Function | None = None,  # as `torch.library.register_autograd` takes them
     setup_context: Function | None = None,  # likewise
-    # what Inductor's code calls, with plain tensors that were checked when it was compiled
+    # the function that Inductor's code calls, with plain tensors checked at compile time
     direct: Function | None = None,
-    tags: tuple[torch.Tag, ...] = (),  # beside the one that says the op is fit for a compiler
-) -> Any:  # an overload, called with what its schema says
+    tags: tuple[torch.Tag, ...] = (),  # besides the one that marks the op as fit for a compiler
+) -> Any:  # an overload, called as its schema says
     """Define an op of the namespace memeff and return its overload."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
@@ -50,7 +50,7 @@ def op(
 
 
 def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[Function]:
-    """Return functions of one named tuple as functions of what it is made of, as an op has them."""
+    """Return functions of one named tuple as functions of its fields, which an op takes."""
 
     def apart(function: Callable[[T], Any]) -> Function:
         return lambda *args, **kwargs: function(arguments(*args, **kwargs))
@@ -65,7 +65,7 @@ def heads_inside(like: Tensor) -> Tensor:
 
 
 def refusing(error: type[Exception], sentence: str) -> Function:
-    """Return a backward for an op that has none, or a backward op's: it raises."""
+    """Return a backward function that raises, for an op without a gradient or a backward op."""
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise error(sentence)
@@ -74,7 +74,7 @@ def refusing(error: type[Exception], sentence: str) -> Function:
 
 
 def only_first(gradients: Function, refusal: str) -> Function:
-    """Return `gradients` for where a second derivative may be asked for: that is refused."""
+    """Return `gradients`, made to refuse a second derivative."""
 
     class Once(torch.autograd.Function):
         @staticmethod
@@ -87,6 +87,6 @@ def only_first(gradients: Function, refusal: str) -> Function:
 
 
 def direct_in_inductor() -> None:
-    """Have code that Inductor writes call the functions of ops that have one for it."""
+    """Let Inductor's code call the direct function of ops that have one."""
     for found in _DIRECT:
         compat.call_in_inductor(found)

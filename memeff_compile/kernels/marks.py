@@ -1,4 +1,4 @@
-"""What a parameter that an optimizer updates in the backward has as an attribute."""
+"""The attribute that marks a parameter as updated in the backward pass."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ Announce = Callable[[Sequence[Tensor]], None]
 
 
 class Mark:
-    """What a parameter that is updated has as an attribute, and none of its copies believes.
+    """Attribute that marks a parameter as updated in the backward pass; copies of the parameter
+    ignore it.
 
-    Copies do not have its hook. One that shares attributes is told apart by identity; one that is
-    deep or pickled gets an empty set, which any reader of pickles knows.
+    Copies do not have the parameter's hook. A copy that shares attributes differs in identity; a
+    deep or pickled copy gets an empty set instead, which any reader of pickles knows.
     """
 
     def __init__(
         self, parameter: Tensor, announce: Announce | None = None, keeps: object = None
     ) -> None:
         self.owner = id(parameter)
-        self.keeps = keeps  # what is to live as long as the parameter
-        # tells who updates it that gradients of these parameters come next, and nothing in between
+        self.keeps = keeps  # an object to keep alive as long as the parameter
+        # tells the updater that the gradients of these parameters come next, without others in
+        # between
+
         self.announce = announce
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -35,7 +38,7 @@ def is_updated_in_backward(parameter: Tensor | None) -> bool:
 
 
 def announce(parameters: Sequence[Tensor]) -> None:
-    """Say that the gradients of these parameters are there, all of them, and about to be given."""
+    """Announce that all gradients of these parameters exist and will come next."""
     told: dict[Announce, list[Tensor]] = {}
     for parameter in parameters:
         mark = getattr(parameter, "updated_in_backward", None)

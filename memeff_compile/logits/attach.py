@@ -1,10 +1,8 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Where deferred logits begin, and where compiled code takes them again.
-
-`defer` makes them of hidden states and a head, `attach` does so with what a compiled graph returns,
-and `accept` gives compiled code their values. `_Defer` is the autograd function whose result the
-logits are: its backward multiplies with the head once more, so that autograd sees an ordinary
-non-leaf tensor.
+"""Creates deferred logits, and passes their values to compiled code. `defer` makes them from hidden
+states and a head, `attach` from the outputs of a compiled graph, and `accept` gives compiled code
+their values. `_Defer` is the autograd function whose result the logits are: its backward pass
+multiplies with the head once more, so that autograd sees an ordinary non-leaf tensor.
 """
 
 from __future__ import annotations
@@ -30,25 +28,25 @@ REMEDY = (
     "Read out.logits before optimizer.step(), keep out.logits.detach().clone(), or compile with "
 )
 REMEDY += 'options={"memeff.logits": "eager"}.'
-"""What a user can do about stale logits: the last sentence of every `StaleLogitsError`."""
+"""The user's way out for stale logits: the last sentence of every `StaleLogitsError`."""
 
 
 def defer(
-    hidden: Tensor,  # (..., hidden), what enters the head
+    hidden: Tensor,  # (..., hidden), the input of the head
     weight: Tensor,  # the head's weight, oriented as `recipe` says
     bias: Tensor | None,  # (vocabulary,) or None
-    vectors: Sequence[Tensor],  # what the recipe's steps add, or make it of
+    vectors: Sequence[Tensor],  # operands of the recipe's steps
     recipe: LogitsRecipe,  # how the logits come from the hidden states
     *,
-    remedy: str = REMEDY,  # what to do about stale logits, the end of the error's sentence
+    remedy: str = REMEDY,  # the way out for stale logits, the end of the error's sentence
     # how losses of these logits are fused; None leaves them to PyTorch, on computed values
     loss: LossSettings | None = None,
-    use: LogitsUse | None = None,  # where to count what becomes of the logits
+    use: LogitsUse | None = None,  # counts how the logits are used
 ) -> Tensor:
     """Return the logits of `hidden` as a `DeferredLogits`, joined to autograd as they would be.
 
     Reading it for the first time after the head or the hidden states were changed in place raises a
-    `StaleLogitsError`; `logits[:, -1].argmax(-1)` computes the last rows and no others.
+    `StaleLogitsError`; `logits[:, -1].argmax(-1)` computes only the last rows.
     """
     return _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
 
@@ -59,10 +57,10 @@ def attach(
     plan: Sequence[DeferredOutput],  # an entry per piece of memory among the outputs to replace
     *,
     clone_hidden: bool,  # `compiled` reuses their memory at its next call, as CUDA graphs do
-    # arguments that `compiled` has no use for: autograd is not to know that they were given, or
-    # hooks of theirs would be called without a gradient
+    # arguments that `compiled` does not read: hidden from autograd, since
+    # their hooks would otherwise be called without a gradient
     unread: Sequence[int] = (),
-    use: LogitsUse | None = None,  # where to count what becomes of the logits
+    use: LogitsUse | None = None,  # counts how the logits are used
 ) -> Callable[..., Sequence[Any]]:
     """Wrap a compiled callable so that the outputs named in `plan` become deferred logits."""
     entries, end = tuple(plan), given_sizes(plan)
@@ -105,7 +103,7 @@ def _fake(
 def with_missing_outputs(
     compiled: Callable[..., Any], present: Sequence[bool]
 ) -> Callable[..., Any]:
-    """Return None for the outputs that are not present."""
+    """Return None for the outputs that were removed."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))
@@ -116,7 +114,7 @@ def with_missing_outputs(
 
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones,
-    with gradients; ``places`` are the arguments that come out of another compiled callable.
+    with gradients; ``places`` are the positions of arguments from another compiled callable.
     """
 
     def run(*args: Any) -> Any:

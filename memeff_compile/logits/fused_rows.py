@@ -1,9 +1,9 @@
-"""What a loss outside the graph takes of deferred logits, by the fused op: numbers per row.
+"""Per-row results of the fused op, for losses of deferred logits outside the graph.
 
-`Head` is some rows of logits in factored form: hidden states and what makes logits of them. The op
-gives their log-sum-exp, target logit and sum without building them. `FusedRows` is the gradient of
-such rows, factored as well: it stays a few numbers per row until the backward of the deferred
-logits asks the op for the gradients of hidden states and head.
+`Head` is some rows of logits in factored form: hidden states, and the head that turns them into
+logits. The op gives their log-sum-exp, target logit and sum without building them. `FusedRows` is
+the gradient of such rows, factored as well: it stays a few numbers per row until the backward of
+the deferred logits asks the op for the gradients of hidden states and head.
 
 This is the only module outside the passes that calls the op. It calls it exactly: the lossy modes
 of memeff.linear_cross_entropy are for the graph.
@@ -38,16 +38,16 @@ class Folded(NamedTuple):
 
     scale: float  # as above, softcap 0 for none
     softcap: float  # likewise
-    # what to divide each vector of the recipe by, to add it inside the scale
+    # divisors with which each vector of the recipe is added inside the scale
     divisors: tuple[float, ...]
-    # None for logits; for log-probabilities what they are multiplied by (-1 for the negative ones)
+    # None for logits; for log-probabilities their factor (-1 for the negative ones)
     factor: float | None
     logits: LogitsRecipe  # the recipe up to the log-softmax
 
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return a recipe as the op takes it, or a sentence that says why it cannot."""
+    """Return a recipe in the op's form, or a sentence with the reason why not."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -73,8 +73,8 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """The number that casts, multiplications and divisions amount to, which can be divided by; None
-    for other steps.
+    """The product of all casts, multiplications and divisions as one number; None for other
+    steps.
     """
     factor = 1.0
     for name, value in steps:
@@ -87,7 +87,7 @@ def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Some rows of logits, as what they come from; all tensors without autograd."""
+    """Some rows of logits, in factored form; all tensors without autograd."""
 
     hidden: Tensor  # (..., hidden), one per row
     weight: Tensor  # as a `LogitsRecipe` takes them
@@ -95,12 +95,12 @@ class Head:
     vectors: tuple[Tensor, ...]  # likewise
     # from the hidden states to the values of the tensor in question, log-probabilities included
     recipe: LogitsRecipe
-    settings: LossSettings  # what the options say
+    settings: LossSettings  # the options of the fused loss
     use: LogitsUse | None = None  # where to count
 
     @property
     def folded(self) -> Folded:
-        """The recipe as the op takes it."""
+        """The recipe in the op's form."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
@@ -112,7 +112,7 @@ class Head:
 
     @property
     def any_target(self) -> Tensor:
-        """A column for each row, for calls of the op that are about none."""
+        """Any one column per row, for calls of the op that need no target."""
         return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
 
     def refusal(self, target: Tensor | None, column_weight: Tensor | None) -> str | None:
@@ -142,7 +142,7 @@ class Head:
         return found[:4]
 
     def logits(self, recipe: LogitsRecipe) -> Tensor:
-        """Compute what `recipe`, all of this head's or a part of it, makes of these rows."""
+        """Compute these rows' result of `recipe`, which is this head's recipe or a part of it."""
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
     @property
@@ -175,7 +175,7 @@ class Head:
 
 
 def _padded(part: Tensor, whole: Tensor, head: Head) -> Tensor:
-    """Return the gradient of a weight or a bias of which the logits have some of the classes."""
+    """Return the gradient of a weight or a bias if the logits have only some of the classes."""
     total = torch.zeros_like(whole)
     classes = slice(*head.recipe.classes or (None, None))
     is_last = part.dim() == 2 and head.recipe.transposed
@@ -208,7 +208,7 @@ class FusedRows:
     column_weight: Tensor | None  # (vocabulary,), the w above; None for ones
     row_lse: Tensor  # log-sum-exp of the rows
     lse_of_ignored: bool = True  # `row_lse` holds in ignored rows too
-    outer: float = 1.0  # what the gradient has been multiplied by on its way
+    outer: float = 1.0  # the factor of the gradient, from later steps
     is_log: bool = False  # the rows are log-probabilities
     is_exp: bool = False  # the rows are probabilities
     plogp: Tensor | None = None  # one number per row, or None for zeros
@@ -225,7 +225,7 @@ class FusedRows:
 
     @property
     def is_batched(self) -> bool:
-        """Whether several gradients are asked for at once, as by `is_grads_batched`."""
+        """Whether several gradients are computed at once, as by `is_grads_batched`."""
         given = (self.nll, self.lse, self.total, self.plogp)
         return any(each is not None and compat.is_batched(each) for each in given)
 
@@ -332,7 +332,7 @@ class FusedRows:
                 'it before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
             )
         wide, target, lse = self.row_lse.dtype, self.target, self.row_lse
-        end = "" if self.is_batched else "_"  # vmap writes to nothing that it does not batch
+        end = "" if self.is_batched else "_"  # vmap cannot write to tensors that it does not batch
         mul, add, scatter = (getattr(Tensor, f"{n}{end}") for n in ("mul", "add", "scatter_add"))
         nll, total = self.nll, self.total
         if self.ignore_index is not None and target is not None:
@@ -397,7 +397,7 @@ class FusedRows:
         }
         if plogp is not None and self.row_entropy is not None:
             given |= {"grad_entropy": -plogp, "entropy": self.row_entropy}
-        # What the op can do besides was not asked of its forward, and is empty here.
+        # Further results of the op were not requested in the forward pass, and are empty here.
         grad_hidden, grad_weight, grad_bias, *_ = op_folder.linear_cross_entropy_backward(
             *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
             **head._knobs(self.ignore_index),

@@ -3,9 +3,9 @@
 
 A wrapper subclass has a shape, a dtype, a device and a place in the autograd graph, and no memory.
 Everything that reaches memory without passing through the dispatcher would therefore see nothing,
-or fail: pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these
-to a plain tensor: `_values` for what only reads, `_memory` for what may write as well. What cannot
-be sent there is refused (`compat.make_without_memory`).
+or fail: pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these to
+a plain tensor: `_values` for functions that only read, `_memory` for those that may also write.
+Functions that cannot be sent there raise (`compat.make_without_memory`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with values on demand; subclasses say where they come from.
-
-    Tensors have a metaclass of their own, so abc cannot refuse one that leaves something out.
+    """A tensor with values on demand; subclasses compute them. Tensors have a separate metaclass,
+    so abc cannot check that a subclass is complete.
     """
 
     _device: torch.device
@@ -68,7 +67,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the values are, or will be."""
+        """The device of the values."""
         return self._device
 
     def refuse_memory(self) -> NoReturn:
@@ -88,8 +87,8 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor over the same values that is a leaf, or not, as `self` is:
-        refusals, as of `numpy()` where it requires grad, then come from eager PyTorch itself.
+        """Return a plain tensor over the same values, a leaf if `self` is one: then eager PyTorch
+        raises the usual errors, such as that of `numpy()` on a tensor that requires grad.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:
@@ -107,7 +106,7 @@ class LazyTensor(torch.Tensor):
         return self._stand_in(shared=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Show the values once there are some; printing alone computes nothing."""
+        """Show the values if they exist; printing alone does not compute them."""
         values = self._peek()
         if values is not None:
             return f"{type(self).__name__}({values!r})"
@@ -180,7 +179,7 @@ MEMORY_METHODS = (
     *" ".join(_SENT.values()).split(),
     *"__deepcopy__ __dlpack_device__ __repr__ apply_ is_pinned is_shared share_memory_".split(),
 )
-"""Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
+"""Methods of `torch.Tensor` that bypass the dispatcher; `LazyTensor` overrides them."""
 
 
 @compat.untraced

@@ -43,7 +43,7 @@ class Part(Protocol):
 
 
 class Statistics(NamedTuple):
-    """Numbers per row that are known of one place in the memory of deferred logits."""
+    """Numbers per row that are known for one view of deferred logits."""
 
     place: Place
     lse: Tensor
@@ -64,11 +64,11 @@ class Statistics(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """What is one piece of memory in eager PyTorch: a tensor and all its views.
+    """One allocation of eager PyTorch: a tensor and all its views.
 
-    The values of all rows, once computed, live here, and every view reads them here. Before that,
-    a view that has only some of the rows computes just these, for itself, to be read and nothing
-    else: a write, or a plain alias that somebody could write through, makes the memory first.
+    It holds the values of all rows once they are computed, and every view reads them here. Before
+    that, a view that needs only some of the rows computes just these, privately and for reading
+    only. A write, or a plain alias that could be written through, computes all rows first.
     """
 
     source: LogitsSource
@@ -78,13 +78,13 @@ class Memory:
     origin: Callable[[], Tensor | None] | None = None
     value: Tensor | None = None
     rows_computed: int = 0
-    # those with values of their own
+    # views with private values
     parts: list[weakref.ref[Part]] = field(default_factory=list)
     is_open: bool = False  # somebody has written, or may write unnoticed
     _statistics: Statistics | None = None
 
     def read(self, view: Part) -> Tensor:
-        """Return the values of `view`, computing its rows alone where that is less work."""
+        """Return the values of `view`; compute only its rows if that is less work."""
         if self.value is None and view.window is not None:
             base, take = view.window
             return take(self.read(base))
@@ -104,7 +104,8 @@ class Memory:
             self.value = value.contiguous()
             with torch.inference_mode(self.source.is_inference), torch.no_grad():
                 for part in (reference() for reference in self.parts):
-                    if part is not None and part.own is not None:  # what was read stays, to the bit
+                    # rows that were read keep their exact bits
+                    if part is not None and part.own is not None:
                         self.value.as_strided(*part.place).copy_(part.own)
             self.parts.clear()
         view.own = None
@@ -121,13 +122,15 @@ class Memory:
         return None if self._statistics is None else self._statistics.of(view)
 
     def keep_statistics(self, view: Part, lse: Tensor, logit_sum: Tensor | None) -> None:
-        """Note what a loss found out about the rows of `view`."""
+        """Record the statistics that a loss computed for the rows of `view`."""
         self._statistics = Statistics(view.place, lse, logit_sum)
 
     def snapshot(
         self, view: Part, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:
-        """Return what applies `function` to a copy of `view`'s values later and holds no memory."""
+        """Return a function that later applies `function` to a copy of `view`'s values; it holds no
+        memory.
+        """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference
 
@@ -148,7 +151,9 @@ class Memory:
         return copy
 
     def _is_less_work(self, view: Part) -> bool:
-        """Say whether to compute the rows of `view` alone, after what such rows have cost."""
+        """Return whether to compute the rows of `view` alone, given how many such rows were
+        computed.
+        """
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows
 

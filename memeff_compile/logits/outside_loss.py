@@ -3,15 +3,15 @@
 
     loss = F.cross_entropy(out.logits.view(-1, V).float(), labels.view(-1))
 
-`SERVED` names the functions of PyTorch that are looked at before autograd sees them. Each handler
+`SERVED` names the PyTorch functions that are handled before autograd sees them. Each handler
 returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states and
 head, or says that it declines; then the function itself runs, on computed values.
 
 `_Rows` is the autograd function in the middle: logits in, numbers per row out. Its backward sends
-the gradient of the logits in factored form (`FusedRows`) through whatever views, casts and scales
-lie before, so hooks, `retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and
-whoever looks at that gradient gets the dense one. Log-probabilities (`_LogSoftmax`) are deferred
-tensors in their own right: gathered, summed or handed to `nll_loss` they are never built.
+the gradient of the logits in factored form (`FusedRows`) through all earlier views, casts and
+scales, so hooks, `retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and a
+reader of that gradient gets the dense one. Log-probabilities (`_LogSoftmax`) are also deferred
+tensors: if they are gathered, summed or passed to `nll_loss`, they are never built.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DType: TypeAlias = "torch.dtype | None"
 
 
 class _Asked(NamedTuple):
-    """What a function asks of the rows of deferred logits."""
+    """The per-row results that a function needs of deferred logits."""
 
     target: Tensor | None = None
     ignore_index: int | None = None
@@ -125,7 +125,9 @@ class _Rows(_Function):
 def _differentiable(
     plain: Tensor, head: Head, asked: _Asked, grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """The gradient of the logits with a graph of its own, for second derivatives: a dense one."""
+    """The gradient of the logits as a differentiable tensor, for second derivatives: a dense
+    one.
+    """
     values = plain if plain.dtype == torch.float64 else plain.float()
     factor, target, is_kept = head.folded.factor, asked.target, None
     values = values if factor is None else values / factor
@@ -248,7 +250,9 @@ class _NegativeEntropy(_Function):
 
 
 def _needs_nothing(ctx: Any) -> bool:
-    """Whether a sum has to go back as eager's, which saves nothing: a second time, or again."""
+    """Return whether a sum's backward must work like eager's, which saves no tensors: in a second
+    derivative or a second backward pass.
+    """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
     except RuntimeError:  # a backward pass has freed them
@@ -260,7 +264,7 @@ def _spread(ctx: Any, grad: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """What a backward has of deferred logits, beside the tensors that are autograd's to free."""
+    """The data that a backward pass keeps of deferred logits, besides tensors saved by autograd."""
 
     view: View | None
     memory: Memory | None  # where the values that it needs may be
@@ -271,7 +275,9 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """Save others and what the values come from, where there is a backward; return the rest."""
+        """Save others and the tensors that the values come from, if a backward pass follows; return
+        the rest.
+        """
         if not any(ctx.needs_input_grad):
             return None
         head = view.head
@@ -280,22 +286,26 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return what is kept of other values of the same head, and autograd frees with these."""
+        """Return the same data for other values of the same head, whose tensors autograd frees with
+        these.
+        """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
         )
 
     def after_a_backward(self) -> _Kept:
-        """Return what is kept of it then."""
+        """Return the data to keep after a backward pass."""
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows as a loss takes them."""
+        """Return the rows in the form of a loss."""
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
     def values(self, made_of: Sequence[Any], reader: str) -> Tensor:
-        """Return the values of then, with a graph of their own where one is asked for."""
+        """Return the values at the time of the forward pass, with an autograd graph if one is
+        needed.
+        """
         if torch.is_grad_enabled():
             return self.plain(made_of)
         # Somebody can have written to a memory that is open.
@@ -307,7 +317,9 @@ class _Kept(NamedTuple):
         return self.head(made_of).logits(self.recipe)
 
     def plain(self, made_of: Sequence[Any]) -> Tensor:
-        """Return the logits of then as a plain tensor that is a view of the deferred ones."""
+        """Return the logits of the forward pass as a plain tensor that is a view of the deferred
+        ones.
+        """
         if self.view is None:
             raise DoubleBackwardError(
                 "linear_cross_entropy: create_graph=True was asked of a loss outside the graph "
@@ -315,7 +327,7 @@ class _Kept(NamedTuple):
                 "Ask for it the first time, or compile with "
                 "options={'memeff.linear_cross_entropy': 'off'}."
             )
-        # Somebody may have written to them since: eager has what its loss saved.
+        # They may have been written to since; eager would have the values that its loss saved.
         if self.view.memory.is_open and _written_by(self.view) is not self.written_by:
             raise DoubleBackwardError(
                 "linear_cross_entropy: create_graph=True was asked of a loss outside the graph "
@@ -333,7 +345,7 @@ class _Kept(NamedTuple):
 
 
 def _result(ctx: Any, kept: _Kept) -> Tensor | None:
-    """Return what a function gave, for a second derivative, if anybody still has it to ask for."""
+    """Return the result of a function, for a second derivative, if it still exists unchanged."""
     result = ctx.result()
     if result is None or result.grad_fn is not ctx:  # detached in place, or written to since
         return None
@@ -341,12 +353,12 @@ def _result(ctx: Any, kept: _Kept) -> Tensor | None:
 
 
 def _written_by(view: Any) -> Any:
-    """What autograd knows as the last write to the memory of a view; a view's own is made anew."""
+    """Return autograd's node of the last write to a view's memory; a view's node is made again."""
     return (view if view._base is None else view._base).grad_fn
 
 
 class Declined(Exception):
-    """A call that is left to PyTorch, with the reason for the report, or "" for none."""
+    """A call that is left to PyTorch, with the reason for the report, or "" for no reason."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
@@ -375,7 +387,7 @@ def _is_deferred(value: Any) -> bool:
 
 
 def _last(view: View, dim: Any) -> bool:
-    """Whether `dim` is the vocabulary, and stands last."""
+    """Whether `dim` is the vocabulary, and is the last dimension."""
     rank = len(view.dims)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -384,7 +396,7 @@ def _last(view: View, dim: Any) -> bool:
 
 
 def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the op on the rows of `view`, with autograd, for what is `_Asked`."""
+    """Run the op on the rows of `view`, with autograd, for the results in `_Asked`."""
     source = view.memory.source
     source.require_unchanged()
     result: tuple[Tensor, Tensor, Tensor] = _Rows.apply(view, _Asked(**asked))
@@ -395,7 +407,7 @@ def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Te
 
 
 def _no_view(made: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return what nobody else holds or saves in a shape, as eager's results are: no view."""
+    """Return a new tensor in a shape without making it a view, as eager's results are."""
     result: Tensor = torch.ops.aten._unsafe_view.default(made, shape)
     return result
 
@@ -566,7 +578,7 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
 
 
 def _exp(input: Any, *, out: Any = None) -> Any:
-    """Probabilities, from what is a log_softmax and nothing behind it."""
+    """Probabilities, from an exact log_softmax without later steps."""
     if not _is_deferred(input) or input.recipe.steps[-1:] != (("log_softmax", None),):
         return NotImplemented
     is_last = input.order is None and out is None
@@ -579,7 +591,7 @@ def _exp(input: Any, *, out: Any = None) -> Any:
 
 
 def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
-    """p log p, of the very log-probabilities that the probabilities came from."""
+    """p log p, from the same log-probabilities that the probabilities were computed from."""
     for probs, logs in ((input, other), (other, input)):
         if not _is_deferred(probs) or probs.log_probs is not logs or out is not None:
             continue
@@ -622,7 +634,7 @@ def _sum(
     _need(dtype is None or dtype.is_floating_point, "sum in another dtype")
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
     _, _, total = _served(input, "log_softmax + sum", with_sum=True)
-    # By a number and not a tensor of it: a node of nothing saved, as that of eager's sum.
+    # By a number, not a tensor: then the node saves no tensor, like that of eager's sum.
     total = torch.ops.aten.mul.Scalar(total, folded.factor)
     return (_column(total) if keepdim else total).to(result)
 
@@ -637,13 +649,13 @@ def _mean(
     return torch.ops.aten.div.Scalar(total, input.dims[-1]).to(dtype or input.dtype)
 
 
-# Names of arguments that PyTorch takes from NumPy beside its own.
+# Argument names that PyTorch also accepts, from NumPy.
 _RENAMED = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input"}
 _RENAMED["x2"] = "other"
 
 
 def _serving(handler: Any) -> Callable[..., Any]:
-    """Wrap a handler so that it returns what was declined instead of raising it."""
+    """Wrap a handler so that it returns the Declined instead of raising it."""
     signature = inspect.signature(handler)
 
     def serve(*args: Any, **kwargs: Any) -> Any:
@@ -652,7 +664,7 @@ def _serving(handler: Any) -> Callable[..., Any]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:
-            return NotImplemented  # PyTorch knows what to do with it, or what to say
+            return NotImplemented  # PyTorch handles it, or raises its error
         try:
             return handler(*args, **kwargs)
         except Declined as declined:
@@ -679,4 +691,4 @@ SERVED: dict[Any, Callable[..., Any]] = {
     }.items()
     for function in functions
 }
-"""Handlers by function: each returns the result, NotImplemented, or what it `Declined`."""
+"""Handlers by function: each returns the result, NotImplemented, or a `Declined`."""

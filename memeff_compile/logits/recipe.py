@@ -1,10 +1,10 @@
 """How a logits tensor comes from hidden states: data that a pass writes and the runtime reads.
 
 A `LogitsRecipe` is the head of a model in four facts: the dtype of the product, the orientation of
-the weight, and the pointwise steps behind the product in the order in which the model spells them.
-`LogitsRecipe.logits` runs the very PyTorch calls that the model would have run, so its values are
-the model's own bits; `LogitsRecipe.gradients` is their derivative, spelled as autograd spells it,
-without a forward product that the derivative does not need.
+the weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits`
+runs the same PyTorch calls that the model would have run, so its values have the model's exact
+bits; `LogitsRecipe.gradients` is their derivative, computed as autograd computes it, without a
+forward product that the derivative does not need.
 
 Row selections are no part of a recipe. They commute with the product and with every step, so they
 are applied to the hidden states beforehand.
@@ -30,15 +30,17 @@ _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a LoRA adapter of the head adds: ``scale * B(A(x))``, of the hidden states x."""
+    """The product that a LoRA adapter of the head adds: ``scale * B(A(x))``, of the hidden states
+    x.
+    """
 
     scale: float
     down: torch.dtype  # in which the product with A runs
     up: torch.dtype  # in which that with B runs
-    total: torch.dtype  # of the logits with what is added
+    total: torch.dtype  # of the logits with the sum
 
     def product(self, hidden: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return what is added, as the model spells it."""
+        """Return the adapter's product, computed as the model computes it."""
         low = F.linear(hidden.to(self.down), a.to(self.down))
         product = F.linear(low.to(self.up), b.to(self.up))
         return product if self.scale == 1 else product * self.scale
@@ -91,12 +93,12 @@ _IN_PLACE: _Steps = {
 class LogitsRecipe:
     """The head of a model, from hidden states to logits.
 
-    Its pointwise steps behind the product are, in order: ("to", dtype), ("mul", number),
-    ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors` and names
-    the new dtype if it changes; before them ("adapter", Adapter), of the next two, A and B;
-    between them ("classes", (first, last + 1, how many there were)), which leaves the others out.
-    Code outside the graph makes ("log_softmax", None), ("exp", None) and ("times_exp", None),
-    x * exp(x); the recipes of graphs, which know gradients, have none.
+    Its pointwise steps after the product are, in order: ("to", dtype), ("mul", number), ("div",
+    number), ("tanh", None) and ("bias", None), which adds the next of `vectors` and names the new
+    dtype if it changes; before them ("adapter", Adapter), of the next two, A and B; between them
+    ("classes", (first, last + 1, how many there were)), which drops the others. Code outside the
+    graph makes ("log_softmax", None), ("exp", None) and ("times_exp", None), x * exp(x); recipes of
+    graphs, which have gradients, have none of these.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -125,8 +127,8 @@ class LogitsRecipe:
 
     @cached_property
     def classes(self) -> tuple[int, int] | None:
-        """The first of the weight's classes that the logits have, and the one after the last; None
-        for all.
+        """The first of the weight's classes in the logits, and the one after the last; None for
+        all.
         """
         found = None
         for start, stop, _ in (value for name, value in self.steps if name == "classes"):
@@ -209,7 +211,7 @@ class LogitsRecipe:
 
     @cached_property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtype of the product and behind every step."""
+        """Dtype of the product and after every step."""
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             if name == "adapter":
@@ -274,7 +276,7 @@ class LogitsRecipe:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What the options say about the fused loss, for losses outside the graph."""
+    """The options of the fused loss, for losses outside the graph."""
 
     workspace: int = 0  # memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic
 
@@ -286,11 +288,11 @@ class DeferredOutput:
     output: int  # index of the output
     weight: int  # index of the head's weight among the graph's arguments
     bias: int | None  # index of the bias inside the product, or None
-    vectors: tuple[int, ...]  # indices of what the recipe's steps add, or make it of, in order
+    vectors: tuple[int, ...]  # indices of the operands of the recipe's steps, in order
     recipe: LogitsRecipe  # how the logits come from the hidden states
     detached: bool = False  # the model detaches these logits before it returns them
-    # eager PyTorch returns a view of a tensor that nobody else has; a write to a part of a view
-    # leaves behind the autograd node that it had, and the hooks there
+    # eager PyTorch returns a view of an otherwise unused tensor; a write to a part of a view
+    # drops its autograd node, and the hooks there
     is_view: bool = False
     # how a loss outside the graph is fused, or None where it is not
     loss: LossSettings | None = None
@@ -314,7 +316,7 @@ class DeferredOutput:
 
 @dataclass(frozen=True)
 class GivenSize:
-    """A size of dynamic shapes, which the graph returns behind its other outputs."""
+    """A size of dynamic shapes, which the graph returns after its other outputs."""
 
     output: int
 
@@ -324,7 +326,7 @@ class LogitsView:
     """An output that is a view of the logits."""
 
     output: int  # index of the output
-    # the ATen views that lead to it, each by its name and the arguments behind `self`
+    # the ATen views that lead to it, each by its name and the arguments after `self`
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
@@ -353,10 +355,10 @@ class Modifiers:
     """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float = 1.0
-    softcap: float = 0.0  # 0 for none
-    biases: tuple[tuple[Any, float], ...] = ()  # a vector and what to divide it by
+    softcap: float = 0.0  # 0 for no cap
+    biases: tuple[tuple[Any, float], ...] = ()  # a vector and its divisor
     factors: tuple[Any, ...] = ()  # tensors that multiply or divide the product and its bias
-    classes: tuple[int, int] | None = None  # those that are left: the first, and after the last
+    classes: tuple[int, int] | None = None  # the kept classes: the first, and one after the last
 
 
 @dataclass(frozen=True)

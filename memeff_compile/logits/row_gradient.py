@@ -1,14 +1,14 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Gradients of logits that are zero but for a few rows, kept as those rows.
+"""Gradients of logits that are zero except in a few rows, stored as those rows.
 
 `logits[:, -1]` has the autograd node that eager PyTorch gives it, and that node's backward returns
 a gradient as large as all logits, zeros nearly everywhere. A `RowGradient` passes through these
-nodes in its place: each hands it to the dispatcher, where the operation is noted and not run. The
-backward of deferred logits asks for the pieces and pays for their rows only; anything else that
-touches a `RowGradient` gets the dense tensor that eager PyTorch would have made.
+nodes instead: each passes it to the dispatcher, which records the operation without running it. The
+backward pass of deferred logits takes the blocks of rows and computes only these; any other
+operation on a `RowGradient` gets the dense tensor of eager PyTorch.
 
-The gradient that a fused loss outside the graph sends is one of these too: its pieces are
-`FusedRows`, a few numbers per row that are never multiplied out on their way.
+The gradient of a fused loss outside the graph is also a `RowGradient`: its blocks are `FusedRows`,
+a few numbers per row that are not multiplied out on the way.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 
 
 class RowStep(NamedTuple):
-    """One selection of rows, and its transpose: both work on any tensor with the leading dimensions
-    in question, gradients (whose last dimension is the vocabulary) and hidden states alike.
+    """One selection of rows, and its transpose: both work on any tensor with these leading
+    dimensions, gradients (whose last dimension is the vocabulary) and hidden states alike.
     """
 
     select: Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     @property
     def fused(self) -> FusedRows | None:
-        """The rows, where they are in factored form and stand for all rows."""
+        """The rows, if they are in factored form and cover all rows."""
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, which has this piece's rows, among zeros in all rows."""
+        """Return `tensor`, which contains this block's rows, placed among rows of zeros."""
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor
@@ -90,7 +90,9 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Wrap the gradient of a few rows; a gradient with a graph of its own stays as it is."""
+        """Wrap the gradient of a few rows; a gradient with an autograd graph is returned
+        unchanged.
+        """
         if type(rows) is not Tensor or rows.requires_grad or compat.is_batched(rows):
             return rows
         return RowGradient(rows.shape, (Piece(rows, ()),), rows)
@@ -125,7 +127,7 @@ class RowGradient(LazyTensor):
     def with_rows(
         self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
     ) -> RowGradient:
-        """Return this gradient with the rows that `function` makes of those of each piece."""
+        """Return this gradient with `function` applied to the rows of each block."""
         pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
         like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
         return RowGradient(self.shape, pieces, like, self.order)
@@ -155,7 +157,7 @@ class RowGradient(LazyTensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Note one ATen operation where a rule says how, else run it on the dense gradient."""
+        """Record one ATen operation if there is a rule, otherwise run it on the dense gradient."""
         rule = _RULES.get(func)
         given = [leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, RowGradient)]
         is_taken = rule in _ANY_ORDER or all(grad.order is None for grad in given)
@@ -170,12 +172,12 @@ class RowGradient(LazyTensor):
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor; what is no gradient in rows stays as it is."""
+    """Return a gradient as a plain tensor; other tensors are returned unchanged."""
     return grad.dense() if isinstance(grad, RowGradient) else grad
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """The pieces multiplied out and added up."""
+    """The blocks multiplied out and added up."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -201,7 +203,7 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """A view of a gradient, and what it was before, as one step."""
+    """A view of a gradient after another one, as one step."""
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
@@ -361,7 +363,9 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Gradients side by side: one where all are factored and of one kind, else piece by piece."""
+    """Concatenated gradients: one block if all are factored and of one kind, otherwise separate
+    ones.
+    """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):
         return None

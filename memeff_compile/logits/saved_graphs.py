@@ -1,10 +1,10 @@
-"""Compiled graphs that can be saved: what `aot_compile` of PyTorch writes to a file, and loads.
+"""Compiled graphs that can be saved: `aot_compile` of PyTorch writes them to a file and loads them.
 
     compiled = torch.compile(model, backend="memeff", fullgraph=True)
     compiled.forward.aot_compile(((x,), {})).save_compiled_function(path)
 
-PyTorch saves the artifact of the inner compiler. The file has next to it how the graph's outputs
-become the model's: deferred logits are made again from what the loaded graph returns.
+PyTorch saves the artifact of the inner compiler. The file also contains how the graph's outputs
+become the model's: deferred logits are made again from the loaded graph's outputs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What deferred logits are computed from, and whether that is still what it was.
+"""The tensors that deferred logits are computed from, and whether they are still unchanged.
 
-Eager PyTorch computes logits before anything can change the head. Deferred logits are computed
-when somebody looks, and by then an optimizer may have stepped. A wrong number must never come out
-of that, so a `LogitsSource` stamps its tensors when it is made and compares before it computes.
+Eager PyTorch computes logits before anything can change the head. Deferred logits are computed when
+they are read, and by then an optimizer may have stepped. The result must never be wrong, so a
+`LogitsSource` stamps its tensors when it is made and compares before it computes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """Name what asks for the values that are computed meanwhile; the outermost name counts."""
+    """Name the reader that the values are computed for in this block; the outermost name counts."""
     _reading.append(reason)
     try:
         yield
@@ -50,14 +50,14 @@ class LogitsSource:
 
     def __init__(
         self,
-        hidden: Tensor,  # (..., hidden), what enters the head
+        hidden: Tensor,  # (..., hidden), the input of the head
         weight: Tensor,  # the head's weight
         bias: Tensor | None,  # the bias inside the product, or None
-        vectors: Sequence[Tensor],  # what the recipe's steps add, or make it of
+        vectors: Sequence[Tensor],  # operands of the recipe's steps
         remedy: str,  # the end of the error's sentence
-        # how a loss outside the graph is fused, or None where it is not
+        # how a loss outside the graph is fused, or None if it is not
         loss: LossSettings | None = None,
-        use: LogitsUse | None = None,  # where to count what becomes of the logits
+        use: LogitsUse | None = None,  # counts how the logits are used
     ) -> None:
         self.loss, self.use = loss, use
         self.ranks = Ranks(weight) if compat.is_dtensor(weight) else None
@@ -107,9 +107,9 @@ class LogitsSource:
             return recipe.logits(rows, self.weight, self.bias, self.vectors, gather)
 
     def require_unchanged(self) -> None:
-        """Raise a StaleLogitsError if something has changed, without waiting for a GPU as a look at
-        the head's values would: until a gradient has come back, before which no ordinary loop
-        writes to the head by hand, that look is left to an assertion on the device.
+        """Raise a StaleLogitsError if something has changed, without waiting for a GPU as reading
+        the head's values would. Until a gradient has come back, an assertion on the device checks
+        the values instead; no ordinary loop writes to the head before that.
         """
         if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
             self._refuse(self.change())
@@ -127,7 +127,7 @@ class LogitsSource:
             )
 
     def change(self) -> str | None:
-        """Say what has changed since this source was made; None if nothing has."""
+        """Return which tensor has changed since this source was made; None if none has."""
         change = self._visible_change()
         if change is not None or self._sample is None:
             return change
@@ -142,7 +142,7 @@ class LogitsSource:
         return torch.cat([sample.flatten(), *adapters]) if adapters else sample.clone()
 
     def _visible_change(self) -> str | None:
-        """Say what has changed, without a look at the values."""
+        """Return which tensor has changed, without reading values."""
         for name, tensor, version_then, pointer_then in self._seen:
             version, pointer = _stamp(tensor)
             if version != version_then:
@@ -167,12 +167,14 @@ def _is_matrix(added: Tensor) -> bool:
 
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
-    """What shows a change without a look at the values; inference tensors count no versions."""
+    """Return a stamp that shows changes without reading values; inference tensors count no
+    versions.
+    """
     return (None if tensor.is_inference() else compat.version_of(tensor)), tensor.data_ptr()
 
 
 def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
-    """What shows a change of a distributed tensor: it and its local part count writes apart."""
+    """Return a stamp for a distributed tensor: it and its local part count writes separately."""
     return compat.version_of(shard), *_stamp(compat.local_part(shard))
 
 
@@ -195,7 +197,9 @@ _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
-    """See optimizer steps that no version counter shows: fused ones, and writes through `.data`."""
+    """Detect optimizer steps that no version counter shows: fused ones, and writes through
+    `.data`.
+    """
     register_optimizer_step_post_hook(_after_step)
 
 

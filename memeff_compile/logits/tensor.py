@@ -4,23 +4,23 @@
 A graph whose loss no longer needs the logits returns the hidden states in their place, and
 `attach.attach` turns these into a `DeferredLogits`: a tensor with the shape, dtype and autograd
 node of the logits and none of their memory. A training loop that never looks at the logits never
-pays for them. Whoever looks gets the values that eager PyTorch would have given, and gradients
-through them.
+pays for them. A reader gets the values that eager PyTorch would have given, and gradients through
+them.
 
 From the outside in:
 
-* `attach.defer` makes them of what a graph returns, with an autograd function of their own.
+* `attach.defer` makes them from a graph's outputs, with a separate autograd function.
 * `DeferredLogits` is the wrapper subclass. Views and other operations that leave the vocabulary
   dimension alone (`_LAZY`) give another `DeferredLogits`; every other operation computes the values
   and goes on with a plain tensor. Both happen below autograd, so the autograd graph, the views and
-  the version counters are those of eager PyTorch. Every other view is one of these too, so that no
-  write passes by unseen. What has to act above autograd is in `_ABOVE_AUTOGRAD`.
-* `Memory` stands for one piece of memory of eager PyTorch: the logits and all their views share
-  one, a copy or a cast begins another.
-* `LogitsSource` holds the hidden states and the head, and notices when they have changed.
+  the version counters are those of eager PyTorch. Every other view is also a `DeferredLogits`, so
+  that no write is missed. Functions that have to act above autograd are in `_ABOVE_AUTOGRAD`.
+* `Memory` stands for one allocation of eager PyTorch: the logits and all their views share one, a
+  copy or a cast starts another.
+* `LogitsSource` holds the hidden states and the head, and detects whether they have changed.
 * `outside_loss` computes losses of these logits without computing the logits.
 
-Nothing of this is traced by Dynamo.
+Dynamo traces none of this module.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class DeferredLogits(LazyTensor):
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    order: tuple[int, ...] | None  # of dimensions, where the vocabulary has left the last place
-    window: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None  # of what is no rows: a view
+    order: tuple[int, ...] | None  # of dimensions, if the vocabulary is not the last one
+    # for values that are not rows: a view
+    window: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None
     log_probs: DeferredLogits | None  # of which these are the probabilities, or p log p
     _is_reordered: bool  # the rows are not in the order of the memory
     _row_hook: Any
@@ -97,8 +98,8 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a tensor in memory of its own, which `recipe` computes from these hidden states,
-        and `function` from values while there are some. `is_whole`: all rows, in order.
+        """Return a tensor in separate memory. `recipe` computes it from these hidden states, or
+        `function` from the values if they exist. `is_whole`: all rows, in order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)
@@ -114,15 +115,17 @@ class DeferredLogits(LazyTensor):
         return self.as_plain().as_subclass(cls)
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this one for autograd; nobody writes to it.
-        The one view that is no `DeferredLogits`: nobody else asks for `implicit`.
+        """Return an ordinary tensor that is a view of this one for autograd; it must not be written
+        to.
+
+        It is the only view that is not a `DeferredLogits`, which `implicit` asks for.
         """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
         return plain
 
     def __getattr__(self, name: str) -> Any:
-        """Where the head is split over ranks there is a `full_tensor()`, as DTensors have."""
+        """If the head is split over ranks there is a `full_tensor()`, as DTensors have."""
         memory = self.__dict__.get("memory")
         if name == "full_tensor" and memory is not None and memory.source.ranks is not None:
             return self._asked_by_all
@@ -133,7 +136,7 @@ class DeferredLogits(LazyTensor):
             return self.to_read()
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what `function` makes of these rows, its dimensions as they lie in the memory."""
+        """Return the result of `function` for these rows, with its dimensions in memory order."""
         last = len(self.dims) - 1
         shown = self.order or range(last + 1)
         strides = dict(zip(shown, self.strides, strict=True))
@@ -151,7 +154,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Where this tensor is in its memory: as `as_strided` takes it."""
+        """The position of this tensor in its memory, in the form of `as_strided`."""
         return self.dims, self.strides, self.offset
 
     @property
@@ -160,7 +163,7 @@ class DeferredLogits(LazyTensor):
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Say why the values are not, or may not be, what the head would give now."""
+        """Return why the values differ, or may differ, from a new product of the head, or None."""
         memory = self.memory
         if memory.is_open:
             return "the logits were written to, or may have been"
@@ -203,7 +206,7 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one ATen operation: lazily where a rule says how, else on the computed values."""
+        """Run one ATen operation: lazily if there is a rule, otherwise on the computed values."""
         rule = _LAZY.get(func)
         if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
             result = rule(_Call(func, args[0], args[1:], kwargs))
@@ -219,7 +222,9 @@ class DeferredLogits(LazyTensor):
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
-    """Say whether a rule holds for `view`; few do when its vocabulary is not in the last place."""
+    """Return whether a rule applies to `view`; few do if its vocabulary is not the last
+    dimension.
+    """
     if view.window is not None:
         return rule in (_shaped_like, _itself, _recorded)
     if rule in (_permuted, _scaled) and view.memory.source.loss is None:
@@ -292,7 +297,7 @@ class _Call(NamedTuple):
 
     func: Any
     view: DeferredLogits
-    args: Sequence[Any]  # behind `view`
+    args: Sequence[Any]  # after `view`
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
@@ -306,7 +311,7 @@ _Rule = Callable[[_Call], Any]
 def _derive(
     view: DeferredLogits, geometry: Tensor, rows: Tensor, order: tuple[int, ...] | None = None
 ) -> DeferredLogits:
-    """A view of `view` that has the given rows, and perhaps the vocabulary in another place."""
+    """A view of `view` with the given rows, and perhaps the vocabulary in another dimension."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
@@ -319,7 +324,8 @@ def _derive(
 
 def _windows(call: _Call) -> Any:
     """Views that are no rows: a part of the vocabulary, a diagonal, all logits in one dimension;
-    their values are a view of those of `view`. None for views that are more: of another dtype.
+    their values are a view of those of `view`. None for other views, such as those of another
+    dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -370,7 +376,7 @@ def _some_rows(call: _Call) -> Any:
 
 
 def _permuted(call: _Call) -> DeferredLogits:
-    """Dimensions in another order; the vocabulary may go to another place and come back."""
+    """Dimensions in another order; the vocabulary may move to another dimension and back."""
     view = call.view
     geometry = call.on(view._geometry())
     order = call.on(torch.empty(tuple(range(len(view.dims))), device="meta")).shape
@@ -448,7 +454,7 @@ def _indexed(call: _Call) -> DeferredLogits | None:
 
 
 def _shaped_like(call: _Call) -> Any:
-    """New tensors that take nothing but shape, dtype and device."""
+    """New tensors that depend only on shape, dtype and device."""
     options = {name: value for name, value in call.kwargs.items() if value is not None}
     device = {"device": call.view.device}
     return call.func(call.view._geometry(), *call.args, **{**device, **options})
@@ -459,7 +465,7 @@ def _itself(call: _Call) -> DeferredLogits:
 
 
 def _recorded(call: _Call) -> object:
-    """Keep what the values come from until another stream has used it."""
+    """Keep the tensors that the values come from until another stream has used them."""
     view = call.view
     for tensor in (view.rows, view.memory.source.weight, view._peek()):
         if tensor is not None:
@@ -468,7 +474,7 @@ def _recorded(call: _Call) -> object:
 
 
 _NOTHING = object()
-"""The result of a rule for an operation that returns nothing; None says that a rule has none."""
+"""The result of a rule for an operation without a result; None means that a rule has none."""
 
 _RULES: dict[_Rule, str] = {
     _same_rows: "alias.default detach.default view.default _unsafe_view.default "
@@ -496,7 +502,7 @@ def _function(
 ) -> Any:
     """Run one function of PyTorch's Python interface."""
     if not all(issubclass(kind, _FAMILIAR) or kind is Tensor for kind in types):
-        # Another subclass has its own idea of what `func` means: give it a plain tensor.
+        # Another subclass may define `func` differently: give it a plain tensor.
         return _on_plain(func, *args, **kwargs)
     with compat.without_torch_function():
         special = _ABOVE_AUTOGRAD.get(func)
@@ -561,9 +567,9 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Rows stay deferred; what is a part of them may become the memory of another tensor.
+    """Return `.data`: rows stay deferred; a part of rows may become the memory of another tensor.
 
-    That is no view in eager: a write with a gradient is the new tensor's alone.
+    In eager the result is not a view: a write with a gradient belongs to the new tensor only.
     """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.
@@ -584,8 +590,8 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute what no gradient goes through at once: a copy of it, or a move to the CPU, is made to
-    be read later, when the head may have changed. One with a gradient may be on its way to a loss.
+    """Compute values without gradient at once: a copy, or a move to the CPU, is usually read later,
+    when the head may have changed. One with a gradient may be on its way to a loss.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -1,8 +1,8 @@
-"""Logits of a head that DTensor splits over ranks: all ranks compute them together, or none does.
+"""Logits of a head that DTensor splits over ranks: all ranks compute them together.
 
-Each rank has a part of the head. A read on one rank alone, as where rank 0 prints a sample, would
-wait for the others, so it raises at once. `full_tensor()`, DTensor's own word for it, says that all
-ranks ask.
+Each rank has a part of the head. A read on one rank alone, for example to print a sample on rank 0,
+would wait for the others, so it raises at once. Call `full_tensor()`, DTensor's name for it, on
+every rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """Let logits be computed meanwhile that every rank asks for."""
+    """Allow computing logits that every rank requests in this block."""
     _asking.append(True)
     try:
         yield
@@ -43,7 +43,7 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """Return what has changed on any rank, if all of them ask."""
+        """Return which tensor has changed on any rank, if all of them ask."""
         if not _asking:
             raise ShardedLogitsError(
                 "These logits were left out of the forward pass, and their head is split over "

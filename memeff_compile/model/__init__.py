@@ -1,7 +1,8 @@
-"""Verbs on whole models: what `torch.compile` cannot do, as it must not free what the user owns.
+"""Functions on whole models. `torch.compile` cannot do their work, as it must not free the user's
+tensors.
 
-A verb here changes a model, or makes an object for one, because the user called it by name. It may
-use kernels; it knows nothing of graphs and passes, and passes know nothing of it. Names are loaded
+A function here changes a model, or makes an object for one, because the user called it. It may use
+kernels; it does not depend on graphs and passes, and passes do not depend on it. Names are loaded
 on first use: `ternary.pretrained` is imported with transformers' quantizers, and kernels are not.
 """
 

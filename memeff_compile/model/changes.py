@@ -1,4 +1,4 @@
-"""What verbs changed in models, as they report it, and where a model's reports are kept."""
+"""Reports of functions that change models in place, and where a model's reports are kept."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ Kept = TypeVar("Kept", bound=VerbReport)
 
 
 class Changes(VerbReport, int):
-    """What a verb changed in a model; as a number, in how many places."""
+    """The report of a function that changed a model; as a number, how many modules or weights it
+    changed.
+    """
 
     verb: str  # its name
-    places: Mapping[str, str]  # what is now where, by the names of modules or weights
-    left: Mapping[str, str]  # what was looked at and left as it was, and why
+    places: Mapping[str, str]  # the new state by name of the module or weight
+    left: Mapping[str, str]  # candidates left unchanged, and why
     _sentence: str
 
     def __new__(
         cls, verb: str, sentence: str, places: Mapping[str, str], left: Mapping[str, str] | None
     ) -> Changes:
-        """Make the number, and hang the rest on it."""
+        """Make the number, and set the attributes."""
         self = super().__new__(cls, len(places))
         self.verb, self._sentence, self.places, self.left = verb, sentence, places, left or {}
         return self
@@ -36,7 +38,9 @@ class Changes(VerbReport, int):
         return self.verb, self._sentence, self.places, self.left
 
     def __str__(self) -> str:
-        """Return what was done, and place by place what is there now or why nothing is."""
+        """Return the summary, then each changed module or weight, and each unchanged one with the
+        reason.
+        """
         both = (*self.places.items(), *((p, f"left: {why}") for p, why in self.left.items()))
         return "\n".join([f"{self.verb}: {self._sentence}", *(f"  {p}  {is_}" for p, is_ in both)])
 
@@ -51,7 +55,7 @@ _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, VerbReport]] = weakref.Wea
 
 
 def require_module(model: object, verb: str) -> None:
-    """Raise UnsupportedInputError where a verb was given anything but a module."""
+    """Raise UnsupportedInputError if the argument is not a module."""
     if not isinstance(model, nn.Module):
         raise UnsupportedInputError(
             f"{verb} was given a {type(model).__name__}; it needs an nn.Module: the model itself."
@@ -59,7 +63,7 @@ def require_module(model: object, verb: str) -> None:
 
 
 def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
-    """Keep what a verb reports of a model, as the latest, and return it."""
+    """Keep a function's report about a model, as its latest, and return it."""
     reports = _kept.setdefault(compat.without_compile(model), {})
     reports.pop(verb, None)
     reports[verb] = report
@@ -67,11 +71,10 @@ def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
 
 
 def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
-    """Return what the last verb reported that changed a model in place, or None if none did.
+    """Return the report of the last function that changed a model in place, or None.
 
-    Args:
-        model: what the verb was given, compiled since or not.
-        verb: the name of one, such as "ternarize_", to ask for its last report.
+    Args: model: the model that the function was called on, compiled since or not. verb: the name of
+        one, such as "ternarize_", to ask for its last report.
 
     Example:
         >>> print(memeff_compile.verb_report(model).summary)  # doctest: +SKIP

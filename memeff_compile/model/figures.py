@@ -10,7 +10,7 @@ from typing import Any
 from memeff_compile.errors import MemeffError
 
 Spread = tuple[float, float, float]
-"""The low end, the middle and the high end of what one point stands for."""
+"""The low end, the middle and the high end of one point's spread."""
 LINE = 0.22
 """Inches between two names."""
 
@@ -28,10 +28,10 @@ def matplotlib_for(error: type[MemeffError]) -> Any:  # noqa: ANN401 - matplotli
 
 
 def draw_spreads(
-    path: str | Path,  # its ending says the format; without one it is SVG, whose text stays text
+    path: str | Path,  # its ending sets the format; without one it is SVG, whose text stays text
     names: Sequence[str],  # of the lines
-    series: Mapping[str, Sequence[Spread]],  # for each of them as many spreads as there are names
-    title: str,  # what the points are
+    series: Mapping[str, Sequence[Spread]],  # for each series one spread per name
+    title: str,  # the meaning of the points
     error: type[MemeffError],  # raised if matplotlib is not installed
     *,
     least: float | None = None,  # where a line across all names is drawn

@@ -1,4 +1,4 @@
-"""A model called on a user's inputs, to see what happens inside of it."""
+"""Runs a model on a user's inputs, to observe it inside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def runs_of(inputs: object) -> Iterable[Any] | None:
-    """Return what a model is called with, a run each; None where these are no inputs.
+    """Return the arguments of each run of a model; None if these are no inputs.
 
     A mapping or a tensor by itself is that of one run.
     """

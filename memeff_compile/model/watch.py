@@ -1,4 +1,4 @@
-"""What a model's calls of PyTorch's attention take and return, seen while it runs."""
+"""Observes the arguments and results of a model's calls of PyTorch's attention while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Watch(TorchFunctionMode):
-    """Shows the result of every attention, and what it was called with, to a function."""
+    """Passes the arguments and the result of every attention call to a function."""
 
     def __init__(self, seen: Callable[..., object]) -> None:
         super().__init__()

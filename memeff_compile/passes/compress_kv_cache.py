@@ -6,8 +6,8 @@
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The cache is the user's: `memeff_compile.KVCache`. Its appends stay where they are and in their
-order. A place that is declined is right and slow: the dense view is built in every step.
+The cache is the user's: `memeff_compile.KVCache`. Its appends keep their positions and order. A
+declined call is correct but slow: every step builds the dense view.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """One attention over a dense view: its call, the view, and what stands between."""
+    """One attention over a dense view: its call, the view, and the nodes between them."""
 
     view: Node
 
@@ -69,7 +69,7 @@ class CompressKVCache(cached.CachedPass):
                 yield _unread(view)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Say which layers of a cache of few bits stay exact, where only some do."""
+        """Return which layers of a low-bit cache stay exact, if only some do."""
         return [("exact_layers", k.kept_exact) for k in _keepers(info) if k.has_codes]
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
@@ -139,13 +139,15 @@ def _is_view(node: Node) -> bool:
 
 
 def _bits(view: Node) -> int | None:
-    """Return the bits of a view's codes: a number, also where a second cache made it a symbol."""
+    """Return the bits of a view's codes as a number, even if a second cache made it a symbol."""
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Strip what repeats the heads; return the view behind, if it is one, and the nodes between."""
+    """Strip nodes that repeat the heads; return the view they read, if it is one, and these
+    nodes.
+    """
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):
@@ -222,7 +224,9 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
-    """Return who else needs the dense view, or writes to what attention would read later."""
+    """Decline if another node needs the dense view, or writes to memory that attention reads
+    later.
+    """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):
             return Decline(

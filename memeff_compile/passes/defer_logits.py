@@ -1,23 +1,23 @@
 """Decides whether a logits output can be handed back as a deferred tensor, and plans it.
 
-Two callers: the fused loss, for logits that the model returns beside it, and the pass of this file,
-for logits of a training graph that has no loss. Their loss is computed outside, where deferred
-logits give it to the fused op (`memeff_compile/logits/outside_loss.py`).
+Two callers: the fused loss, for logits that the model returns with it, and the pass of this file,
+for logits of a training graph that has no loss. Their loss is computed outside the graph, and
+deferred logits pass it to the fused op (`memeff_compile/logits/outside_loss.py`).
 
-A Hugging Face model returns its logits beside the loss. As a graph output that needs a gradient
-they would be kept, and the backward would add a logits-sized tensor of zeros. So the fused loss
-replaces that output by the hidden states (N x D) and the backend wraps them: ``out.logits`` has the
-right shape, dtype and gradient, and is computed when somebody looks.
+A Hugging Face model returns its logits with the loss. A graph output that needs a gradient is kept,
+and the backward pass would add a logits-sized tensor of zeros. So the fused loss replaces that
+output by the hidden states (N x D) and the backend wraps them: ``out.logits`` has the right shape,
+dtype and gradient, and is computed when it is read.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
 
 Without a loss: logits = linear(h, W); return logits   ->   return h   (+ a plan)
 
-Not deferred, with the reason in the report: weights that are not direct inputs of the graph or that
-FSDP frees after the forward pass, checkpoint bodies, export. Logits without a loss moreover where
-the graph goes on to use or write to them, where their gradient is off, where the head is no wider
-than a layer inside a model may be, and where Dynamo cut the function behind them.
+Logits are not deferred, and the report gives the reason, if the weight is not a direct input of the
+graph, if FSDP frees it after the forward pass, in checkpoint bodies, and in export. Logits without
+a loss are also not deferred if the graph uses or writes to them, if gradients are off, if the head
+is no wider than a layer inside a model, or if a graph break follows.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""linear with a compressed weight -> memeff::coded_weight_linear: nothing decoded is kept.
+"""linear with a compressed weight -> memeff::coded_weight_linear: no decoded weight is kept.
 
     before: out = linear(x, W, b)       after: out = memeff.coded_weight_linear(x, W, b)
 
-W is a `CodedWeight`, which `memeff_compile.compress_` puts where a dense weight was. Left alone,
-the linear would decode it, and autograd would keep the decoded weight of every layer for the
-backward: all that was saved, and the time of decoding on top. The op keeps the compressed weight
-and decodes again. That has to happen before autograd is traced, and so it does here; inside
-checkpoints too.
+W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
+pass the linear would decode it, and autograd would keep every layer's decoded weight for the
+backward pass. That would cost the saved memory, and decoding time as well. The op keeps the
+compressed weight and decodes it again. The rewrite has to come before autograd is traced, also
+inside checkpoints.
 
-Where nothing is trained, two or three linears of one input, as those of queries, keys and values,
-are one op, which one launch serves for one token:
+Without training, two or three linears of one input, as those of queries, keys and values, are one
+op, which one launch serves for one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
-A compressed weight that something else reads (an embedding, a product by hand) is decoded there,
-which is right and not small; it is reported.
+A compressed weight with another reader (an embedding, a product by hand) is decoded there. That is
+correct but takes memory, and the report mentions it.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ class Coded:
 
 @dataclass(frozen=True)
 class Several:
-    """Linears of one input, in order; `split` says why others of it are not among them."""
+    """Linears of one input, in order; `split` is the reason why others are not included."""
 
     sites: tuple[Coded, ...]
     split: str = ""
 
 
 class EncodeWeights(GraphPass):
-    """The pass. What a layer saves is said in the sentence, where equal layers are counted."""
+    """The pass. Its sentence contains each layer's saving, since equal layers are counted
+    together.
+    """
 
     name = "encode_weights"
 
@@ -177,7 +179,7 @@ def _coded(node: Node) -> op_folder.CodedWeight | None:
 
 
 def _whole(node: Node) -> Node:
-    """Return the input of the graph of which a node is what this process holds, or the node."""
+    """Return the graph input if ``node`` is this process's part of it, or the node itself."""
     if node.target != "to_local" or node.kwargs or len(node.args) != 1:
         return node
     (whole,) = node.args

@@ -6,10 +6,10 @@
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
 PyTorch has two ways through this function. With ``need_weights=True``, the default, it builds the
-scores and the weights, even where nobody reads the weights; without, it calls
-scaled_dot_product_attention, with a mask per head where both masks are given. Here the second way
-is taken where nothing reads the weights, with one mask for all heads, and what masks there are is
-left where ``recover_attention`` reads them. A node from which nothing is to be gained stays.
+scores and the weights, even if they are never read. Without it, it calls
+scaled_dot_product_attention, with a mask per head if both masks are given. This pass takes the
+second way if the weights are not read, with one mask for all heads, and leaves the masks in a form
+that ``recover_attention`` reads. A node that would not gain stays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Mask:
 
     node: Node  # the mask as the function is given it
     taken: Node | None  # where it is true, a key is taken away; None for a mask of other numbers
-    made_by: tuple[Node, ...] = ()  # what made it of ``taken``, as nn.MultiheadAttention does first
+    # the nodes that made it of ``taken``, as nn.MultiheadAttention does first
+    made_by: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Multihead:
 
     @property
     def builds_weights(self) -> bool:
-        """Whether the call goes PyTorch's slower way, by scores and weights."""
+        """Whether the call builds scores and weights, PyTorch's slower way."""
         return bool(self.given["need_weights"])
 
     @property
@@ -104,7 +105,7 @@ class ExpandMultihead(GraphPass):
         return Done(match.node, sentence, sites=1)
 
     def dead(self, match: Multihead) -> Sequence[Node]:
-        """Return the call, what it was unpacked into, and what was made for it alone."""
+        """Return the call, its unpacked results, and the nodes that were made for it alone."""
         masks = [node for mask in match.masks for node in mask.made_by]
         operands = {match.given[name] for name in ("query", "key", "value")}
         turned = [node for node in operands if _turned_from(node) is not None]
@@ -125,7 +126,7 @@ def _read(info: GraphInfo, node: Node) -> Multihead | None:
     padding = _read_mask(info, given["key_padding_mask"])
     attention = _read_mask(info, given["attn_mask"])
     if given["is_causal"] and padding is None and not given["need_weights"]:
-        attention = None  # PyTorch takes the hint's word for what the mask says
+        attention = None  # PyTorch follows the hint, whatever the mask contains
     return Multihead(node, outputs[0], given, attention, padding)
 
 
@@ -158,7 +159,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 
 def _turned_from(node: Node) -> Node | None:
-    """Return what was turned round, batch and length, or None."""
+    """Return the node whose batch and length were swapped, or None."""
     if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]
@@ -166,7 +167,7 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return in words what the other way saves; empty where it is PyTorch's own way already."""
+    """Return in words the savings of the other way; empty if PyTorch already takes it."""
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
@@ -196,7 +197,7 @@ def _scores(info: GraphInfo, match: Multihead) -> str:
 
 
 def _form(info: GraphInfo, match: Multihead) -> Form | None:
-    """Return what the attention mask says of queries and keys, or None where that is not known."""
+    """Return the form of the attention mask over queries and keys, or None if it is unknown."""
     mask = match.attention
     if mask is None or info.value(mask.node).dim() != 2:
         return None
@@ -208,7 +209,7 @@ def _form(info: GraphInfo, match: Multihead) -> Form | None:
 
 
 def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
-    """Return whether some query may attend to nothing."""
+    """Return whether some query may attend to no key."""
     if not match.masks:
         return False
     form = _form(info, match) if match.padding is None else None
@@ -216,7 +217,7 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _unserved(match: Multihead) -> Decline | None:
-    """Return what the parts would not do as the whole does, or None."""
+    """Return which arguments the rewritten parts would not handle like the original, or None."""
     kind, given = kind_among(match.node.all_input_nodes), match.given
     if kind:
         return subclass(kind)
@@ -237,7 +238,7 @@ def _unserved(match: Multihead) -> Decline | None:
 
 
 def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Ask whether a mask is what it was made from still, and whether it needs a gradient."""
+    """Decline if a mask was changed after it was made, or needs a gradient."""
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:
             write = info.written_between([mask.node, mask.taken], mask.node, match.node)
@@ -256,14 +257,14 @@ def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
 
 
 def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Ask whether the call in the place of scores and weights would be one kernel."""
+    """Decline if the new call would not be one fused kernel."""
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
     reason = why_no_kernel(info, info.value(match.output), size, size)
     return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None
 
 
 class _Expansion:
-    """Inserts what the call consists of, in the dtype in which it computes, autocast or not."""
+    """Inserts the parts of the call in the dtype in which it computes, with or without autocast."""
 
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
         self.info, self.editor, self.match = info, editor, match
@@ -335,8 +336,8 @@ class _Expansion:
         return [self.item(pieces, place) for place in range(parts)]
 
     def _batch_first(self, source: Node) -> tuple[Node, int]:
-        """Return three axes to project, and which of the first two is the batch: a module with
-        ``batch_first`` turns its inputs round, and what lies behind is projected without a copy.
+        """Return three axes to project, and which of the first two is the batch. A module with
+        ``batch_first`` swaps the axes of its inputs; the original is projected without a copy.
         """
         node = self.info.current(source)
         if not self.is_batched:
@@ -376,7 +377,9 @@ class _Expansion:
         return node
 
     def _nothing_is_nan(self, mask: Node) -> Node:
-        """Return nan for queries that attend to nothing, else 1: a softmax of minus infinities."""
+        """Return nan for queries that attend to no key, else 1: a softmax of minus infinities gives
+        nan.
+        """
         if compat.example_value(mask).dtype != torch.bool:
             mask = self.call(aten.gt.Scalar, mask, -math.inf)
         counts = self.call(aten.any.dim, mask, -1, True)

@@ -4,20 +4,20 @@
     after:  x, C = memeff.embedding_tied(W, ids, -1)
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
-C is W itself, a view. Because the lookup hands it out, autograd gives the lookup's backward the
-head's gradient of W together with the rows', and the second is added into the first in place. What
-is saved is an fp32 buffer as large as the table (V x D), which Inductor scatters into.
+C is W itself, a view. Since the lookup returns it, autograd passes the head's gradient of W and the
+rows' gradient to the lookup's backward pass, which adds the second into the first in place. This
+saves an fp32 buffer as large as the table (V x D), which Inductor scatters into.
 
-Several lookups in one table (encoder and decoder) are chained: each takes the table from the one
-before. A table that is used otherwise, too, gets those gradients from autograd as ever.
+Several lookups in one table (encoder and decoder) are chained: each takes the table from the
+previous one. Gradients of other uses of the table come from autograd as usual.
 
 A large 16-bit table without a fused head in the same graph becomes memeff::embedding, whose
-backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are left alone there:
+backward writes the 16-bit gradient without the fp32 buffer. Tables in fp32 are not rewritten there:
 the buffer that Inductor scatters into is the gradient it returns.
 
-Of a table that DTensor lays out over ranks each looks up in its own part, by `over_ranks`. Where
-rows are cut, DTensor makes the gradient of all of them on every rank, in the table's dtype, so that
-every large one is served, and its rows are summed over ranks as before:
+If DTensor splits a table over ranks, each rank looks up rows in its part, by `over_ranks`. If the
+rows are split, DTensor builds the gradient of all rows on every rank in the table's dtype. So every
+large table is served, and its rows are summed over ranks as before:
 
     before: x = embedding(ids, W).redistribute(...)                  W: Shard(0)
     after:  W_r = part_of_rank(W)
@@ -52,9 +52,9 @@ from .graph.canonical import Call, aten, call_of, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
-# An fp32 buffer below this size is not worth an op of its own in the backward pass.
+# An fp32 buffer below this size does not justify a separate op in the backward pass.
 MIN_BYTES = 16 << 20
-# What the sums may take beyond the buffer they save: a tiny table's, under a long batch, do.
+# How much the sums may take beyond the saved buffer; a tiny table with a long batch needs more.
 SLACK_BYTES = 1 << 20
 
 _WEIGHT_ARGUMENT = 1  # of memeff::linear_cross_entropy(hidden, weight, ...)
@@ -68,7 +68,7 @@ _HEADS = (
 
 @dataclass
 class Table:
-    """A weight that is looked up, and what reads it: lookups, and the heads behind all of them."""
+    """A weight that is looked up, and its readers: lookups, and the heads after all of them."""
 
     weight: Node
     lookups: list[Node] = field(default_factory=list)
@@ -193,7 +193,7 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
-        """Return whether ranks hold the table, whose gradients may move between them."""
+        """Return whether ranks hold parts of the table, whose gradients may move between them."""
         return compat.is_dtensor(info.value(match.weight))
 
     def dead(self, match: Table) -> Sequence[Node]:
@@ -208,7 +208,7 @@ _LOOKUPS: dict[Any, str] = {
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """Return a lookup's arguments by name; nothing for any other node."""
+    """Return a lookup's arguments by name; an empty dict for any other node."""
     names = next((names for op, names in _LOOKUPS.items() if node.target is op), "")
     return {**dict(zip(names.split(), node.args, strict=False)), **node.kwargs} if names else {}
 
@@ -247,7 +247,7 @@ def _unread(node: Node) -> Decline:
 
 
 def _sources(weight: Node) -> list[Node]:
-    """Return a weight and what heads over ranks read in its place: what this rank has of it."""
+    """Return a weight and this rank's part of it, which heads over ranks read instead."""
     parts = (user for user in weight.users if user.target is part_of_rank)
     return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
 
@@ -257,9 +257,9 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return what reads ``weight`` for fused heads behind ``last``: the ops, a cast, or a slice of
-    the classes. Not a cast to a narrower dtype: its gradient would be held wide through the whole
-    backward pass.
+    """Return the nodes that read ``weight`` for fused heads after ``last``: the ops, a cast, or a
+    slice of the classes. A cast to a narrower dtype is left out: its gradient would stay in the
+    wide dtype through the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -289,8 +289,8 @@ def _is_made_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
 
 
 def _is_large(info: GraphInfo, weight: Node) -> bool:
-    """Return whether a buffer beside the gradient is worth avoiding: the fp32 copy that Inductor
-    scatters into for a 16-bit table, or all rows of a table of which a rank has some.
+    """Return whether it pays to avoid a buffer besides the gradient: the fp32 copy that Inductor
+    scatters into for a 16-bit table, or all rows of a table that is split over ranks.
     """
     value = info.tensor(weight)
     if value is None or value.dim() != 2:
@@ -308,19 +308,19 @@ def _is_compiled(info: GraphInfo) -> bool:
 
 
 def _sizes(weight: torch.Tensor) -> dict[str, int]:
-    """Return the rows and columns of what the gradient takes without us, the same on every rank."""
+    """Return the sizes of the gradient's buffer without this pass, the same on every rank."""
     rows, columns = map(compat.size_hint, weight.shape)
     return {"V": rows, "D": -(-columns // op_folder.parts_of(weight)[1])}
 
 
 def _layout(info: GraphInfo, weight: Node, ids: Node) -> op_folder.Layout | None:
-    """Return how ranks hold a table that is looked up, or None for a plain one."""
+    """Return how a table that is looked up is split over ranks, or None for a plain one."""
     table = info.value(weight)
     return op_folder.layout_of(table, info.value(ids)) if compat.is_dtensor(table) else None
 
 
 def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> Decline | None:
-    """Say why a table that ranks hold cannot be looked up part by part, or return None."""
+    """Return why a split table cannot be looked up part by part, or None."""
     anchor, found = match.lookups[0], None
     if all(compat.known_size(size) is not None for size in weight.shape):
         found = op_folder.layout_of(weight, ids)
@@ -343,8 +343,8 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether what reads rows of which ranks have a part each has them added up first, as
-    what every rank has all of shows.
+    """Return whether the reader of rows that ranks hold partial sums of adds these up first. A
+    tensor that every rank holds in full shows that.
     """
     if node_name(user) in _MOVES:
         return True
@@ -355,7 +355,9 @@ def _reads_sums(user: Node) -> bool:
 
 
 def _hand_over(editor: Editor, parts: dict[Node, Node]) -> None:
-    """Let what reads lookups read rows of which ranks have parts: added up, or to be moved."""
+    """Let the readers of lookups read rows that ranks hold parts of: summed, or still to be
+    moved.
+    """
     added: dict[Node, Node] = {}
     for user in dict.fromkeys(user for node in parts for user in node.users):
         moves = node_name(user) in _MOVES

@@ -2,13 +2,13 @@
 
     before: out = linear(silu(gate) * up, W)        after: out = memeff.gated_linear(gate, up, W)
 
-In the backward of a gated MLP a compiler computes the product again, and the gradients of gate and
-up, in one kernel: three tensors of tokens x intermediate size from three others, six at once, which
-is the largest moment of a checkpointed step. The op holds three.
+In the backward pass of a gated MLP, a compiler recomputes the product and the gradients of gate and
+up in one kernel. It reads three tensors of tokens x intermediate size and writes three, so six
+exist at once: the memory peak of a checkpointed step. The op needs three.
 
-Only bodies of activation checkpoints are touched. There gate and up are computed again for the
-backward and belong to nobody else, so that the op may write over them. Outside, the backward reads
-what the forward saved, and would have to copy it first; such places are left alone without a word.
+Only bodies of activation checkpoints are touched. There gate and up are recomputed for the backward
+pass and have no other user, so the op may overwrite them. Outside, the backward pass reads saved
+tensors and would have to copy them first; the pass skips such linears and does not report them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gated:
 
 
 class FuseGatedLinear(GraphPass):
-    """The pass. Blocks run one after the other: what each saves is said, and not added up."""
+    """The pass. Blocks run one after the other, so the report gives each saving and no sum."""
 
     name = "fuse_gated_linear"
 
@@ -64,7 +64,7 @@ class FuseGatedLinear(GraphPass):
         return None if found is None else found.counted(match.linear)
 
     def places(self, match: Gated) -> Sequence[Node]:
-        """Return the linear and what it is made from."""
+        """Return the linear and the nodes that make its input."""
         return (match.linear, match.product, match.activated)
 
     def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:
@@ -120,13 +120,13 @@ def _gains(info: GraphInfo, match: Gated) -> bool:
 _MADE_BY_PRODUCTS = named(
     "linear.default matmul.default mm.default addmm.default add.Tensor sub.Tensor mul.Tensor"
 )
-"""Ops that do not keep their own result for the backward: it is free to be written over."""
+"""Ops that do not save their result for the backward pass, so it may be overwritten."""
 
 _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether a value comes fresh out of an op of this body that does not keep it."""
+    """Return whether an op of this body made a value and does not save it."""
     while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]
         if len(node.users) != 1:

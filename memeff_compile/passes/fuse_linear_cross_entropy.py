@@ -8,18 +8,18 @@
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
-LoRA adapters of the head are low-rank products beside its own, and join the call.
+LoRA adapters of the head are low-rank products added to its product; they join the call.
 
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
 A *site* is one head and every loss-like consumer of its logits: cross_entropy, log_softmax +
-nll_loss or gather, logsumexp (z-loss), and the metrics beside them: argmax, entropy, losses without
-a gradient. Consumers that use the same rows and targets share one op call. The reductions stay ATen
-nodes, so an empty or all-ignored batch gives nan as in eager.
+nll_loss or gather, logsumexp (z-loss), and metrics of the same logits: argmax, entropy, losses
+without a gradient. Consumers that use the same rows and targets share one op call. The reductions
+stay ATen nodes, so an empty or all-ignored batch gives nan as in eager.
 
-Declined, never guessed: class-probability targets, other sums and uses of the logits inside the
-graph, logits or operands written in place in between, mixed grad regions, subclass or integer
-weights, scales that are tensors, heads in another graph. The docs page lists every code.
+The pass declines: class-probability targets, other sums and uses of the logits inside the graph,
+logits or operands written in place in between, mixed grad regions, subclass or integer weights,
+scales that are tensors, heads in another graph. The docs page lists every code.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FuseLinearCrossEntropy(GraphPass):
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield one site per head with a loss-like consumer; a Decline per loss that has none."""
+        """Yield one site per head with a loss-like consumer; a Decline per loss without a head."""
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
@@ -165,7 +165,8 @@ class FuseLinearCrossEntropy(GraphPass):
             "D": compat.size_hint(hidden.shape[-1]),
             "V": compat.size_hint(weight.shape[1 if head.transposed else 0]),
         }
-        if head.parts:  # what a call holds beside N rows and V columns has R more features
+        # the operands of a call, apart from N rows and V columns, have R more features
+        if head.parts:
             rank = sum(compat.size_hint(info.value(part.low).shape[-1]) for part in head.parts)
             sizes, d = {**sizes, "R": rank}, d + sympy.Symbol("R", integer=True, positive=True)
         common: dict[str, Any] = {
@@ -182,7 +183,7 @@ class FuseLinearCrossEntropy(GraphPass):
         seen = (max(sizes["N"], 1), sizes["D"] + sizes.get("R", 0), columns)
         b, w = sympy.symbols("B W", integer=True, positive=True)
         groups, engine = groups_of(info, match.tails), _engine_name(info, match)
-        from_ranks = sympy.Integer(0)  # what is gathered from every rank
+        from_ranks = sympy.Integer(0)  # values gathered from every rank
         if isinstance(split, op_folder.Split):
             numbers = sum(len(gathered(group)) for group in groups)
             from_ranks = 4 * split.shard.ranks * numbers * n
@@ -267,7 +268,7 @@ class FuseLinearCrossEntropy(GraphPass):
         return [*match.covered, *match.aside, *match.head.casts]
 
     def joins_ranks(self, info: GraphInfo, match: Site) -> bool:
-        """Return whether the rewrite gathers from ranks, all of which have to make it."""
+        """Return whether the rewrite gathers over ranks; then all of them have to apply it."""
         return compat.is_dtensor(info.value(match.head.node))
 
 
@@ -304,7 +305,7 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Name the engine, what is known of its speed, and what a gradient filter will do in it."""
+    """Name the engine, its measured speed, and the effect of a gradient filter in it."""
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)
     name, speed = _engine_name(info, match), speed_note(hidden.device)
@@ -316,7 +317,7 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     size = *map(compat.size_hint, (depth, classes)), options.linear_cross_entropy_workspace
     is_served = match.head.compute_dtype in op_folder.ENGINES[name].filters
     is_served = is_served and op_folder.leaves_out(mode, *size)
-    # Where all classes have a gradient nothing is left out.
+    # If all classes have a gradient, no tile can be left out.
     exact = [any(reads_sum(t) or t.kind in ENTROPIES for t in each) for each in groups]
     filtered = exact.count(False) if is_served else 0
     if not filtered:

@@ -1,17 +1,18 @@
-"""Activation checkpoints keep what is dear to compute again, as much as memeff.recompute says.
+"""Lets activation checkpoints keep results that are expensive to recompute, within
+memeff.recompute.
 
-    before: checkpoint(block): all of it is computed again for the backward
-    after:  checkpoint(block), which keeps what attention returned (and linears, up to some bytes)
+    before: checkpoint(block): all of it is computed again for the backward after:
+    checkpoint(block), which keeps results of attention (and of linears, up to some bytes)
 
-No number changes and no node either: the body of a checkpoint gets a policy, as the `context_fn` of
-`torch.utils.checkpoint` would give it one. Kept is what a fused attention returned, its
-log-sum-exps among it, and what a linear returned; the rest is computed again as before. Where the
-backward reads a linear's result only behind steps that are linear as well, such as the rotation of
-queries and keys, what these made of it is kept in its place: as many bytes, and less to do.
+Neither numbers nor nodes change: the body of a checkpoint gets a policy, as `context_fn` of
+`torch.utils.checkpoint` would set it. Results of fused attention, log-sum-exps included, and of
+linears are kept; the rest is recomputed as before. If the backward pass reads a linear's result
+only after further linear steps, such as the rotation of queries and keys, the result of those steps
+is kept instead: it has the same size and saves more work.
 
-With a number of bytes, those are kept that save the most time a byte, in later blocks first. A
+With a limit in bytes, the results that save the most time per byte are kept, later blocks first. A
 linear whose result the backward does not read (it is added to the residual and leaves the block) is
-not among them, nor is one whose result `memeff::gated_linear` writes over.
+not kept, nor is one that `memeff::gated_linear` overwrites.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _PASSED_ON = named(
     "add.Tensor view.default reshape.default transpose.int to.dtype alias.default "
     "contiguous.default dropout.default"
 )
-"""Ops whose backward reads none of what they are given."""
+"""Ops whose backward pass reads none of their operands."""
 
 _MOVES = named(
     "view.default reshape.default flatten.using_ints unflatten.int transpose.int permute.default "
@@ -67,10 +68,10 @@ _STEPS = _MOVES | named(
     "neg.default cat.default stack.default to.dtype add.Tensor add.Scalar sub.Tensor sub.Scalar "
     "mul.Tensor mul.Scalar div.Scalar"
 )
-"""Ops that are linear in one operand, where nothing is known of the gradient of another."""
+"""Ops that are linear in one operand if the other needs no gradient."""
 
-# What an H200 does in a second, of which only the ratios matter: products, attention, and bytes
-# that kernels between them move.
+# Throughput of an H200 per second, of which only the ratios matter: products, attention, and bytes
+# that the kernels between them move.
 _PRODUCTS = 650e12
 _ATTENTIONS = 330e12
 _MOVED = 3e12
@@ -78,7 +79,9 @@ _MOVED = 3e12
 
 @dataclass(frozen=True)
 class Product:
-    """What could be kept: the bytes that it takes, and the seconds that it saves about."""
+    """A result that could be kept: the bytes that it takes, and roughly the seconds that it
+    saves.
+    """
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -95,7 +98,7 @@ class KeepActivations(GraphPass):
     name = "keep_activations"
 
     def find(self, info: GraphInfo) -> Iterable[Products | Decline]:
-        """Yield what is kept of this body."""
+        """Yield the results of this body that are kept."""
         if info.called_by is None or not info.region.grad:
             return
         every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]
@@ -113,7 +116,7 @@ class KeepActivations(GraphPass):
         return any(self.skipped(info, product.nodes[0]) for product in products)
 
     def _chosen(self, info: GraphInfo) -> Collection[Node]:
-        """Return what is kept within a number of bytes, in all checkpoints of the graph."""
+        """Return the results kept within the limit of bytes, over all checkpoints of the graph."""
         *_, root = info.outward()
         if "kept" not in root.notes:
             _, *bodies = root.inward()
@@ -132,7 +135,7 @@ class KeepActivations(GraphPass):
         return None if found is None else found.counted(match[0].nodes[0])
 
     def places(self, match: Products) -> Sequence[Node]:
-        """Return what is kept."""
+        """Return the kept nodes."""
         return [node for product in match for node in product.nodes]
 
     def rewrite(self, info: GraphInfo, match: Products, editor: Editor) -> Done:
@@ -157,7 +160,9 @@ class KeepActivations(GraphPass):
 
 
 def _mark(product: Product, node: Node) -> str:
-    """Return what of a call is kept, as `compat.keep_in_checkpoint` has it."""
+    """Return which results of a call are kept, in the form that `compat.keep_in_checkpoint`
+    takes.
+    """
     call = read_one(node)
     if product.kind == "attention" or call is None:
         return "attention"
@@ -189,7 +194,7 @@ def _unserved(info: GraphInfo) -> Decline | None:
 
 
 def _readable(info: GraphInfo) -> Iterator[Product]:
-    """Yield the products of a level; what fails is said where that level itself is searched."""
+    """Yield the products of a level; errors are reported when that level itself is searched."""
     for node in info.gm.graph.nodes:
         with suppress(Exception):
             product = _product(info, node)
@@ -198,11 +203,11 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
-    """Yield what fits into so many bytes, those first that save the most time a byte.
+    """Yield the results that fit into ``limit`` bytes, most time saved per byte first.
 
-    Of equals those of later blocks come first: their memory is free again when that of the weights'
-    gradients has grown. Those of a size that depends on values have none here, and may be larger
-    than any limit.
+    Among equals, later blocks come first: their memory is free again by the time that the weights'
+    gradients have grown. Results whose size depends on values are left out, as they may exceed any
+    limit.
     """
     left = limit
     known = (product for product in products if product.bytes)
@@ -213,7 +218,7 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Read a node as a call that could be kept, or return None, or why its result cannot."""
+    """Read a node as a result that could be kept, or return None, or why it cannot."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None
@@ -253,10 +258,9 @@ def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
 
 
 def _readers(linear: Node) -> list[Node]:
-    """Return what the backward reads of a linear's result: that, or what linear steps made of it.
-
-    It reads nothing of one that is only added and returned; what `memeff::gated_linear` reads, it
-    would write over.
+    """Return the nodes of a linear's result that the backward pass reads: itself, or results of
+    linear steps. A result that is only added and returned is not read; `memeff::gated_linear` would
+    overwrite the one that it reads.
     """
     made, ways = dict.fromkeys([linear]), [linear]
     while ways:
@@ -271,8 +275,8 @@ def _readers(linear: Node) -> list[Node]:
 
 
 def _is_step(node: Node, made: Collection[Node]) -> bool:
-    """Return whether a call is linear in what is made of one value, so that its backward reads none
-    of that.
+    """Return whether a call is linear in the values derived from one node, so that its backward
+    pass reads none of them.
     """
     calls = read(node)
     if calls is None or any(call.op not in _STEPS for call in calls):
@@ -284,7 +288,7 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return ops that read what a call passes on, the call's own if it passes nothing on."""
+    """Return the ops that read the result a call passes on; the call's op if it passes none on."""
     found: list[Any] = []
     ways, seen = [node], {node}
     while ways:
@@ -299,7 +303,7 @@ def _ends(node: Node) -> list[Any]:
 
 
 def _without_moves(node: Node, linear: Node) -> Node:
-    """Return what moves, and casts to the dtype that it had, made a node of."""
+    """Return the node without later moves and casts to its original dtype."""
     while node is not linear:
         calls, source = read(node), node.all_input_nodes[0]
         is_move = calls is not None and all(call.op in _MOVES for call in calls)
@@ -312,9 +316,8 @@ def _without_moves(node: Node, linear: Node) -> Node:
 
 
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
-    """Return whether PyTorch chose its form of attention that ends in a plain product.
-
-    Dynamo's own run of the call chose, as `sdpa_kernel` says; of a planned GPU it says nothing.
+    """Return whether PyTorch chose its form of attention that ends in a plain product. Dynamo's run
+    of the call chose it, as with `sdpa_kernel`; on a planned GPU the answer is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

@@ -3,10 +3,10 @@
     before: c = to(cos(angles)); layer 1: q * c + ..; layer 2: q * c + ..
     after:  c = as_strided(to(cos(angles)), ..); layer 1: q * c + ..; layer 2: q * c + ..
 
-The numbers are the same. A table of cosines is pointwise in the positions, and Inductor computes
-what is pointwise in every kernel that reads it: each layer, forward and backward, would take the
-cosine of each angle once per head. Asked for the strides of a tensor, it keeps that tensor in
-memory. The view costs nothing: its sizes and strides are those the table has.
+The numbers are the same. A table of cosines is pointwise in the positions, and Inductor recomputes
+pointwise values in every kernel that reads them: each layer, forward and backward, would take the
+cosine of each angle once per head. If a node asks for the strides of a tensor, Inductor keeps that
+tensor in memory. The view costs no time: it has the table's sizes and strides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .graph.canonical import aten, named, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
 
-FEWEST_READERS = 3  # fewer layers gain nothing worth a word
+FEWEST_READERS = 3  # with fewer layers the gain is too small to report
 # Smaller tables, as those of a step of decoding, are computed sooner than they are read.
 FEWEST_NUMBERS = 1 << 16
 
@@ -59,7 +59,7 @@ class KeepRotaryTables(GraphPass):
         return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
-        """Let the readers of each table read it through a view of its own layout."""
+        """Let the readers of each table read it through a view with the table's layout."""
         readers = 0
         for table in match:
             users = _readers(table)
@@ -81,7 +81,7 @@ class KeepRotaryTables(GraphPass):
 
 
 def _is_wave(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` takes cosines or sines of what has no gradient, on a GPU."""
+    """Return whether ``node`` takes cosines or sines of a value without gradient, on a GPU."""
     call = read_one(node) if node.op in ("call_function", "call_method") else None
     value = info.tensor(node)
     if call is None or call.op not in _WAVES or value is None or value.requires_grad:
@@ -92,7 +92,7 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 
 
 def _table(info: GraphInfo, wave: Node) -> Node | None:
-    """Return what the layers read of a wave: itself, scaled or cast; None where too few do."""
+    """Return the node of a wave that layers read (itself, scaled or cast); None if too few do."""
     table = wave
     for _ in range(_MAX_STEPS):
         users = _readers(table)
@@ -111,7 +111,7 @@ def _table(info: GraphInfo, wave: Node) -> Node | None:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Return the users of a node but the graph's output, which is handed what it always was."""
+    """Return the users of a node except the graph's output, which stays unchanged."""
     return [user for user in node.users if user.op != "output"]
 
 

@@ -1,13 +1,13 @@
-"""Attention without gradients, where low bits are asked for -> memeff::quantized_attention.
+"""Rewrites attention without gradients into memeff::quantized_attention, if you ask for low bits.
 
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
 
-It takes over what recover_attention left: calls of PyTorch's attention without a mask, and calls of
-memeff::attention, whose conditions the op takes as they are. SageAttention2, arXiv 2411.10958.
+It runs after recover_attention and rewrites calls of PyTorch's attention without a mask, and calls
+of memeff::attention, whose conditions the op takes unchanged. SageAttention2, arXiv 2411.10958.
 
-It is lossy and therefore never on by itself: memeff.attention names a level, or a table of levels
-per module. Where a gradient is needed attention stays exact, and the report says so.
+It is lossy and therefore opt-in: memeff.attention names a level, or a table of levels per module.
+If a gradient is needed, attention stays exact; this is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from .graph.graph_info import GraphInfo, kind_among, node_name
 SHORTEST = 8192
 # The same where at least four query heads share a key head: there are fewer codes to make.
 SHORTEST_GROUPED = 4096
-# Heads up to this gain nothing from sharing keys at that length; tiles hold this many or twice.
+# Heads up to this size gain no time from sharing keys at that length; tiles hold this many or twice
+# as many.
 NARROW = 64
 # Pairs of a query and a key, over all heads, that fill the GPU as the measurements did.
 FEWEST_PAIRS = 32 * 4096 * 4096
@@ -48,19 +49,19 @@ NEVER_FASTER = {
     "8b+f16": "was slower than PyTorch's kernels wherever it was measured",
     "4b": "was nowhere measured to be faster than PyTorch's kernels",
 }
-"""Levels that a length has to ask for: without one, a call that asks for them stays exact."""
+"""Levels that need a minimum length: without one, a call at these levels stays exact."""
 
 WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a place asks of attention."""
+    """The arguments of one attention."""
 
     operands: tuple[Node, Node, Node]  # q, k and v
     tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes
     ahead: Any = None  # how far a key may stand ahead of a query; None for any
-    behind: Any = None  # how far behind it; None for any
+    behind: Any = None  # how far before it; None for any
     scale: Any = None  # of the scores; None for that of the head dimension
     # "whole" without a condition, "causal" where PyTorch's kernels know the mask, "told" where
     # memeff::attention serves it
@@ -69,7 +70,7 @@ class Asked:
 
 @dataclass
 class Site:
-    """One attention: the node that has its result, the call behind it, and what it asks."""
+    """One attention: the node that has its result, the call that it reads, and its arguments."""
 
     node: Node
     call: Node
@@ -93,10 +94,10 @@ class Place:
     """Where a graph calls attention."""
 
     node: Node  # the node that has the result
-    asked: Asked | Decline  # what it asks, or why it is none for us
+    asked: Asked | Decline  # its arguments, or why this pass does not serve it
     name: str  # the path of the module, with `#1` for the second attention of one call of it
     call: int  # how often this graph has called it before
-    counter: str  # what tells the module from others in this process
+    counter: str  # a key that identifies the module in this process
 
 
 @dataclass
@@ -108,12 +109,12 @@ class Match:
 
 
 class QuantizeAttention(GraphPass):
-    """The pass: its gain is time, and `find` yields what can be served."""
+    """The pass: its gain is time, and `find` yields the calls that can be served."""
 
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all sites that are served alike, then why others are not."""
+        """Yield one match for all sites with the same arguments, then the declines of others."""
         matches: dict[str, Match] = {}
         declines: list[Decline] = []
         places = {place.node: place for place in _places(info)}
@@ -167,7 +168,7 @@ def _places(info: GraphInfo) -> list[Place]:
 
 
 def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
-    """Return what an attention asks, why it is none for us, or None where there is none."""
+    """Return the arguments of an attention, why it is not served, or None for other nodes."""
     if node.target is operator.getitem:
         source = node.args[0]
         if not isinstance(source, Node) or source.target is not exact_folder.attention:
@@ -206,7 +207,7 @@ def _asked_of_op(call: Node) -> Asked | Decline:
 
 
 def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
-    """Return how a place is served, or why it is not."""
+    """Return how a call is served, or why it is not."""
     found, node = place.asked, place.node
     if isinstance(found, Decline):
         return replace(found, node=node)
@@ -281,9 +282,10 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
 def _without_gain(
     info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
-    """Return why low bits would not be faster, or None; a length that is given decides alone.
+    """Return why low bits would not be faster, or None; a length that you set decides alone.
 
-    A length that varies is compared with a guard, so that a longer or shorter one is asked anew.
+    A length that varies is compared with a guard, so that a length on the other side is checked
+    again.
     """
     queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length

@@ -6,11 +6,11 @@
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 The mask's part of the graph is read as a formula over batch, query and key index (mask_reader,
-mask_algebra, mask_forms), not matched node by node, and a call is changed only where the formula is
-proved to be what the call says instead, for all sizes the graph is compiled for. What PyTorch's
-call cannot say (padding, packed sequences, windows, softcaps) memeff::attention can, where it has a
-kernel (told_to_op); any other mask of a call it reads when it runs. Everything else is named in the
-report and left alone.
+mask_algebra, mask_forms), not matched node by node, and a call is changed only if the formula is
+proved equal to the new arguments, for all sizes the graph is compiled for. For padding, packed
+sequences, windows and softcaps, which PyTorch's call has no argument for, memeff::attention is used
+if it has a kernel (told_to_op). It reads any other mask of a call when it runs. All other attention
+is reported and left unchanged.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with one site."""
+    """The rewrite of one site."""
 
     causal: bool  # the new call's is_causal
     limit: Any  # keys from this one on are never attended to and cut off; None keeps all
     # keys and values before they were repeated; None: they stay
     bases: tuple[Operand, Operand] | None
-    sentence: str  # what is done, for the report
+    sentence: str  # the sentence for the report
     said: told_to_op.Said | None = (
-        None  # what memeff::attention is told, where PyTorch's call cannot say it
+        None  # arguments of memeff::attention, if PyTorch's call has none for them
     )
 
 
@@ -110,7 +110,9 @@ class RecoverAttention(GraphPass):
         return Done(match.sites[0].node, match.plans[0].sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
-        """Return the sites, and what only computed their masks and repeated their keys."""
+        """Return the sites, and the nodes that only computed their masks and repeated their
+        keys.
+        """
         found: set[Node] = set()
         for site, plan in zip(match.sites, match.plans, strict=True):
             found |= {site.node, *site.between}
@@ -127,7 +129,7 @@ class RecoverAttention(GraphPass):
 
 
 def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
-    """Return what to do with a site, why not, or None where there is nothing to gain."""
+    """Return the rewrite of a site, why there is none, or None if it would not gain."""
     kind = kind_among(site.inputs)
     if kind:
         return subclass(kind, site.node)
@@ -147,7 +149,7 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
 def _as_call(
     info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
 ) -> Plan | Decline | None:
-    """Return the plan of a call without a mask, why not, or None where that is nothing new."""
+    """Return the plan of a call without a mask, why not, or None if that changes nothing."""
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
         return Decline("no_fused_kernel", slow, node=site.node)
@@ -171,7 +173,7 @@ def _as_call(
 
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
-    """Return the plan of a call of memeff::attention, or why there is none."""
+    """Return the plan of a call of memeff::attention, or why it is not possible."""
     reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(info, site, form, reason)
@@ -205,7 +207,9 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return is_causal, where keys are cut off, the words; None: PyTorch's call cannot say it."""
+    """Return is_causal, the end of the keys, and the words; None if PyTorch's call cannot express
+    it.
+    """
     queries, keys = (operand.value.shape[-2] for operand in (site.query, site.key))
     if site.mask is None:
         if not site.causal or compat.statically_true(keys == queries):
@@ -241,7 +245,7 @@ def _shown(info: GraphInfo, site: Site) -> str:
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
-    """Return what a site asks of query and key, and the mask that says it, if one does."""
+    """Return the conditions of a site on query and key, and its mask, if it has one."""
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
     shape = (*site.query.value.shape[:-1], site.key.value.shape[-2])
@@ -266,8 +270,9 @@ def _read_mask(
 
 
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
-    """Return what chooses rows of a stored mask, as ``mask[None, None, input_pos]`` does: its name,
-    which may be empty, or None where the mask is no such thing.
+    """Return the name of the node that chooses rows of a stored mask, which may be empty.
+
+    An example is ``mask[None, None, input_pos]``. Return None for any other mask.
     """
     nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
     for node in nodes:
@@ -292,7 +297,7 @@ def _index_of(node: Node) -> Node | None:
 
 
 def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
-    """Return the reason for leaving what was read as it is."""
+    """Return the reason for leaving the attention unchanged."""
     chosen = _chosen_by(info, form)
     if chosen is not None:
         by = f"`{chosen}`" if chosen else "a tensor of positions"
@@ -355,7 +360,7 @@ def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand,
 
 
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
-    """Say so where nobody has measured the new call against the original."""
+    """Return a remark for the report if the new call was not measured against the original."""
     return [] if was_measured(site.query.value.device, op) else ["speed not measured on this GPU"]
 
 
@@ -378,7 +383,7 @@ def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
 
 
 def _is_pure(node: Node) -> bool:
-    """Return whether a node may be erased when nobody uses it."""
+    """Return whether a node may be erased when it has no user."""
     if node.op not in ("call_function", "call_method") or written_by(node):
         return False
     if not isinstance(compat.example_value(node), torch.Tensor):

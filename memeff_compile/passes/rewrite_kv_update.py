@@ -6,14 +6,14 @@
     after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
-The writes stay, in place and in order. The read is exact for every boolean mask: ``last`` is the
-last key that a query sees. Where the mask compares the places of the keys with the positions of the
-queries, ``last`` is those positions, read on the device, and the mask is gone. Any other boolean
-mask, such as the one that generate() builds outside of the graph, goes to the op, and ``last`` is
-found in it once per forward pass.
+The writes are kept, in place and in order. The read is exact for every boolean mask: ``last`` is
+the last key that a query sees. If the mask compares the indices of the keys with the positions of
+the queries, ``last`` is those positions, read on the device, and the mask is gone. Any other
+boolean mask, such as the one that generate() builds outside of the graph, goes to the op, and
+``last`` is found in it once per forward pass.
 
-Nothing is deleted but what the match owns. Graph.eliminate_dead_code would take the writes for
-dead, since nobody uses what they return.
+Only nodes that the match owns are deleted. Graph.eliminate_dead_code would remove the writes, since
+their results are not used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .graph.graph_info import GraphInfo, node_name, same_shape
 
 # Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve.
 MAX_ROWS = 64
-# Without a kernel of ours the gain is the copies per query head; smaller ones do not pay.
+# Without a Triton kernel the only gain is the copies per query head; small ones do not pay.
 MIN_COPIED_BYTES = 4 << 20
 
 _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
@@ -46,16 +46,17 @@ _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys or values as attention takes them, and the cache behind."""
+    """Keys or values as attention takes them, and the cache they come from."""
 
     node: Node
     repeat: Any
-    chain: tuple[Node, ...]  # from what attention takes back to the cache, which is not in it
+    # the nodes from attention's operand back to the cache, the cache excluded
+    chain: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What the queries see: up to ``bound`` (less ``minus``), or what a mask shows."""
+    """The keys that queries see: up to ``bound`` (less ``minus``), or those that a mask shows."""
 
     mask: Node | None
     bound: Node | None = None
@@ -66,7 +67,7 @@ class Visible:
 
 @dataclass
 class Site(cached.CachedSite):
-    """One attention over caches that this graph wrote to; what was read of them and of the mask."""
+    """One attention over caches that this graph wrote to, with its caches and mask as read."""
 
     storages: frozenset[int]
     caches: tuple[Cache, ...] = ()
@@ -74,7 +75,7 @@ class Site(cached.CachedSite):
 
     @property
     def shown(self) -> Visible:
-        """What the queries see, where that was read."""
+        """The keys that queries see, if they could be read."""
         assert self.visible is not None
         return self.visible
 
@@ -95,7 +96,9 @@ class RewriteKVUpdate(cached.CachedPass):
                 yield Site(node, call, storages)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Read the place, which an earlier rewrite may have changed; return why not, or None."""
+        """Read the match again, as an earlier rewrite may have changed it; return why not, or
+        None.
+        """
         match.call = read_one(match.node) or match.call
         read = (_cache(info, match.call.args[name], match.storages) for name in ("key", "value"))
         match.caches = tuple(cache for cache in read if cache is not None)
@@ -108,7 +111,7 @@ class RewriteKVUpdate(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the copies per query head, where there are any."""
+        """Return the formula for the copies per query head, if there are any."""
         query = info.tensor(match.call.args["query"])
         if query is None or not _copies(info, match):
             return None
@@ -126,7 +129,7 @@ class RewriteKVUpdate(cached.CachedPass):
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Join the writes where that is safe; let attention read the caches themselves."""
+        """Join the writes if that is safe; let attention read the caches directly."""
         sentence, (key, value), visible = _sentence(info, match), match.caches, match.shown
         chain = [n for n in (*key.chain, *value.chain) if not _is_cache_write(n)]
         match.owned = [match.node, *chain]
@@ -167,7 +170,9 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether ``node`` is in one of ``storages``, or a copy of what is, a few steps away."""
+    """Return whether ``node`` is in one of ``storages``, or a copy of such a node a few steps
+    away.
+    """
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
         if not compat.is_fake(value):
@@ -183,7 +188,7 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
 
 
 def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
-    """Strip what repeats the heads, and name the cache behind; None for any other form."""
+    """Strip nodes that repeat the heads, and return the cache; None for any other form."""
     chain: list[Node] = []
     repeat: Any = 1
     for _ in range(cached.MAX_CHAIN):
@@ -209,7 +214,9 @@ def _copies(info: GraphInfo, match: Site) -> bool:
 
 
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
-    """Read the mask; None where there is none or it is no boolean mask for all heads alike."""
+    """Read the mask; None without one, or if it is not a boolean mask that is the same for all
+    heads.
+    """
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
     if not match.caches or not compat.is_fake(value):
@@ -294,7 +301,9 @@ def _bound(editor: Editor, visible: Visible) -> Node:
 
 
 def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
-    """Return where the mask's queries see last, found once for all who take the same mask."""
+    """Return the node with ``last`` for the mask's queries, computed once for all users of the
+    mask.
+    """
     end = info.positions[match.node]
     for user in mask.users:
         begin = info.positions.get(user, end) if user.target is op_folder.kv_cache_last else end
@@ -304,7 +313,7 @@ def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
 
 
 def _unserved(info: GraphInfo, match: Site) -> Decline | None:
-    """Return what the op does not take of caches, mask and shapes, or None."""
+    """Return which property of caches, mask or shapes the op does not support, or None."""
     args = match.call.args
     if len(match.caches) < 2:
         return Decline(
@@ -385,7 +394,7 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """Return both writes, and the op's operands, where one op may do both at the later place."""
+    """Return both writes and the op's operands, if one op can do both at the later position."""
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:
@@ -406,13 +415,15 @@ def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] |
 
 
 def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
-    """Return whether what a write returns ends in ``owned`` nodes that nobody else uses."""
+    """Return whether the result of a write ends in ``owned`` nodes without other users."""
     others = [node for node in owned[1:] if node.op != "placeholder"]
     return all(set(node.users) <= set(owned) for node in (write, *others))
 
 
 def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
-    """Return the last write to a cache before attention: the node, what it writes, and where."""
+    """Return the last write to a cache before attention: the node, the written value, and the
+    index.
+    """
     held, last = compat.storage_key(info.value(cache.node)), None
     for write in info.writes:
         if write.position >= info.positions[match.node]:
@@ -446,7 +457,7 @@ def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
 def _nothing_between(
     info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor]
 ) -> bool:
-    """Return whether no node between the two writes anything or sees one of the caches."""
+    """Return whether no node between the two writes or reads one of the caches."""
     held = set(map(compat.storage_key, caches))
     lo, hi = info.positions[first], info.positions[second]
     if any(lo < write.position < hi for write in info.writes):

@@ -8,10 +8,10 @@
             packed = memeff.ternary_linear_pack(w, a)
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
-The codes are those of the model's own chain; their products are summed exactly, where a dense
-linear rounds both operands first. In training the backward multiplies what the model's own would,
-made again from the codes: two bits per weight and eight per input are kept in the place of two
-tensors in full. Linears of one input share its codes. Without gradients one op does it all.
+The codes equal those of the model's chain. Their products are summed exactly; a dense linear rounds
+both operands first. In training, the backward pass multiplies the same values as the model's,
+decoded from the codes: it keeps two bits per weight and eight per input instead of two full
+tensors. Linears of one input share its codes. Without gradients, one op does everything.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Site:
     linear: Node
     bias: Node | None
     tokens: Quantized | Unread
-    weight: Quantized | Unread | None  # None: nothing rounds on its way
+    weight: Quantized | Unread | None  # None: the value is not rounded on its way
 
     @property
     def both(self) -> tuple[Quantized, Quantized]:
-        """Weight and tokens, where both were read."""
+        """Weight and tokens, if both were read."""
         assert isinstance(self.weight, Quantized)
         assert isinstance(self.tokens, Quantized)
         return self.weight, self.tokens
@@ -64,7 +64,7 @@ class Site:
 
 @dataclass
 class Group:
-    """Linears of one input, quantised in one way."""
+    """Linears of one input, quantised in the same way."""
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
@@ -76,10 +76,10 @@ class Calls:
     """Calls of `memeff::ternary_linear` with one input, as packed modules make them."""
 
     nodes: list[Node]  # the calls
-    entering: Entering  # what stands before them and can be part of one call
-    added: tuple[Node, Node] | None = None  # the sum behind the only result, and what is added
-    is_early: bool = False  # a kernel of this graph runs before, and nobody writes to the weights
-    owned: list[Node] = field(default_factory=list)  # what is erased in the end
+    entering: Entering  # the ops before them that can be part of one call
+    added: tuple[Node, Node] | None = None  # the sum after the only result, and the added node
+    is_early: bool = False  # a kernel of this graph runs before, and no node writes to the weights
+    owned: list[Node] = field(default_factory=list)  # nodes to erase in the end
 
 
 class TernarizeLinear(GraphPass):
@@ -123,7 +123,7 @@ class TernarizeLinear(GraphPass):
         yield from (group for group in groups.values() if len(group.sites) > 1)
 
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
-        """Yield calls on packed weights that differ in nothing but these, or have neighbours."""
+        """Yield calls on packed weights that can be merged, or that have neighbours to fuse."""
         found: dict[Any, list[Node]] = {}
         for node in info.visit(info.gm.graph.nodes):
             if node.target is op_folder.ternary_linear and not node.kwargs:
@@ -157,7 +157,7 @@ class TernarizeLinear(GraphPass):
         return _unread(site) or _without_estimator(info, site) or _unserved(info, site)
 
     def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
-        """Return what is kept for the backward, before and after; None where nothing is."""
+        """Return the bytes kept for the backward pass, before and after; None if none are kept."""
         if isinstance(match, Calls) or match.products or info.called_by is not None:
             return None
         if self.check(info, match) is not None or not _is_trained(info, match.sites[0]):
@@ -176,7 +176,7 @@ class TernarizeLinear(GraphPass):
         return [site.linear for site in match.sites]
 
     def parts(self, match: Group | Calls) -> Sequence[Group]:
-        """Return a match per linear; what is a call already can stay as it is."""
+        """Return a match per linear; calls that exist already can stay unchanged."""
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]
@@ -196,19 +196,21 @@ class TernarizeLinear(GraphPass):
             match.owned.append(site.linear)
             for found in site.both:
                 match.owned += found.chain
-                for number in found.numbers:  # compile anew where one that was read changes
+                for number in found.numbers:  # compile again if a number that was read changes
                     compat.hold_constant(number)
         _emit(info, match, editor, is_trained=is_trained)
         return Done(match.sites[0].linear, sentence, sites=len(match.sites))
 
     def dead(self, match: Group | Calls) -> Sequence[Node]:
-        """Return what nobody reads any more, the unused second results of reductions included."""
+        """Return the nodes that lose their last reader, unused second results of reductions
+        included.
+        """
         items = [user for node in match.owned for user in node.users if not user.users]
         return [*match.owned, *(user for user in items if user.op == "call_function")]
 
 
 def _site(node: Node) -> Site | None:
-    """Read a linear of which an operand is quantised, or return None."""
+    """Read a linear with a quantised operand, or return None."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None
     tokens, weight = call.args["input"], call.args["weight"]
@@ -216,7 +218,7 @@ def _site(node: Node) -> Site | None:
     if read_weight is None and not rounds(tokens):
         return None
     read_tokens = read_quantized(tokens)
-    # Rounding somewhere in the layers before the tokens is nobody's concern here.
+    # Rounding somewhere in the layers before the tokens does not matter here.
     is_fake = isinstance(read_tokens, Quantized) and not read_tokens.is_weight
     if read_weight is None and not is_fake and not are_codes(tokens):
         return None
@@ -229,7 +231,7 @@ def _is_trained(info: GraphInfo, site: Site) -> bool:
 
 
 def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
-    """Return whether what this linear needs is there before the first one of the group."""
+    """Return whether the operands of this linear exist before the first linear of the group."""
     first, (weight, tokens) = group.sites[0], site.both
     needed = [weight.source, *([site.bias] if site.bias is not None else [])]
     mine, theirs = info.tensor(site.linear), info.tensor(first.linear)
@@ -239,10 +241,11 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
     has_form = first.both[0].quantizer.is_step == weight.quantizer.is_step
     if not has_form or not all(info.positions[node] < begin for node in needed):
         return False
-    # The codes are those of the first linear; in between nobody may write to what they come from.
+    # The codes are those of the first linear; in between no node may write to their source.
     moved = [tokens.source, *tokens.chain[:1], *needed]
     read = [found for each in (*group.sites, site) for found in each.both]
-    ours = {node for found in read for node in found.chain}  # which write to what they made alone
+    # these write only to values that they made
+    ours = {node for found in read for node in found.chain}
     between = (w for w in info.writes if begin < w.position <= end and w.node not in ours)
     return not any(info.may_write(write, moved) for write in between)
 
@@ -301,7 +304,7 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
-    """Return what the op does not take, what it would get wrong, or that it gains nothing."""
+    """Return which property the op does not support, which result would be wrong, or no gain."""
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:
         said = f"an operand of the linear is a {kind}: the scale would be that of a part of it"
@@ -326,7 +329,7 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
         first = min((info.positions[node] for node in found.chain), default=0)
         for write in info.writes if found.chain else ():
             is_between = first < write.position <= info.positions[site.linear]
-            # What is quantised, and what the linear gets.
+            # The quantised tensors, and the operands of the linear.
             read = (found.source, found.chain[0])
             if is_between and write.node not in found.chain and info.may_write(write, read):
                 return mutated(write.node, "an operand between its quantisation and the linear")
@@ -374,14 +377,16 @@ def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) ->
 
 
 def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
-    """Return what becomes of gate and up where the backward makes it again; checkpoints do so."""
+    """Return the nodes that make gate and up if the backward pass recomputes them, as in
+    checkpoints.
+    """
     if info.options.ternary_gate != "recompute" or info.parent is not None:
         return None
     return read_gate([site.linear for site in match.sites])
 
 
 def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
-    """Read what can be part of calls that have a kernel; without one it would gain nothing."""
+    """Read the neighbours that can be part of calls with a kernel; others would not gain."""
     value = info.tensor(x)
     has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)
     if value is None or has_more or op_folder.engine_for(value.device, value.dtype) == "reference":
@@ -400,7 +405,7 @@ FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
 
 
 def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
-    """Return the sum behind the one result of one call, if what is added is there in time."""
+    """Return the sum after the single result of a call, if the added node exists in time."""
     items, (first, *others) = list(nodes[0].users), nodes
     packed: Any = first.args[1]
     found = None if others or len(items) != 1 or len(packed) != 1 else read_added(items[0])

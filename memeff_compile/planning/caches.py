@@ -1,4 +1,6 @@
-"""How long a context, or how large a batch, fits beside a model's weights: by bits of its cache."""
+"""How long a context, or how large a batch, fits next to a model's weights, by bits of its
+cache.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ STEP_ROOM = 1 << 30
 
 @dataclass(frozen=True)
 class CacheMode:
-    """What a cache of so many bits takes, and what fits."""
+    """The size of a cache with a number of bits, and the context and batch that fit."""
 
     bits: int  # of a code; 16 keeps keys and values as they come
     # bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes are taken as
@@ -33,24 +35,24 @@ class CacheMode:
     formula: sympy.Expr
     bytes_per_token: float  # of one more token of one sequence, all layers together
     total: int  # bytes at the batch and length that were asked for
-    # tokens per sequence that fit at that batch, 0 where none does; None where any number does,
+    # tokens per sequence that fit at that batch, 0 if none does; None if any number does,
     # because the cache does not grow with the context
     longest: int | None
-    largest_batch: int  # sequences that fit at that length, 0 where none does
+    largest_batch: int  # sequences that fit at that length, 0 if none does
 
 
 @dataclass(frozen=True)
 class CachePlan(VerbReport):
-    """The modes of a cache beside one model's weights."""
+    """The modes of a cache next to one model's weights."""
 
     name: str  # of the model
     weights: int  # bytes of its parameters
     memory: int  # bytes of the device
-    batch: int  # what was asked for
+    batch: int  # the requested batch
     length: int  # likewise
     # one per number of bits, 16 first; 16 alone where `KVCache` has no codes for the model
     modes: tuple[CacheMode, ...]
-    notes: tuple[str, ...] = ()  # sentences on what the numbers leave out
+    notes: tuple[str, ...] = ()  # sentences on costs that the numbers leave out
 
     def __str__(self) -> str:
         lines = [
@@ -100,7 +102,7 @@ def explain_cache(
 ) -> CachePlan:
     """Say how long a context and how large a batch fit, with a `KVCache` of each number of bits.
 
-    Nothing is allocated. Layers that see a window of tokens keep as many tokens in every mode.
+    Nothing is allocated. Layers with a sliding window keep as many tokens in every mode.
 
     Args:
         model: a model of transformers, on any device, "meta" included.
@@ -113,8 +115,7 @@ def explain_cache(
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name; 16 bits are merged too, without codes.
 
-    Raises:
-        ExplainError: the memory is no size, or the model's config does not tell its layers, the
+    Raises: ExplainError: the memory is no size, or the model's config has no number of layers, the
             heads of keys and values, or one head dimension for both.
         UnsupportedInputError: a setting that `KVCache` refuses.
 
@@ -134,7 +135,7 @@ def explain_cache(
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a model keeps of a token."""
+    """The tensors that a model keeps of a token."""
 
     layers: int  # that see all tokens
     pairs: int  # of layers that share directions two and two, which are not among `layers`
@@ -147,7 +148,7 @@ class _Shape:
 
     @property
     def row(self) -> int:
-        """Bytes of the keys and values of one token in one layer, as they come."""
+        """Bytes of the keys and values of one token in one layer, without codes."""
         return 2 * self.heads * self.depth * self.itemsize
 
 
@@ -176,7 +177,7 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:
             f"{type(text).__name__} has layers that keep both keys of all tokens and a state; what "
             f"these take is not known. Fill a KVCache {_INSTEAD}"
         )
-    # Without a length: a state, or, where another layer's keys are read, nothing at all.
+    # Without a length: a state, or no tensor at all, if the layer reads another layer's keys.
     windows = tuple(window for window in others if 0 <= window < most)
     states = sum(hasattr(layer, "update_recurrent_state") for layer in layers)
     merged = [layer.pair for layer in layers if hasattr(layer, "pair")]
@@ -205,10 +206,12 @@ def _heads_of(text: Any, query_heads: int) -> int:
 
 
 _OF_KEYS = ("kv", "key_value", "query_group", "multi_query", "new_decoder_architecture")
-"""Words in settings that may give keys other heads than queries; without any they have as many."""
+"""Words in settings that may give keys a different number of heads than queries; without them the
+numbers are equal.
+"""
 
 _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_key_value_heads")
-"""Where a config has one of them, keys and values, or layers, differ in size."""
+"""Settings with which keys and values, or layers, differ in size."""
 
 
 def _depth_of(text: Any, query_heads: int) -> int:
@@ -224,7 +227,7 @@ def _depth_of(text: Any, query_heads: int) -> int:
 
 
 def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the numbers of bits that `KVCache` has codes of for this model, and what to say."""
+    """Return the numbers of bits for which `KVCache` supports this model, and a remark."""
     notes = []
     coded = tuple(bits for bits in MODES if bits != 16)
     if (shape.layers or shape.pairs) and shape.depth not in (16, 32, 64, 128, 256):
@@ -265,7 +268,7 @@ def _mode(
         return found
 
     b, n = sympy.symbols("B N", integer=True, positive=True)
-    # bytes of a token in codes, and those beside codes, of one sequence and layer
+    # bytes of a token in codes, and further bytes, of one sequence and layer
     each, fixed = op_folder.bytes_of_token(held, shape.heads, shape.itemsize), 0
     if bits != 16:
         how: dict[str, Any] = {"window": held.window, "kept": held.kept}

@@ -1,8 +1,8 @@
 """Captures a model as the backend would compile it, on tensors that have sizes and no memory.
 
 The model is copied; weights, buffers and inputs become fake tensors on the CPU that stand for
-tensors on the planned device. Batch and length are numbers, as in the call that is planned: plain
-Python between the graphs of a model, and operations that read sizes, work as they do there.
+tensors on the planned device. Batch and length are numbers, as in the planned call, so Python code
+between the graphs, and operations that read sizes, behave as in that call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 
 @dataclass
 class Graphs:
-    """What Inductor would compile for one captured graph; no backward where nothing trains."""
+    """The graphs that Inductor would compile for one captured graph; no backward without
+    training.
+    """
 
     forward: GraphModule
     backward: GraphModule | None
@@ -54,21 +56,23 @@ class Capture:
     """A model without and with the passes."""
 
     at: Told  # the batch and the length
-    # without and with the passes, what makes the graphs of each graph that Dynamo captured
+    # without and with the passes, a function per captured graph that returns its graphs
     lowered: list[Callable[[], tuple[Graphs, Graphs]]] = field(default_factory=list)
     # the calls of the graphs, in order; blocks may share one
     calls: list[GraphCall] = field(default_factory=list)
-    reports: list[GraphReport] = field(default_factory=list)  # what the passes did to each graph
+    reports: list[GraphReport] = field(default_factory=list)  # the passes' report for each graph
     # the number of classes of every loss, rewritten or not
     classes: set[int] = field(default_factory=set)
-    # per graph, what each node calls and the sizes of its value
+    # per graph, each node's op and the sizes of its value
     nodes: list[list[tuple[str, list[int]]]] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the call
     values: Values = field(default_factory=Values)  # those that are known
     outside: int = 0  # bytes of the tensors that the model made outside of the graphs
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return the sizes of `other` with what is some tokens longer than a sequence, here too."""
+        """Return the sizes of `other`, with the same extra tokens that this model has beyond a
+        sequence.
+        """
         told = other.at
         if told.length is None or self.at.length is None:
             return told
@@ -83,7 +87,7 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" where the sizes here are those of `other` as it reads them, or why not."""
+        """Return "" if the sizes here are those of `other`, or the reason why not."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
@@ -173,7 +177,7 @@ def capture(
         return run_graph
 
     keep_transformers_losses_in_one_graph()
-    room = compat.room_for_graphs(compat.NO_LIMIT)  # what is captured leaves others theirs
+    room = compat.room_for_graphs(compat.NO_LIMIT)  # other captures are unaffected
     with mode, compat.fresh_capture():
         try:
             compiled: Callable[..., Any] = torch.compile(copied, backend=keep, **room)
@@ -206,8 +210,8 @@ def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:
 
 
 def _attend_as_a_gpu_does(gm: GraphModule) -> None:
-    """Take dropout out of fused attention: a GPU draws it inside its kernel and keeps a seed, no
-    mask, where on a CPU it means the unfused one.
+    """Take dropout out of fused attention: a GPU applies it inside its kernel and keeps a seed, not
+    a mask; on a CPU dropout selects the unfused form.
     """
     for module in levels_of(gm):
         for node in module.graph.nodes:
@@ -258,8 +262,8 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
-    """Return a tree of inputs as fake tensors of another batch and length; values stay: the same
-    sequences again, of shorter ones the beginning, of longer ones the end repeated.
+    """Return a tree of inputs as fake tensors of another batch and length; values are kept: the
+    same sequences are repeated, shortened, or extended by their last token.
     """
 
     def fake(given: object) -> object:
@@ -305,7 +309,7 @@ def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
 
 
 def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
-    """Return what a node calls and the sizes of its value here, 0 for one that depends on data."""
+    """Return a node's op and the sizes of its value here, 0 for one that depends on data."""
     called = getattr(node.target, "__name__", None) or str(node.target)
     values = map(compat.local_part, tensors_in(compat.example_value(node)))
     sizes = [size for tensor in values for size in tensor.shape]
@@ -315,8 +319,8 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
-    """Return the parameters' paths in the model, and that of the module whose forward the graph is
-    of: where the model's own breaks, it calls that one `self`.
+    """Return the parameters' paths in the model, and the path of the module whose forward the graph
+    belongs to; after a graph break Dynamo calls that module `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):
@@ -332,7 +336,7 @@ def _parameters(
 
 
 def _classes(gm: GraphModule) -> set[int]:
-    """Return the sizes of the class dimension of what enters a loss."""
+    """Return the sizes of the class dimension of the losses' inputs."""
     found: set[int] = set()
     for node in (node for module in levels_of(gm) for node in module.graph.nodes):
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")

@@ -1,7 +1,7 @@
-"""Repeated blocks: a deep model is captured with few of them, and what each adds is read off.
+"""Repeated blocks: a deep model is captured with few of them, which show each block's cost.
 
-Of every list of blocks the first and the last are captured, and of each kind of block between them
-one, which stands for all of its kind: what it keeps and what it produces, each of them does.
+Of every list of blocks the first and the last are captured, and one of each kind between them. It
+represents all blocks of its kind, which keep and produce the same sizes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stack:
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the blocks that the captured one at a place stands for, itself included."""
+        """Return the blocks that a captured block represents, itself included."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)
@@ -67,7 +67,7 @@ def stacks_of(model: object) -> list[Stack]:
 
 
 def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
-    """Return the kind of each block: what it is made of, and what the config says of its place."""
+    """Return the kind of each block: its structure, and the config's entry for its index."""
     settings = (value for config in configs_of(model) for value in vars(config).values())
     lists = [v for v in settings if isinstance(v, (list, tuple)) and len(v) == len(blocks)]
     kinds = [(_kind(block), *(repr(v[place]) for v in lists)) for place, block in enumerate(blocks)]
@@ -76,7 +76,9 @@ def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """Return what makes two blocks alike: classes, parameters and plain settings, not numbering."""
+    """Return the properties that equal blocks share: classes, parameters and plain settings, no
+    indices.
+    """
     parts: list[object] = []
     for path, module in block.named_modules():
         settings = {
@@ -94,7 +96,7 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def config_of(module: object) -> Any:
-    """Return a module's config; None where it has none, also where a property of its fails."""
+    """Return a module's config; None if it has no config, or its property raises."""
     with contextlib.suppress(Exception):
         return getattr(module, "config", None)
     return None
@@ -113,7 +115,7 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
 
 
 def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """Return a copy of a model with other tensors in the place of its own, by their ids."""
+    """Return a copy of a model with tensors replaced, by their ids."""
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -147,7 +149,7 @@ def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
 
 
 def _shorten(config: object, stack: Stack) -> None:
-    """Let a config say as many blocks as there are, and what it says of those that are left."""
+    """Set the number of blocks in a config, and keep its entries for the remaining blocks."""
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == stack.depth:
             vars(config)[name] = type(value)([value[index] for index in stack.kept])

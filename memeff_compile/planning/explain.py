@@ -1,9 +1,9 @@
-"""What memeff would do to a model, and the memory of its training step, without running it.
+"""Shows the passes' rewrites of a model, and the memory of its training step, without running it.
 
     print(memeff_compile.explain(model, input_ids=ids, labels=ids))
 
-The model is traced on tensors that have sizes and no memory; the passes run on what was traced, and
-the buffers of the graphs that Inductor would compile are replayed with and without them.
+The model is traced on tensors that have sizes and no memory; the passes run on the captured graphs,
+and the buffers of the graphs that Inductor would compile are replayed with and without them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ from .setting import Footprint, Setting, read_memory
 from .sizes import Scale, Sizes, Told, points_around
 
 LEFT_FREE = 0.05
-"""The share of a memory that the largest batch leaves free: a plan may be that much too low."""
+"""The share of a memory that the largest batch leaves free, since a plan may be that much too
+low.
+"""
 
 LEFT_OUT = 0.03
-"""The share of the peak that may be made outside of graphs, where nothing is counted."""
+"""The largest share of the peak that may be allocated outside of graphs, where it is not
+counted.
+"""
 
 
 def explain(
@@ -45,18 +49,16 @@ def explain(
     progress: bool | None = None,
     **kwargs: object,
 ) -> Explanation:
-    """Say what the backend would do to a call of ``model``, and what memory a step needs.
+    """Report the backend's rewrites of a call of ``model``, and the memory that a step needs.
 
-    Nothing is allocated and nothing is compiled. The model may be on any device, "meta" included;
-    it is copied and not touched. A model with gradients enabled is taken to be trained.
+    It neither allocates memory nor compiles. The model may be on any device, "meta" included; it is
+    copied, not changed. A model with gradients enabled is taken to be trained.
 
-    Args:
-        model: a module, or any function of tensors.
-        *args: what the model is called with; tensors on "meta" do.
-        options: options of the backend, as in `torch.compile(options=...)`.
-        device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu".
-        progress: whether to say on stderr what is being done; by default where it is a terminal.
-        **kwargs: what the model is called with by keyword.
+    Args: model: a module, or any function of tensors. *args: the model's arguments; tensors on
+        "meta" are enough. options: options of the backend, as in `torch.compile(options=...)`.
+        device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu". progress:
+        whether to show progress on stderr; by default if it is a terminal. **kwargs: the model's
+        keyword arguments.
 
     Raises:
         ExplainError: the model is no module and no function, or the call fails on tensors without
@@ -97,7 +99,9 @@ def explain(
 
 
 def _require_callable(model: object) -> None:
-    """Refuse what cannot be called, and a class, which torch.compile would change for good."""
+    """Refuse objects that cannot be called, and a class, which torch.compile would change
+    permanently.
+    """
     if isinstance(model, type):
         raise ExplainError(
             f"explain was given the class {model.__name__}; it needs a model that is made of it, "
@@ -114,12 +118,13 @@ _Take = Callable[..., Capture]
 """Captures a model at sizes."""
 
 _Captured = tuple[Capture, Capture, list[Stack], dict[str, str]]
-"""A model at the sizes of the call, for the report, and at sizes told apart, with its stacks, and
-why the batch or the length stays as it is."""
+"""A model at the sizes of the call, for the report, and at distinct sizes, with its stacks, and why
+the batch or the length is fixed.
+"""
 
 
 def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture a model with few of its blocks, or whole where it does not run with fewer."""
+    """Capture a model with few of its blocks, or whole if it does not run with fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
@@ -136,12 +141,12 @@ def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Pro
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at its own sizes and at ones that say how others grow with them. Where they
-    do not grow with the length in proportion (a length in whole chunks), it stays as it is, and so
-    does the batch, so that what is planned is right at the sizes that it is for.
+    """Capture a model at the call's sizes, and at others that show how sizes grow with these. If
+    sizes are not proportional to the length (a length in whole chunks), the length is fixed, and so
+    is the batch; then the plan is right for the call's sizes.
     """
     said("what the passes do")
-    # Dynamo makes graphs of their own for a batch of 1
+    # Dynamo makes separate graphs for a batch of 1
     mine = take(model, Told(max(sizes.batch, 2), sizes.length))
     apart = Told.apart(sizes, _constants(model))
     fixed: dict[str, str] = {}
@@ -169,7 +174,7 @@ def _captured(
 
 
 def _constants(model: object) -> set[int]:
-    """Return the sizes that are a model's own: those of its parameters and of its config."""
+    """Return the model's constant sizes: those of its parameters and of its config."""
     if not isinstance(model, nn.Module):
         return set()
     every = [*model.parameters(), *model.buffers()]
@@ -180,10 +185,10 @@ def _constants(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Return the report with the places of all blocks, of which those captured are some."""
+    """Return the report with the modules of all blocks; only some were captured."""
 
     def all_like(path: str) -> list[str]:
-        """Return the paths in the whole model that one in the captured model stands for."""
+        """Return the paths in the whole model that a path in the captured model represents."""
         for stack in stacks:
             found = re.fullmatch(rf"{re.escape(stack.path)}\.(\d+)(|\..*)", path)
             if found:
@@ -208,16 +213,16 @@ def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
 
 @dataclass(frozen=True)
 class Explanation(VerbReport):
-    """What `explain` found out."""
+    """The result of `explain`."""
 
     name: str  # of the model
     sizes: Sizes  # batch and length of the call
     vocabulary: int  # classes of the largest head, 0 without one
     before: Footprint  # the moments that can be the peak, without the passes
     after: Footprint  # likewise, with them
-    report: Report  # what each pass did or declined, as `last_report()`
+    report: Report  # the rewrites and declines of each pass, as `last_report()`
     stacks: tuple[Stack, ...] = ()  # the lists of blocks of which only some were captured
-    # "batch", "length": why sizes are not known at another one, where they are not
+    # "batch", "length": why sizes at another one are not known, if so
     fixed: Mapping[str, str] = field(default_factory=dict)
     outside: int = 0  # bytes that operations outside of graphs make, which no plan counts
 
@@ -293,7 +298,7 @@ class Explanation(VerbReport):
             return f"{self.text()}\n\nNo plan: {error}"
 
     def text(self, plan: Plan | None = None) -> str:
-        """Return what the passes do, and a plan, for a reader."""
+        """Return the passes' rewrites, and a plan, as text."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
         parts += [f"{s.path}: {s.depth} blocks, read off {len(s.kept)}" for s in self.stacks]
         texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]

@@ -28,39 +28,39 @@ from .sizes import Scale, Size, tensors_in
 from .timeline import Step, Timeline, Transient, called_op, op_name, writes_to_an_input
 
 PER_BLOCK = ("block gradients", "activations", "logits")
-"""The parts that grow with depth: what a block adds to them, each of its kind does."""
+"""The parts that grow with depth: each block of a kind adds the same to them."""
 
 DRAWN = ("rand", "seed", "dropout", "bernoulli")
-"""Words in the names of ops whose results each block has for itself."""
+"""Words in the names of ops whose results are separate for each block."""
 
 LOSSES = tuple(
     f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard", "_total_shard")
 )
 
 LIBRARY_WORKSPACES = 2 * 32 * 2**20
-"""What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""
+"""cuBLAS's workspaces on a Hopper GPU: one for forward's thread and one for backward's."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a captured model: its list, and its place among those that were captured."""
+    """One block of a captured model: its list, and its index among the captured ones."""
 
     stack: Stack
     place: int
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """The blocks that it stands for."""
+        """The blocks that it represents."""
         return self.stack.alike(self.place)
 
 
 _Part = tuple[str, Block | None]
-"""What bytes are, and the block that they belong to."""
+"""The kind of bytes, and the block that they belong to."""
 
 Owned = defaultdict[_Part, sympy.Expr]
 
 _Place = tuple[str, Block | None, bool]
-"""A phase, a block, and whether what runs is outside of it, next to it."""
+"""A phase, a block, and whether the running op is outside of it, next to it."""
 
 _PartOf = Callable[[Node], _Part]
 
@@ -125,7 +125,9 @@ def footprint(
 
 
 def _outside(found: Owned) -> Parts:
-    """Return the parts of a moment that is in no block: each block stands for all of its kind."""
+    """Return the parts of a moment outside of blocks: each captured block counts for all of its
+    kind.
+    """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
         parts[part] += size * (len(owner.alike) if owner and part in PER_BLOCK else 1)
@@ -148,7 +150,7 @@ class _Replay:
     transient: Transient
     root: str = ""
     peaks: dict[_Place, list[Owned]] = field(default_factory=lambda: defaultdict(list))
-    # what exists when the forward ends, and when the backward does
+    # the buffers that exist when the forward ends, and when the backward does
     kept: Owned = field(default_factory=lambda: defaultdict(int))
     produced: Owned = field(default_factory=lambda: defaultdict(int))
 
@@ -254,7 +256,7 @@ class _Replay:
             other = Block(block.stack, place)
             others = [i for i in other.alike if i != index]
             if place != block.place:
-                others.remove(block.stack.kept[place])  # it is in what was found
+                others.remove(block.stack.kept[place])  # it is part of the result
             before = sum(i < index for i in others)
             for part in PER_BLOCK:
                 key = (part, other)
@@ -320,7 +322,7 @@ class _Replay:
                 if not _may_hold_a_part(node):
                     continue
                 wanted = self.scale.elements(node.meta["val"])
-                # what an element of a tuple is made from, its maker is
+                # the source of an element of a tuple; the maker of the tuple is one
                 maker = cast("Node", node.args[0]) if line.kind[node] == "view" else node
                 values = {buffer: buffer.meta.get("val") for buffer in line.reads[maker] - {node}}
                 queue += [
@@ -338,7 +340,7 @@ class _Replay:
         before: Owned,
         part_of: _PartOf,
     ) -> None:
-        """Note, per place, the parts of its largest moments."""
+        """Record the parts of the largest moments of each kind."""
         found: dict[_Place, list[Owned]] = defaultdict(list)
         best: dict[_Place, list[tuple[int, int]]] = {}
         block: Block | None = None
@@ -363,7 +365,7 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block that runs, or the last one and that what runs is outside of it."""
+        """Return the block that runs, or the last one and True if the op is outside of it."""
         for node in nodes:
             seen = self._block_of(node)
             if seen is not None:
@@ -373,7 +375,9 @@ class _Replay:
         return block, False
 
     def _owners(self, nodes: Iterable[Node]) -> dict[Node, Block | None]:
-        """Return the block of each node: that of the node before, where it does not say."""
+        """Return the block of each node: that of the previous node if the node has no module
+        path.
+        """
         found: dict[Node, Block | None] = {}
         last: Block | None = None
         for node in nodes:
@@ -414,7 +418,7 @@ def _module_path(node: Node) -> str | None:
 
 
 def op_transient(scale: Scale, device: str) -> Transient:
-    """Return a function that says what an op holds while it runs, beside its results."""
+    """Return a function that gives an op's temporary bytes, besides its results."""
 
     def transient(node: Node) -> sympy.Expr:
         op: Any = called_op(node)
@@ -444,7 +448,7 @@ def _is_in_a_block(node: Node) -> bool:
 
 
 def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sympy.Expr | int:
-    """Return how much an op of ours holds, by its name and its arguments."""
+    """Return the temporary bytes of a memeff op, by its name and its arguments."""
 
     def value(argument: str) -> torch.Tensor:
         return cast("torch.Tensor", given[argument].meta["val"])

@@ -17,7 +17,7 @@ from ..errors import ExplainError, first_line
 
 
 class Call(NamedTuple):
-    """A model and what it is called with."""
+    """A model and the arguments of its call."""
 
     model: Any
     args: tuple[Any, ...]

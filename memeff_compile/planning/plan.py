@@ -111,7 +111,7 @@ class Plan:
     def save_figure(self, path: str | Path) -> None:
         """Draw the two columns as stacked bars, and the largest batches if a memory was given.
 
-        ExplainError where matplotlib is not installed.
+        Raise ExplainError if matplotlib is not installed.
         """
         before, after = self.before, self.after
         counts = [side.largest_batch or 0 for side in (before, after)]

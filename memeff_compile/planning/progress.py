@@ -1,4 +1,4 @@
-"""What is being done, on stderr: a line that is written over, where somebody may be looking."""
+"""Progress on stderr: one line that is overwritten, if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ WIDTH = 24
 
 
 class Progress:
-    """Says what is being done, where it `is_shown`: by default where stderr is a terminal."""
+    """Shows the current step, if `is_shown`: by default if stderr is a terminal."""
 
-    # `steps`: how many there will be, if nothing has to be done again
+    # `steps`: how many there will be, if no step has to be repeated
     def __init__(self, steps: int, is_shown: bool | None = None) -> None:
         self._steps, self._done, self._started = steps, 0, time.monotonic()
         self._is_shown = sys.stderr.isatty() if is_shown is None else is_shown
@@ -25,7 +25,7 @@ class Progress:
             sys.stderr.write(self._start)
 
     def __call__(self, what: str) -> None:
-        """Say what is done next."""
+        """Show the next step."""
         full = WIDTH * self._done // max(self._steps, self._done + 1)
         self._done += 1
         if self._is_shown:

@@ -1,4 +1,4 @@
-"""What fits: plain arithmetic from a model's footprint, an optimizer, a memory and GPUs."""
+"""The setting that fits: arithmetic on a model's footprint, an optimizer, a memory and GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Parts = Mapping[str, sympy.Expr]
 
 
 def require_counts(**given: object) -> None:
-    """Raise ExplainError where a number of something is none."""
+    """Raise ExplainError if a count is not a whole number >= 1."""
     for name, value in given.items():
         if type(value) is not int or value < 1:
             raise ExplainError(f"{name} is {value!r}; a whole number is needed, at least 1.")
@@ -34,7 +34,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """The three bars of the figure, and the parts of a moment that each of them holds."""
 
 OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "sgd": 0, "none": 0}
-"""How many values per parameter an optimizer keeps; SGD without momentum keeps none."""
+"""How many values per parameter an optimizer keeps; SGD is without momentum."""
 
 LOG_PROBABILITY_BYTES = 4
 
@@ -53,13 +53,13 @@ class Facts:
     parameters: int  # number of values in the parameters
     trained: int  # number and bytes of those that get a gradient
     trained_bytes: int  # likewise
-    library: int = 0  # what the matrix library keeps once it has run
+    library: int = 0  # the matrix library's workspaces
     ranks: int = 1  # how many GPUs hold a part of each layer; the bytes are one's
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment that can be the peak: where it is, and what exists then beside the weights."""
+    """A moment that can be the peak: its name, and the memory in use then besides the weights."""
 
     place: str
     parts: Parts
@@ -76,14 +76,14 @@ class Footprint:
 
     facts: Facts  # bytes of weights
     moments: tuple[Moment, ...]  # every moment that is the peak for some batch and length
-    kept: Parts  # what the forward keeps for the backward and the caller
+    kept: Parts  # tensors that the forward keeps for the backward pass and the caller
 
 
 @dataclass(frozen=True)
 class Setting:
     """How a model is trained."""
 
-    # "adamw" (two values per parameter), "sgd" (none), or "none": no optimizer
+    # "adamw" (two values per parameter), "sgd" (zero), or "none": no optimizer
     optimizer: str = "adamw"
     master_weights: bool = False  # fp32 copies of 16-bit weights, with optimizer state in fp32
     gpus: int = 1  # number of GPUs
@@ -112,7 +112,7 @@ class Setting:
 
 
 def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
-    """Return what exists all the time, on one GPU, in bytes."""
+    """Return the memory in use all the time, on one GPU, in bytes."""
     states = OPTIMIZER_STATES[setting.optimizer]
     master = 4 * facts.trained if setting.master_weights else 0
     state = states * (master or facts.trained_bytes)
@@ -156,7 +156,8 @@ def _as_in_the_paper(
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
     """Return a moment's parts on one GPU of several: FSDP reduces a block's gradients after its
-    backward, so those of two blocks are whole at a time, and others until the end.
+    backward pass, so those of two blocks are unsharded at a time; other gradients are unsharded
+    until the end.
     """
     if setting.shards == 1:
         return parts
@@ -199,7 +200,7 @@ def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int
 
 
 def most(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, 0 where none does; no larger ones than 2**40 matter."""
+    """Return the largest number that fits, up to 2**40; 0 if none does."""
     low, high = 0, 1
     while fits(high):
         if high >= 1 << 40:

@@ -1,7 +1,7 @@
 """Sizes of buffers as formulas in batch and length, with their values at a few points.
 
-A graph has thousands of buffers, so sums are of numbers at those points; the formula of a sum is
-built only for the moments that matter.
+A graph has thousands of buffers, so sums are computed as numbers at those points; a sum's formula
+is built only for the moments that can be the peak.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Values = tuple[int, ...]
 BATCH, LENGTH = sympy.symbols("B L", integer=True, positive=True)
 
 NEAR = (-1, 1, -2, 2)
-"""How much longer than a sequence something made from it can be: shifted targets, a token more."""
+"""How much longer than a sequence a derived tensor can be: shifted targets, one more token."""
 
 LEAST_BATCH, LEAST_LENGTH = 11, 13
 """Smaller ones divide numbers of heads and of experts."""
@@ -29,7 +29,7 @@ LEAST_BATCH, LEAST_LENGTH = 11, 13
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batch (per GPU) and length of a call; the length is 1 where inputs have one dimension."""
+    """Batch (per GPU) and length of a call; the length is 1 if inputs have one dimension."""
 
     batch: int
     length: int
@@ -37,8 +37,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """Batch and length that no other size of a model is a multiple of: sizes say how they grow, and
-    11 x 2039 can only be batch x length.
+    """Batch and length that no other size of a model is a multiple of. So each size shows how it
+    grows: 11 x 2039 can only be batch x length.
     """
 
     batch: int | None = None  # None where it is not told apart: sizes then do not grow with it
@@ -47,8 +47,8 @@ class Told:
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
-        """Return sizes apart from a model's own, the length at three quarters of the call's: what
-        grows in steps is another number, and tables of positions are long enough.
+        """Return sizes that differ from the model's constants, with the length at three quarters of
+        the call's: so sizes that grow in steps differ, and tables of positions are long enough.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
@@ -58,7 +58,9 @@ class Told:
         return Told(batch, length)
 
     def formula(self, size: int) -> sympy.Expr:
-        """Return what a size is in batch and length; a number that is neither is itself."""
+        """Return a size as a formula in batch and length; a number that is neither stays a
+        number.
+        """
         if size < 2:
             return sympy.Integer(size)
         rest, found = size, sympy.Integer(1)
@@ -82,7 +84,9 @@ class Told:
 
 
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
-    """Return a prime of which no other size is a multiple, give or take; not larger if it can."""
+    """Return a prime that no other size, plus or minus a little, is a multiple of; not larger if
+    possible.
+    """
 
     def fits(number: int) -> bool:
         if any(number % d == 0 for d in range(2, math.isqrt(number) + 1)):
@@ -159,7 +163,7 @@ class Scale:
 
     @property
     def zero(self) -> Values:
-        """Nothing, at every point."""
+        """Zero bytes, at every point."""
         return (0,) * len(self.points)
 
 
@@ -183,7 +187,7 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
-    """Return sizes around the user's own, which come first; those not told apart stay."""
+    """Return sizes around the user's, which come first; those that are not distinct stay."""
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}
     long |= {length}

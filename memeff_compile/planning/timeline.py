@@ -1,15 +1,15 @@
 """Which buffers live when a captured graph runs under Inductor, kernel by kernel.
 
-Inductor writes a value to memory only where something needs it there: a matrix product, another
-op, an output, or a kernel of another shape. The rules here are its own, simplified:
+Inductor writes a value to memory only if it is needed there, by: a matrix product, another op, an
+output, or a kernel of another shape. The rules here are its own, simplified:
 
 - views have no memory; pointwise values are computed inside the kernels that read them, unless a
   product reads them, they leave the graph, or several readers would recompute a long chain;
-- kernels that read the same large buffer over the same elements are one kernel, where no product
-  stands between them, so all their results exist at once;
+- kernels that read the same large buffer over the same elements are one kernel, if no product is
+  between them, so all their results exist at once;
 - kernels run in graph order, each as early as its first member; a buffer is free after its last
   reader; a kernel may write over a buffer that only it reads;
-- `a @ b + c` is one call of the library, made where the sum is.
+- `a @ b + c` is one library call, at the position of the sum.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def op_name(node: Node) -> str:
 
 
 def kind_of(node: Node) -> str:
-    """Say what a node is to memory: view, constant, size, pointwise, reduction, library, other."""
+    """Return a node's kind for memory: view, constant, size, pointwise, reduction, library,
+    other.
+    """
     if node.op != "call_function":
         return "other"
     if _is_view(node):
@@ -74,8 +76,8 @@ def kind_of(node: Node) -> str:
 
 
 def writes_to_an_input(node: Node) -> bool:
-    """Return whether an op writes to an argument: its result is then that memory, once nobody else
-    reads it.
+    """Return whether an op writes to an argument: its result is then that memory, if the argument
+    has no later reader.
     """
     return getattr(node.target, "__name__", "").startswith("auto_functionalized")
 
@@ -89,7 +91,7 @@ def _is_view(node: Node) -> bool:
     name = op_name(node)
     if node.target is operator.getitem or name in ("_unsafe_view", "view", "wait_tensor"):
         return True
-    if name == "all_reduce":  # in place, where nobody else reads what is summed
+    if name == "all_reduce":  # in place, if the summed tensor has no other reader
         return len(node.all_input_nodes[0].users) == 1
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     alias = returns[0].alias_info if returns else None
@@ -98,7 +100,7 @@ def _is_view(node: Node) -> bool:
 
 @dataclass
 class Kernel:
-    """What runs at one step: its nodes, and the buffers that it reads."""
+    """The kernel of one step: its nodes, and the buffers that it reads."""
 
     nodes: list[Node]
     reads: set[Node]
@@ -108,7 +110,7 @@ class Kernel:
 class Step:
     """The moment while a kernel runs."""
 
-    kernel: Kernel  # what runs
+    kernel: Kernel  # the running kernel
     live: Mapping[Node, Size]  # the buffers that exist, its results included
     total: Values  # their bytes and its transient bytes, at each point of the scale
     transient: sympy.Expr  # bytes that exist only inside the kernel
@@ -282,7 +284,7 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def _results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield what a kernel writes: the node, and the node that stands for the buffer."""
+        """Yield a kernel's outputs: the node, and the node that represents the buffer."""
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue
@@ -349,7 +351,9 @@ class _Fusion:
             readers[node].append(node)
 
     def _is_large(self, node: Node, buffer: Node) -> bool:
-        """Return whether a shared buffer is worth fusing for: it covers what the kernel covers."""
+        """Return whether a shared buffer is worth fusing for: it is as large as the kernel's
+        range.
+        """
         line = self._line
         shared = tensors_in(buffer.meta.get("val"))
         if not shared:
@@ -360,7 +364,7 @@ class _Fusion:
         return 2 * line.scale.bytes_of(shared[0]).values[0] >= mine
 
     def _elements(self, node: Node) -> sympy.Expr:
-        """Return what a kernel of this node walks over."""
+        """Return the number of elements that a kernel of this node loops over."""
         scale, reads = self._line.scale, node.all_input_nodes
         if self._line.kind[node] != "reduction":
             return scale.elements(tensors_in(node.meta["val"])[0])
@@ -415,7 +419,9 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm behind ``operand``, and transposes that cancel out; empty if it is none."""
+    """Return the mm that ``operand`` comes from, and transposes that cancel out; else an empty
+    list.
+    """
     chain: list[Node] = []
     while isinstance(operand, Node) and len(operand.users) == 1:
         chain.insert(0, operand)

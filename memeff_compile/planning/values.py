@@ -1,8 +1,8 @@
-"""The values of tensors without memory, where they are known and may steer what a model does.
+"""The values of tensors without memory, if they are known and may steer a model's control flow.
 
-A vision-language model reads the sizes of its images off a tensor, splits by lengths, and numbers
-positions by where images stand. What is computed from inputs that have values alone is computed on
-them too; what parameters enter is known by its sizes.
+A vision-language model reads the sizes of its images from a tensor, splits by lengths, and numbers
+positions by the images' positions. Results that depend only on inputs with values are computed from
+these; for results that depend on parameters only the sizes are known.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MOST_BYTES = 1 << 26
 
 
 class Values:
-    """Knows the values of some fake tensors; a single number that is known is no fake at all."""
+    """Knows the values of some fake tensors; a known scalar is a real number, not a fake tensor."""
 
     def __init__(self) -> None:
         # the memory of values that something unknown was written to, held so that it stays theirs
         self._lost: dict[int, torch.Tensor] = {}
-        self.are_read = False  # whether what was done depended on any
+        self.are_read = False  # whether an op depended on any of them
 
     def know(self, fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Remember the values of a fake tensor; those that share memory stay together."""
+        """Store the values of a fake tensor; those that share memory stay together."""
         vars(fake)["memeff_value"] = value
         return fake
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor, None where they are not known."""
+        """Return the values of a tensor, None if they are not known."""
         if not compat.is_fake(tensor):
             return tensor
         value: torch.Tensor | None = vars(tensor).get("memeff_value")
@@ -48,7 +48,7 @@ class Values:
         run: Callable[[], Any],
         mode: Any,  # of the fake tensors
     ) -> Any:
-        """Run an operation on fake tensors, and on their values where all of them are known."""
+        """Run an operation on fake tensors, and on their values if all of them are known."""
         self.are_read = self.are_read or compat.reads_values(op)
         if compat.is_item(op) and (number := self.of(args[0])) is not None:
             with compat.on_real_tensors():
@@ -70,7 +70,9 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Return a fake tensor that has its value by now, or the value that is a number."""
+            """Return a fake tensor whose values are known now, or the value itself if it is a
+            number.
+            """
             value = next(made)
             if not compat.is_fake(fake):
                 return fake

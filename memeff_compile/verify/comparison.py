@@ -1,8 +1,8 @@
-"""Runs two graphs beside each other on the arguments of one call, and measures what differs.
+"""Runs two graphs on the arguments of one call, and measures the differences.
 
-Nothing of the caller's is touched: what a graph may write to is copied, parameters are read through
-detached aliases, gradients come from cotangents of our own, random numbers are drawn from a state
-that is put back, and hooks, modes and compilers around the call do not see any of it.
+The caller's state does not change: tensors that a graph may write to are copied, parameters are
+read through detached aliases, gradients come from generated cotangents, and the random state is
+restored. Hooks, modes and compilers around the call do not see the comparison.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
 
-# Outputs whose gradients are compared in one backward pass: none can hide another's.
+# Outputs whose gradients are compared in one backward pass; none can hide another's.
 _GROUPS = ("scalars", "tensors", "deferred")
 
 _THROUGH = {"scalars": "", "tensors": " through other outputs", "deferred": " through the logits"}
@@ -52,7 +52,7 @@ class PostponedError(Exception):
 
 @dataclass
 class Verdict:
-    """What a comparison found."""
+    """The result of a comparison."""
 
     exact: list[Gap] = field(default_factory=list)
     as_run: list[Gap] = field(default_factory=list)
@@ -65,23 +65,23 @@ class Verdict:
 
     @property
     def mismatches(self) -> list[Gap]:
-        """What is further apart than allowed, worst first, the sharper comparison's first."""
+        """The gaps larger than allowed, worst first, those of the more precise comparison first."""
         return [*_too_far(self.exact), *_too_far(self.as_run)]
 
     @property
     def is_of_the_compiler(self) -> bool:
-        """Whether the rewritten graph agrees as long as nobody compiles it."""
+        """Whether the rewritten graph agrees as long as it is not compiled."""
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
-        """Say what differs, by the sharper comparison that shows it."""
+        """Return the difference in words, from the more precise comparison that shows it."""
         exact = _too_far(self.exact)
         gaps, where = (exact, "in float64") if exact else (_too_far(self.as_run), "as run")
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
         return f"{where}, {'; '.join(map(str, gaps[:3]))}{more}."
 
     def agreement(self) -> str:
-        """Say what was compared and how near it came."""
+        """Return in words what was compared and how close it came."""
         kinds = {gap.what for gap in (*self.exact, *self.as_run)}
         gradients = sum(what.startswith("gradient") for what in kinds)
         more = f" and {gradients} gradients" if self.has_gradients else ""
@@ -103,7 +103,7 @@ class Verdict:
 
 
 def _too_far(gaps: Sequence[Gap]) -> list[Gap]:
-    """Return what is further apart than allowed, values before gradients, and the worst first."""
+    """Return the gaps that are too large, values before gradients, and the worst first."""
     far = (gap for gap in gaps if gap.share > 1)
     return sorted(far, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
 
@@ -124,7 +124,7 @@ class _Trial:
     drew: bool
 
     def named(self, inputs: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return outputs, and what inputs hold after the call, with names for a reader."""
+        """Return outputs, and the inputs' values after the call, with names for a reader."""
         outputs = [(f"output {place}", value) for place, value in enumerate(self.values)]
         return outputs + [(f"{inputs[p]} after the call", value) for p, value in self.after.items()]
 
@@ -142,15 +142,15 @@ class Comparison:
 
     @cached_property
     def dropped(self) -> set[int]:
-        """Outputs that the rewritten graph leaves out, as ``memeff.logits=none`` asks."""
+        """Outputs that the rewritten graph omits, as ``memeff.logits=none`` requests."""
         if self.options.logits != "none":
             return set()
         values: Any = self.rewritten.module.graph.output_node().args[0]
         return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:
-        """Compare, and leave everything of the caller's as it was; NotRunError where this graph or
-        the memory does not allow it, PostponedError where the original graph itself raises.
+        """Compare without changing the caller's state. Raise NotRunError if the graph or the memory
+        does not allow it, PostponedError if the original graph itself raises.
         """
         reason = self._obstacle(args)
         if reason:
@@ -302,7 +302,7 @@ class Comparison:
         return _Trial(values, groups, asks, gradients, after, drew)
 
     def _inputs(self, args: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
-        """Return arguments that a graph may do anything with, and those that take a gradient."""
+        """Return arguments that a graph may change freely, and those that need a gradient."""
         made: list[tuple[Any, Tensor | None]] = []
         known: dict[int, int] = {}
         for place, arg in enumerate(args):
@@ -321,11 +321,13 @@ class Comparison:
         if not arg.requires_grad:
             return value, None
         leaf = value.requires_grad_()
-        # Writes into a leaf are illegal, and were legal for what the user passed.
+        # Writes to a leaf raise, but were legal for the user's tensor.
         return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
 
     def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
-        """Compare what numbers cannot say: missing outputs, dtypes, whether gradients flow."""
+        """Compare properties that numbers do not show: missing outputs, dtypes, whether gradients
+        flow.
+        """
         words: dict[int, str] = {}
         for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
             if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
@@ -373,7 +375,7 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op in place of its compiled form, for the caller and with his gradients."""
+    """Run a graph op by op instead of compiled, for the caller and with the caller's gradients."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 
@@ -392,7 +394,7 @@ def _seen(output: Any) -> Any:
 
 
 def _rows(output: Tensor, most: int) -> Tensor | None:
-    """Return the positions of evenly spaced rows, or None where all of them are few enough."""
+    """Return the positions of evenly spaced rows, or None if there are few enough to take all."""
     count = output.numel() // max(output.shape[-1], 1) if output.dim() > 1 else output.numel()
     most = max(most, 1)
     if count <= most or (output.dim() <= 1 and count <= _MOST_ENTRIES):
@@ -443,7 +445,7 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextlib.contextmanager
 def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
-    """Give back the random state that is found; yields a way to ask whether it was used."""
+    """Restore the current random state at the end; yield a way to ask whether it was used."""
     places = {arg.device for arg in args if isinstance(arg, Tensor)} - {torch.device("cpu")}
     kinds = {device.type for device in places} or {"cuda"}
     with contextlib.ExitStack() as stack:
@@ -461,8 +463,8 @@ def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _autocast_restored(args: Sequence[Any], *, off: bool = False) -> Iterator[None]:
-    """Leave autocast as it was, also behind a graph that fails inside a region of its own, and
-    cache no casts meanwhile: those of copies would stay until the outermost region ends.
+    """Restore autocast, also after a graph that fails inside an autocast region, and cache no casts
+    meanwhile: those of copies would stay until the outermost region ends.
     """
     kinds = sorted({"cpu"} | {arg.device.type for arg in args if isinstance(arg, Tensor)})
     kinds = [kind for kind in kinds if kind != "meta"]

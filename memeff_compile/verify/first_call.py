@@ -1,7 +1,8 @@
-"""`memeff.verify`: the first call of every rewritten graph also runs the graph as it came.
+"""`memeff.verify`: the first call of every rewritten graph also runs the original graph.
 
-`comparison` runs both and measures, `gaps` says what may differ. Where more does, the original
-graph serves this call and all later ones, op by op; a warning, the report and a reproducer say so.
+`comparison` runs both and measures, `gaps` sets the tolerance. If it is exceeded, the original
+graph serves this call and all later ones, op by op; a warning, the report and a reproducer show the
+difference.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ Compiled = Callable[..., Any]
 
 _ATTEMPTS = 3
 
-# What `memeff.inner` names, and the value that does without it.
+# Name of each `memeff.inner` compiler, and the value that runs without it.
 _COMPILERS = {"inductor": ("Inductor", "aot_eager"), "aot_eager": ("AOTAutograd", "eager")}
 
 
 def verified(
     compiled: Compiled,  # the rewritten graph, compiled, with deferred outputs attached
     *,
-    original: KeptGraph,  # the graph as it came
-    rewritten: KeptGraph,  # the graph as our passes made it
+    original: KeptGraph,  # the original graph
+    rewritten: KeptGraph,  # the graph after the passes
     plan: Sequence[DeferredOutput],  # the outputs of `rewritten` that carry hidden states
     pieces: Sequence[int],  # inputs that come out of another compiled callable
     options: Options,  # tolerance, where reproducers go, and whether a mismatch raises
-    graph_report: GraphReport,  # what was reported of this graph; the verdict is added to it
+    graph_report: GraphReport,  # this graph's report; the verdict is added to it
     reuses_memory: bool,  # `compiled` keeps pointers to its inputs, as CUDA graphs do
 ) -> Compiled:
     """Return a callable that compares at its first call and then is one of two."""
@@ -73,7 +74,7 @@ class _Verifier:
         self.attempts = 0
 
     def callable_for(self, args: Sequence[Any]) -> Compiled:
-        """Return what serves this call: at the first one, after comparing."""
+        """Return the callable for this call: at the first one, after comparing."""
         if self.chosen is not None:
             return self.chosen
         with self.lock:
@@ -96,7 +97,7 @@ class _Verifier:
             self._judge(comparison, verdict, args)
 
     def _leave(self, reason: str) -> None:
-        """Go on with the rewritten graph, and say that nobody compared it."""
+        """Continue with the rewritten graph, and report that it was not compared."""
         sentence = f"The rewritten graph runs and was not compared with the original: {reason}."
         hint = "Verify with a smaller batch or model." if "memory" in reason else ""
         self._record(Record("backend", "unverified", "verify_not_run", sentence, hint))
@@ -155,7 +156,7 @@ class _Verifier:
 
 @contextlib.contextmanager
 def _uncounted(use: LogitsUse | None) -> Iterator[None]:
-    """Keep what happens meanwhile out of the counts of a graph's logits."""
+    """Keep computations in this block out of the counts of a graph's logits."""
     before = None if use is None else use.copy()
     try:
         yield

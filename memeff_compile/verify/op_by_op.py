@@ -1,9 +1,9 @@
 """Captured graphs that are kept aside and run op by op, as written or widened to float64.
 
-`memeff.verify` compares the graph that our passes made with the graph as it came. Both are kept
-before the inner compiler takes them, and run here with PyTorch's own operations: in the arithmetic
-that the model asks for, or with every floating value in float64, where rounding says nothing and
-two graphs that mean the same agree to many digits.
+`memeff.verify` compares the rewritten graph with the original one. Both are copied before the inner
+compiler takes them, and run here with PyTorch's operations: in the model's arithmetic, or with
+every floating value in float64, where rounding is negligible and two equivalent graphs agree to
+many digits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDER: Mapping[torch.dtype, torch.dtype] = {
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
 }
-"""What each dtype becomes in the wide run."""
+"""The dtype that replaces each dtype in the wide run."""
 
 _CASTS = ("float", "half", "bfloat16", "double")
 _AUTOCAST = ("_enter_autocast", "_exit_autocast")
@@ -47,11 +47,11 @@ class KeptGraph:
     """A copy of a captured graph that outlives its compilation."""
 
     module: GraphModule  # the copy, with its own copies of the graphs inside it
-    names: tuple[str, ...]  # what a reader calls each input ("lm_head.weight", "input_ids")
+    names: tuple[str, ...]  # readable name of each input ("lm_head.weight", "input_ids")
     is_parameter: tuple[bool, ...]  # which inputs are parameters
     is_written: tuple[bool, ...]  # which inputs the graph may write to
     dtypes: frozenset[torch.dtype]  # floating dtypes of the values in the graph
-    obstacle: str  # why the graph cannot be run beside the compiled one, or ""
+    obstacle: str  # why the graph cannot be run next to the compiled one, or ""
 
 
 def keep(gm: GraphModule, options: Options) -> KeptGraph:
@@ -94,7 +94,7 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
-    """Copy a graph and those inside it; widen what they cast to."""
+    """Copy a graph and those inside it; widen the dtypes that they cast to."""
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
@@ -113,7 +113,7 @@ def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
 
 
 def _widen_node(node: Node) -> None:
-    """Make casts and factories of a narrower floating dtype those of float64."""
+    """Replace narrower floating dtypes in casts and factories by float64."""
     if node.op not in ("call_function", "call_method"):
         return
     if node.op == "call_method" and node.target in _CASTS:
@@ -128,8 +128,8 @@ def _wider(value: Any) -> Any:
 
 
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
-    """Run a kept graph with PyTorch's own operations. ``wide``: all in float64, whatever casts and
-    autocast say, from float64 arguments; CannotWidenError where a result is narrower.
+    """Run a kept graph with PyTorch's operations. ``wide``: all in float64, ignoring casts and
+    autocast, from float64 arguments. Raise CannotWidenError if a result is narrower.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))

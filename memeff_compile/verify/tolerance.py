@@ -3,11 +3,11 @@
 Two comparisons, each by the Frobenius norm of a whole tensor:
 
 * In float64, the rewritten graph with the original one. Rounding is sixteen digits away there, so
-  what differs is the formula: `EXACT`.
-* As run, in the arithmetic that the model asks for. The truth is the original graph in float64, and
-  the yardstick is the original graph's own error against it: a rewrite may be `OWN` times as far
-  off, plus the slack of the coarsest dtype in the graph (`SLACK`). Without that truth the two
-  are compared with each other, and the slack is all there is.
+  any difference comes from the formula: `EXACT`.
+* As run, in the model's arithmetic. The truth is the original graph in float64, and the yardstick
+  is the error of the original graph against it: a rewrite may be `OWN` times as far off, plus the
+  slack of the coarsest dtype in the graph (`SLACK`). Without that truth the two are compared with
+  each other, and only the slack is allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ."""
+    """The allowed differences."""
 
     relative: float  # share of a tensor's norm
     absolute: float  # per entry, as a root mean square; of values only
@@ -51,11 +51,11 @@ class Gap:
     error: float  # relative to the size of the truth
     allowed: float  # the same, for the error
     own: float | None = None  # error of the original graph, where it is the yardstick
-    words: str = ""  # what differs where it is no distance ("has shape ...")
+    words: str = ""  # a difference that is no distance ("has shape ...")
 
     @property
     def share(self) -> float:
-        """How much of what is allowed was used; above 1 is a mismatch."""
+        """Which share of the allowed gap was used; above 1 is a mismatch."""
         if self.words:
             return float("inf")
         return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300
@@ -78,7 +78,7 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 def value_gap(
     what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
-    """Compare one output, or what the graph left in an input, with the original's; ``own`` is the
+    """Compare one output, or an input that the graph wrote to, with the original's. ``own`` is the
     original's in the arithmetic of ``found``, if ``truth`` is wider.
     """
     words = _different_kind(found, truth)
@@ -139,7 +139,9 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 
 @dataclass
 class _Norms:
-    """Norms of a difference, of the original's own, and of the truth, where the truth is finite."""
+    """Norms of a difference, of the original's error, and of the truth, over elements with a finite
+    truth.
+    """
 
     error: float = 0.0
     own: float | None = None
@@ -160,7 +162,9 @@ class _Norms:
         return norms
 
     def _add(self, found: Tensor, truth: Tensor, own: Tensor | None) -> list[Tensor]:
-        """Return the squares that one chunk adds to error, size and own error."""
+        """Return the squares that one chunk adds to the error, the truth's size and the original's
+        error.
+        """
         wide = torch.complex128 if truth.is_complex() else torch.float64
         found, truth = found.to(wide), truth.to(wide)
         fair = truth.isfinite() if own is None else truth.isfinite() & own.isfinite()

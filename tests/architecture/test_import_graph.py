@@ -1,8 +1,8 @@
-"""Who imports whom: no circle anywhere, imports in functions and for type checkers included, and no
-import upwards.
+"""Imports between modules: no cycles, imports in functions and for type checkers included, and none
+upwards.
 
-`lint-imports` keeps the contracts of pyproject.toml; this reads the files themselves, and sees to it
-that no module stands outside of the contracts.
+`lint-imports` keeps the contracts of pyproject.toml; this reads the files themselves, and checks
+that every module is under a contract.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_a_circle_through_a_function_is_seen() -> None:
 def contracts() -> list[dict[str, Any]]:
     read = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found: list[dict[str, Any]] = read["tool"]["importlinter"]["contracts"]
-    # Passes know nothing of each other, and their rooms nothing of passes; a new one needs no line.
+    # Passes do not import each other, nor their packages passes; a new one needs no line here.
     passes = {
         "containers": [f"{PACKAGE}.passes"],
         "exhaustive": True,

@@ -1,4 +1,4 @@
-"""The shape of the repository: what every folder must contain."""
+"""The shape of the repository: required contents of every folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 @dataclass(frozen=True)
 class Module:
-    """What the tests below ask about a file: it is read and parsed once for all."""
+    """The facts about a file that the tests below need: read and parsed once."""
 
     docstring: str | None
     imported_at_top: set[str]
@@ -79,7 +79,9 @@ KERNEL_FILES = sorted((PACKAGE / "kernels").rglob("*_kernels.py"))
 
 @pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_kernels_stand_beside_the_engine_that_launches_them(path: Path) -> None:
-    """`<engine>_kernels.py` beside `<engine>.py`; parts of an engine are launched by one of these."""
+    """`<engine>_kernels.py` is next to `<engine>.py`; one of these launches the parts of an
+    engine.
+    """
     beside = [other.read_text() for other in path.parent.glob("*.py") if other != path]
     engine = path.with_name(path.name.replace("_kernels", ""))
     shared = path.parent.name == "_triton"
@@ -137,7 +139,7 @@ def test_module_has_a_docstring_and_prints_nothing(module: Path) -> None:
 def test_the_package_door_holds_names_and_nothing_else() -> None:
     import memeff_compile
 
-    names = len(memeff_compile.__all__) - 1  # an import and a home each, beside the version
+    names = len(memeff_compile.__all__) - 1  # an import and a home each, apart from the version
     assert len((PACKAGE / "__init__.py").read_text().splitlines()) <= 33 + 2 * names
 
 

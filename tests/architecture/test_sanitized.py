@@ -1,4 +1,6 @@
-"""What `make sanitize` picks: every test function has a case, or a reason against it that holds."""
+"""The selection of `make sanitize`: every test function has a case, or a valid reason against
+it.
+"""
 
 from __future__ import annotations
 

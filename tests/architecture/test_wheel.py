@@ -1,4 +1,4 @@
-"""What the wheel contains; `.ci/run` also installs it into an empty environment."""
+"""The contents of the wheel; `.ci/run` also installs it into an empty environment."""
 
 from __future__ import annotations
 

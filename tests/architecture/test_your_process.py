@@ -33,7 +33,7 @@ def module_of(path: Path) -> str:
 
 
 def changes_in(tree: ast.AST) -> set[str]:
-    """Return what a module registers, and which attributes of imported modules it assigns."""
+    """Return a module's registrations, and the attributes of imported modules that it assigns."""
     found: set[str] = set()
     imported = {
         alias.asname or alias.name.split(".")[0]

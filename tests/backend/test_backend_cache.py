@@ -1,7 +1,7 @@
 """A warm start: a second process finds the compiled graphs in AOTAutograd's cache.
 
-Processes are dear: the graphs of all tests are compiled in two, forked from one that has imported
-what they need. Slow: two that have nothing in common, and so not the order of a set either.
+Processes are expensive: the graphs of all tests are compiled in two, forked from one that has done
+the imports. The slow test uses two unrelated processes, in which even the order of a set differs.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _of(name: str, lines: list[str]) -> list[str]:
 def said(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], list[str]]:
-    """Return what two processes with one cache say of each compilation."""
+    """Return the cache results of each compilation in two processes with one cache."""
     folder = tmp_path_factory.mktemp("processes")
     (folder / "own_pass.py").write_text(EXAMPLE.read_text())
     programs = {"first.py": PROGRAM, "second.py": PROGRAM + OTHERS, "forks.py": FORKS}

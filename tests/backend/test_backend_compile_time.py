@@ -1,4 +1,4 @@
-"""What the passes cost: a small share of the time to compile."""
+"""The cost of the passes: a small share of the compile time."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ IDS = torch.arange(8)
 
 
 class WithLogits(nn.Module):
-    """A head whose logits are returned beside the loss."""
+    """A head whose logits are returned with the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class WithLogits(nn.Module):
 
 @pytest.fixture
 def quick_inductor() -> Iterator[None]:
-    """Let Inductor compile anew, in this process: starting its workers costs more than they save."""
+    """Let Inductor compile in this process: starting its workers takes longer than they save."""
     from torch._functorch import config as aot_config
     from torch._inductor import config
 

@@ -1,4 +1,4 @@
-"""Changing shapes: the backend compiles exactly as often as a backend that does nothing."""
+"""Changing shapes: the backend compiles exactly as often as an empty backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which graphs are replayed as CUDA graphs, and that replays do what the step does.
+"""Which graphs are replayed as CUDA graphs, and that a replay equals the step.
 
-A GPU is imitated: recording does nothing, a replay works on the memory that was recorded, and its
-results lie where those of the replay before lay.
+A GPU is imitated: recording has no effect, a replay uses the recorded memory, and its results
+overwrite those of the previous replay.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def test_an_input_elsewhere_is_named(engine: Imitation) -> None:
 
 
 def asked_of_inductor(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], list[int]]]:
-    """Return what Inductor is given from now on: patches, and inputs said to stay."""
+    """Return a list that collects Inductor's arguments from now on: patches, and static inputs."""
     seen = []
 
     def compile_graph(gm: Any, inputs: Any, patches: Any, tag: str) -> Any:
@@ -318,7 +318,7 @@ def test_another_cache_and_another_weight_are_recorded_anew(engine: Imitation) -
             for each in (layer, plain):
                 each.k = each.k.clone()
                 each.qkv.weight.data = each.qkv.weight * 0.5
-        if count % 6 == 3:  # in place: a replay reads what is there
+        if count % 6 == 3:  # in place: a replay reads the current values
             for each in (layer, plain):
                 each.qkv.weight.mul_(3)
         at = step_inputs(count % LENGTH)
@@ -347,7 +347,7 @@ def test_addresses_that_never_come_again_end_it(engine: Imitation) -> None:
 
 
 class Wide(Layer):
-    """The same behind a linear that is large enough to be compressed."""
+    """The same after a linear that is large enough to be compressed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ class Wide(Layer):
 
 
 class Window:
-    """What a cache counts in Python, as transformers' windows do."""
+    """A Python counter in a cache, as in transformers' windows."""
 
     def __init__(self) -> None:
         self.seen, self.left = 5, 0

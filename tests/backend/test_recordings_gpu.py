@@ -1,4 +1,4 @@
-"""Recording on a GPU: what outlives a recording, and what a failed one leaves behind."""
+"""Recording on a GPU: memory that outlives a recording, and the state after a failed one."""
 
 from __future__ import annotations
 

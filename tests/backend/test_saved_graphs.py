@@ -1,4 +1,4 @@
-"""What aot_compile saves: a graph compiled here, loaded here and in another process."""
+"""Graphs saved by aot_compile: compiled here, loaded here and in another process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load(path: Path) -> Any:
 
 
 def check(run: Any, given: tuple[Tensor, ...]) -> None:
-    """Compare what a graph returns with eager: loss, logits, and gradients where there are any."""
+    """Compare a graph's results with eager: loss, logits, and gradients if there are any."""
     found: list[list[Tensor]] = []
     for call, model in ((run, Model()), (None, Model())):
         loss, logits = model(*given) if call is None else call(model, *given)
@@ -73,7 +73,7 @@ def check(run: Any, given: tuple[Tensor, ...]) -> None:
 
 
 def elsewhere(path: Path, *, loss: bool, grad: bool) -> str:
-    """Load a graph in a process that has compiled nothing; return the type of its logits."""
+    """Load a graph in a process that has not compiled; return the type of its logits."""
     code = (
         "import sys, torch, pathlib\n"
         "from tests.backend.test_saved_graphs import Model, check, inputs, load\n"

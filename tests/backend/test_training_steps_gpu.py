@@ -138,7 +138,7 @@ def test_no_logits_sized_tensor_is_allocated() -> None:
 
 
 def test_a_tied_table_has_one_gradient_buffer_in_sixteen_bits() -> None:
-    """Nothing of the table's shape in fp32, and in bf16 nothing but the head's gradient."""
+    """No tensor of the table's shape in fp32, and in bf16 only the head's gradient."""
     # No piece of half of these rows has the bytes of a table.
     module, ids = model(torch.bfloat16, tie_word_embeddings=True), batch(rows=5)
     compiled = torch.compile(module, backend="memeff")

@@ -1,4 +1,4 @@
-"""The tables of low-bit attention on tiny models: every row, and what must hold in any model."""
+"""The tables of low-bit attention on tiny models: every row, and invariants of any model."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SCRIPTS = [path for path in MODULES if 'if __name__ == "__main__":' in path.read
 
 
 def called(tree: ast.AST) -> set[str]:
-    """Return the last names of what is called."""
+    """Return the last names of called functions."""
     functions = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {getattr(f, "attr", getattr(f, "id", "")) for f in functions}
 

@@ -137,7 +137,7 @@ def test_peaked_rows_have_a_few_likely_tokens_and_flat_rows_none() -> None:
 
 
 def test_trained_rows_are_as_those_of_real_models() -> None:
-    """Loss, entries that count and what lies below them as measured, and ids in no order."""
+    """Loss, entries that count and mass below them as measured, with ids in random order."""
     x = registry.inputs("256x512x20000", "trained", "cpu", torch.bfloat16)
     found = tiles.measure(x.hidden.detach(), x.weight.detach(), x.target, [(128, 128), (128, 1)])
     assert 1.8 <= found["loss"] <= 3.3

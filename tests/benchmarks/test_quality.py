@@ -23,7 +23,7 @@ SHORT = ["--length", "320", "--prompt", "256", "--sequences", "2", "--batch", "1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model that has been trained on nothing, and a tokenizer of bytes."""
+    """Write an untrained model, and a tokenizer of bytes."""
     from tokenizers import ByteLevelBPETokenizer
 
     made: Path = tmp_path_factory.mktemp("tiny-model")
@@ -374,7 +374,7 @@ def test_attention_of_a_study_is_the_op_s_where_nothing_is_changed() -> None:
 
 
 def test_pairs_of_layers_are_merged_as_a_cache_does(subject: Any) -> None:
-    """Neighbours merged here give what `KVCache` gives, where it keeps no rows."""
+    """Neighbours merged here equal those of `KVCache`, if it keeps no rows."""
     import memeff_compile
     from benchmarks.quality import layer_pairs, texts
     from benchmarks.quality.modes import Merged

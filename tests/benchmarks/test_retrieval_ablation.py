@@ -1,4 +1,6 @@
-"""The retrieval task asks for what it told; its tables come from a tiny model's caches."""
+"""The retrieval task asks for values that it contains; its tables come from a tiny model's
+caches.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def tiny() -> Any:
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     model.set_attn_implementation(use_causal_attention())
     for parameter in model.parameters():
-        parameter.data.mul_(4.0)  # or a new model answers nothing in particular
+        parameter.data.mul_(4.0)  # or a new model gives random answers
     tokens, others = torch.randint(0, 61, (2, 2, 24))
     return attention_subjects.LanguageModel("a model", model, "loss", 1, tokens, others, 2)
 

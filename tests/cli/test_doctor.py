@@ -1,4 +1,4 @@
-"""The doctor: what it finds, what it advises, and its exit status."""
+"""The doctor: its findings, its advice, and its exit status."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class TestCommandLine:
         for name in ("optimizer", "sharding", "accounting"):
             (choices,) = set(re.findall(rf"--{name} {{([a-z,]+)}}", said))
             for choice in choices.split(","):
-                Setting(**{name: choice})  # refuses what it does not know
+                Setting(**{name: choice})  # refuses unknown arguments
         assert "(default: 2048)" in said
         assert "(default: adamw)" in said
 

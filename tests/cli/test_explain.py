@@ -1,4 +1,4 @@
-"""explain as a user meets it: the command, the figure, and what it says to bad input."""
+"""explain for a user: the command, the figure, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_command_prints_a_plan_and_writes_json_and_figure(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return what the command writes to stderr when it refuses."""
+    """Return the command's stderr when it refuses."""
     assert command_line.main(["explain", *arguments]) == 1
     printed = capsys.readouterr()
     assert not printed.out

@@ -1,4 +1,6 @@
-"""What test_sharded runs of compress_ on models that FSDP2 shards: each process codes its shard; values stay as they are."""
+"""The work of test_sharded on compressed FSDP2 models: each process codes its shard; values
+stay.
+"""
 
 from __future__ import annotations
 

@@ -20,6 +20,6 @@ def two_processes(
 
 @pytest.fixture(params=["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def inner(request: pytest.FixtureRequest) -> str:
-    """What compiles behind us: AOTAutograd takes half of a compilation, and begins where we end."""
+    """The inner compiler: AOTAutograd takes half of a compilation, and starts after the passes."""
     chosen: str = request.param
     return chosen

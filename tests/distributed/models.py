@@ -52,14 +52,14 @@ def outside_loss(logits: Tensor) -> Tensor:
 
 
 def assert_served_outside(count: int) -> None:
-    """Each of `count` losses used the fused op, and nothing computed the logits or their gradient."""
+    """Each of `count` losses used the fused op, without computing logits or their gradient."""
     uses = [g.logits for g in memeff_compile.last_report().graphs if g.logits is not None]
     assert [use.fused for use in uses] == [{"cross_entropy": count}]
     assert [use.computed for use in uses] == [{}]
 
 
 def ids() -> Tensor:
-    """Each rank has rows of its own."""
+    """Return ids; each rank has different rows."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randint(3, 101, (2, LENGTH), generator=generator)
 

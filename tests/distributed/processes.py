@@ -32,13 +32,13 @@ IMPORTS = [
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
 ]
-"""What a third process, from which the two are made, imports once for both."""
+"""Imports of the third process, from which the two are forked."""
 LIMIT = 400.0
 """Seconds until a call counts as stuck: a loaded machine is slow, a lost peer waits for ever."""
 
 
 class TwoProcesses:
-    """Starts when first asked, and anew after a failure: a peer may wait for what never comes."""
+    """Starts at the first call, and again after a failure: a process may wait for a dead peer."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TwoProcesses:
     def run(
         self, work: Callable[[], None], limit: float = LIMIT, inner: str = OPTIONS["memeff.inner"]
     ) -> None:
-        """Call `work`, which can be pickled, in both processes; raise what it raises there.
+        """Call `work`, which can be pickled, in both processes; raise its exception.
 
         Models that it compiles with `OPTIONS` go through `inner`.
         """

@@ -51,7 +51,9 @@ def of_the_sequence(*parts: Tensor) -> tuple[DTensor, ...]:
 
 
 def attention(op: object, args: Any, settings: object) -> tuple[DTensor, ...]:
-    """What stands here for torch's ring, which has no kernel for a CPU: keys of all ranks."""
+    """Replacement of torch's ring attention, which has no CPU kernel: gathers the keys of all
+    ranks.
+    """
     q, k, v = (each._local_tensor for each in args[:3])
     found = scores(q, all_keys(k))
     return of_the_sequence(found.softmax(-1) @ all_keys(v), found.logsumexp(-1))
@@ -109,7 +111,7 @@ class ByHeads(Model):
 
 
 def batch(valid: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, and labels of which the first part of the sequence has fewer, or none."""
+    """Return tokens, and labels of which the first part of the sequence has fewer, or none."""
     ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100

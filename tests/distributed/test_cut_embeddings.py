@@ -57,7 +57,7 @@ class Checkpointed(Model):
 
 
 class Deep(Model):
-    """A layer behind the embedding gives its gradient in parts, which ranks have to add up."""
+    """A layer after the embedding, whose gradient is partial sums that ranks have to add up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def through_inductor() -> None:
 
 
 def columns_and_whole_tables() -> None:
-    """What Inductor would scatter into an fp32 copy of: 16-bit tables."""
+    """16-bit tables, which Inductor would scatter into an fp32 copy of."""
     how = {"dtype": torch.bfloat16, "options": INDUCTOR}
     assert_like_one_process(Model, by_columns, **how)
     assert_like_one_process(Model, everywhere, **how)
@@ -243,7 +243,7 @@ def nothing_of_all_rows() -> None:
 
 
 def second_derivatives() -> None:
-    """What a norm of the gradient says of the weights behind the rows, of all ranks' ids."""
+    """A gradient norm is differentiated by the weights after the rows, over all ranks' ids."""
 
     def derivatives(embed: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
         scale = torch.linspace(-1, 1, WIDTH, dtype=torch.float64, requires_grad=True)

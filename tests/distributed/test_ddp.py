@@ -137,7 +137,7 @@ def verified_pieces() -> None:
 
 def logits_that_a_later_piece_reads() -> None:
     (logits,) = check(Crossing, {}, {}, in_place=False)
-    assert_deferred(logits, products=1)  # what the later piece read was computed once
+    assert_deferred(logits, products=1)  # the later partition read a value that was computed once
     assert pieces() > 1
 
 
@@ -175,7 +175,9 @@ def layers_that(code: str) -> int:
 
 
 def masks_made_in_an_earlier_piece(*, checkpoint: bool, others: bool) -> None:
-    """The first piece makes the mask, those behind it attend, each by what the first has proved."""
+    """The first partition makes the mask; those after it attend, each using the first one's
+    proof.
+    """
     eager, ours = (
         DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB) for model in (llama(3), llama(3))
     )
@@ -222,7 +224,7 @@ class Attending(nn.Module):
 
 
 def masks_written_in_between() -> None:
-    """What is noted of a mask holds for the model, and until a piece may write to it."""
+    """Records about a mask hold for the model, until a partition may write to it."""
     x = torch.randn(2, 12, WIDTH)
     for write in (None, lambda flat: flat.fill_(True), lambda flat: flat.data[5:].fill_(True)):
         before = layers_that("rewrote")

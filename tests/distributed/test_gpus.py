@@ -43,9 +43,10 @@ DEVICE = "cuda"
 WIDTH, CLASSES = 256, 4001  # an odd number: one rank has fewer
 SEEDS = 5
 OF_THE_ENGINE = 3.5e-3
-"""What rounding factors of gradients to bf16 costs at the most, whatever the logits: beside what the
-rest of the model rounds. Eager PyTorch rounds logits, which costs less where they are near zero, as
-those of fresh weights are here, and next to nothing where a gradient is p - 1, as under a sum."""
+"""The largest error from rounding factors of gradients to bf16, for any logits, in addition to the
+model's other rounding. Eager PyTorch rounds logits; that error is smaller near zero, as with these
+fresh weights, and almost zero if a gradient is p - 1, as under a sum.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def mesh() -> DeviceMesh:
 
 
 class Model(nn.Module):
-    """Embedding, norm, head and a loss; a metric or the logits beside it."""
+    """Embedding, norm, head and a loss; also a metric or the logits."""
 
     def __init__(
         self, seed: int, dtype: torch.dtype, reduction: str, returns: str, classes: int = CLASSES
@@ -115,7 +116,7 @@ def of(model: nn.Module) -> list[Tensor]:
 
 
 def heads(layout: str, reduction: str, returns: str) -> None:
-    """Errors of a step against fp32 on one GPU, beside those of eager tensor parallelism."""
+    """Compare errors of a step against fp32 on one GPU with those of eager tensor parallelism."""
     errors: dict[str, list[float]] = {"ours": [], "eager": []}
     within = loss_parallel() if "parallel loss" in layout else nullcontext()
     # Bits are equal where no table's gradient is left to atomic additions, small ones included.
@@ -155,7 +156,7 @@ def logits_of_a_split_head() -> None:
     many = split(many, "gathered")
     fresh_start()
     loss, logits = torch.compile(many, backend="memeff")(*data(0))
-    if dist.get_rank() == 0:  # and nobody waits
+    if dist.get_rank() == 0:  # and no rank waits
         with pytest.raises(ShardedLogitsError):
             logits.argmax(-1)
     _, expected = one(*data(0))
@@ -186,7 +187,7 @@ def under_fsdp2(model: Any) -> Any:
 
 
 def data_parallel(wrapped: Callable[[Any], Any]) -> None:
-    """Each rank has ids of its own; gradients are the mean of both."""
+    """Each rank has different ids; gradients are the mean of both."""
     errors: dict[str, list[float]] = {"ours": [], "eager": []}
     for seed in range(SEEDS):
         both = [data(10 * seed + rank)[0] for rank in range(RANKS)]

@@ -57,7 +57,7 @@ def batches(valid: tuple[int, ...]) -> list[dict[str, Any]]:
         labels = ids.masked_fill(torch.arange(LENGTH) >= count, -100)
         made.append({"input_ids": ids, "labels": labels})
     total = sum(int((each["labels"][:, 1:] >= 0).sum()) for each in made)
-    # What a rank computes is its part of the mean over all tokens, times the ranks: FSDP2 averages.
+    # A rank computes its part of the mean over all tokens, times the ranks: FSDP2 averages.
     return [{**each, "num_items_in_batch": total / RANKS} for each in made]
 
 

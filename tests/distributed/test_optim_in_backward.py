@@ -1,4 +1,4 @@
-"""optim_in_backward on FSDP2's shards: the bits of the ordinary optimizer, and what is refused."""
+"""optim_in_backward on FSDP2's shards: the bits of the ordinary optimizer, and refusals."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def states_come_back() -> None:
     first(ids()).backward()
     second.load_state_dict(first.state_dict())
     resumed = optim_in_backward(second, adamw)
-    resumed.load_state_dict(copy.deepcopy(kept.state_dict()))  # what is loaded is not copied
+    resumed.load_state_dict(copy.deepcopy(kept.state_dict()))  # loaded tensors are not copied
     for model in (first, second):
         model(ids()).backward()
     assert_same(second, first)

@@ -1,4 +1,4 @@
-"""What `explain` plans for several GPUs, against the bytes that two processes hold."""
+"""`explain`'s plans for several GPUs, against the bytes that two processes allocate."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def states(optimizer: torch.optim.Optimizer) -> int:
 
 
 def saved(node: Any) -> list[torch.Tensor]:
-    """Return the tensors that a compiled function keeps, behind the loss it gave."""
+    """Return the tensors that a compiled function saves for its loss."""
     while not hasattr(node, "saved_tensors"):
         ((node, _), *_) = node.next_functions
     return [compat.local_part(each) for each in node.saved_tensors]
@@ -94,7 +94,7 @@ def a_step_under_fsdp2(parts: Mapping[str, int], model: Any, mesh: DeviceMesh) -
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=ids(), labels=ids()).loss.backward()
     assert len(whole) == 6
-    # The next block is gathered behind this one on a GPU, where that is not waited for.
+    # The next block is gathered after this one on a GPU, if nothing waits for it.
     assert all(outside + blocks[0] <= found <= outside + 2 * blocks[0] for found in whole)
     done = nbytes(p.grad for layer in model.model.layers for p in layer.parameters())
     assert reduced == [0, 0, 0, 0, blocks[0] // RANKS, 2 * blocks[0] // RANKS]

@@ -1,7 +1,5 @@
-"""Random layouts and shapes over two processes: none of them hangs, and all say what one says.
-
-Every draw has a limit of time; what exceeds it is ended, and named by its seed, as what is wrong is.
-
+"""Random layouts and shapes over two processes: none of them hangs, and all agree with one process.
+Every draw has a time limit; one that exceeds it is ended and named by its seed, like a wrong one.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from tests.distributed.models import assert_same_gradients, fresh_start, gradien
 from tests.distributed.processes import RANKS, TwoProcesses
 
 LIMIT = 150.0
-"""Seconds for a draw, which takes three on a machine that does nothing else."""
+"""Seconds for a draw, which takes three on an idle machine."""
 
 DATA_PARALLEL = (
     *("plain", "ddp", "ddp outside", "fsdp root", "fsdp layers"),
@@ -45,7 +43,7 @@ TENSOR_PARALLEL = ("tp gathered", "tp parallel loss", "tp sequence", "tp sequenc
 
 @dataclass(frozen=True)
 class Draw:
-    """A model, how it is spread, and what each rank is given in each of its micro-batches."""
+    """A model, its layout, and each rank's data in each micro-batch."""
 
     seed: int
     layout: str
@@ -62,7 +60,7 @@ class Draw:
     dynamic: bool | None
     lengths: tuple[tuple[int, ...], ...]  # by micro-batch, by rank
     batches: tuple[tuple[int, ...], ...]
-    ignored: tuple[tuple[str, ...], ...]  # "none", "half" or "all" of the labels
+    ignored: tuple[tuple[str, ...], ...]  # none, half or all of the labels
 
 
 def draw(seed: int) -> Draw:

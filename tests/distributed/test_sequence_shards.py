@@ -25,7 +25,9 @@ HEADS, DEPTH, LENGTH, BATCH = 4, 8, 12, 2
 
 
 def exchanged(x: Tensor, ranks: int) -> Tensor:
-    """Swap the first axis over the ranks: (ranks, ...) of this one's for (ranks, ...) of theirs."""
+    """Swap the first axis over the ranks: (ranks, ...) of this rank for (ranks, ...) of the
+    others.
+    """
     flat = all_to_all_single_autograd(x.contiguous().flatten(0, 1), None, None, dist.group.WORLD)
     return flat.unflatten(0, (ranks, -1))
 

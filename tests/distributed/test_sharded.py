@@ -1,4 +1,4 @@
-"""FSDP2 and FSDP1: what fires, what is declined, and that nothing is garbage."""
+"""FSDP2 and FSDP1: rewrites, declines, and that no result is garbage."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def fused(parameters: Any) -> Callable[[], Any]:
 
 
 def logits_of_an_earlier_step(make: Callable[[Any], Callable[[], Any]], stays: bool) -> None:
-    """Each step changes the shards alone; what was gathered stays, or is gathered anew."""
+    """Each step changes only the shards; the gathered weight stays, or is gathered again."""
     model = compiled(small())
     model.set_reshard_after_backward(not stays)
     step = make(model.parameters())
@@ -297,7 +297,9 @@ def a_head_that_is_freed_after_forward() -> None:
 
 
 def a_loss_outside_the_model() -> None:
-    """FSDP's hook on the logits sees their gradient in factored form, and frees nothing too early."""
+    """FSDP's hook on the logits sees their gradient in factored form, and frees no tensor too
+    early.
+    """
 
     def make() -> nn.Module:
         model = LogitsOnly()

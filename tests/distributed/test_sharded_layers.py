@@ -43,14 +43,14 @@ class Around(Block):
 
 
 class Inside(Block):
-    """Checkpointed behind its hooks."""
+    """Checkpointed inside its hooks."""
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Trunk(nn.Module):
-    """A loop of its own: where Dynamo gives up in a loop, it gives up all of the function."""
+    """A loop in a separate function: if Dynamo skips a loop, it skips the whole function."""
 
     def __init__(self, kind: type[Block]) -> None:
         super().__init__()
@@ -98,7 +98,9 @@ def expected() -> dict[str, Tensor]:
 
 
 def as_a_whole() -> None:
-    """Told how many, of what class, and what to do; those behind their hooks are not left out."""
+    """The report has their number, class and the way out; layers inside their hooks are not
+    listed.
+    """
     model = sharded(Around)
     torch.compile(model, backend="memeff", options=OPTIONS)(ids()).backward()
     assert_same_gradients(gradients(model), expected())
@@ -118,7 +120,7 @@ def as_a_whole() -> None:
 
 
 def by_the_verb() -> None:
-    """Their products are in a graph, each step anew, and nothing is said to be left out."""
+    """Their products are in a graph, each step again, and no layer is reported as left out."""
     model = sharded(Around)
     with seen_by_the_inner_compiler() as graphs:
         run = memeff_compile.compile(model, inner="aot_eager")
@@ -133,7 +135,9 @@ def by_the_verb() -> None:
 
 
 def what_the_verb_leaves() -> None:
-    """Layers without checkpoints, or with one behind their hooks, are in graphs of the whole."""
+    """Layers without checkpoints, or with one inside their hooks, are in graphs of the whole
+    model.
+    """
     model = sharded(Around)
     for layer in model.trunk.layers:
         layer.gradient_checkpointing = False

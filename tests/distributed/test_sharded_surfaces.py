@@ -1,4 +1,6 @@
-"""Every way to write a loss behind a linear head, where two processes have half of its classes each."""
+"""Every way to write a loss after a linear head, with half of its classes in each of two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.support.surfaces import SURFACES, D, Surface, V, batch
 
 
 def by_module(x: Tensor, head: nn.Module, bias: Tensor | None = None) -> Tensor:
-    """Do what surfaces ask F.linear for."""
+    """Compute F.linear through a module."""
     logits: Tensor = head(x)
     return logits
 
@@ -72,7 +74,9 @@ METRICS = {
 }
 EVERY = {n: s for n, s in SURFACES.items() if "linear" in s.__code__.co_names} | METRICS
 DECLINED = dict.fromkeys(("vector_bias_after", "scaled_then_bias"), "vector with a gradient")
-"""What eager computes, and why: such a vector's gradients would have to meet on every rank."""
+"""Cases that eager computes, and why: such a vector's gradients would have to be summed over
+ranks.
+"""
 
 
 class Model(nn.Module):

@@ -108,7 +108,7 @@ class Model(nn.Module):
 
 
 class Returning(Model):
-    """Returns the logits beside the loss, as models of transformers do."""
+    """Returns the logits with the loss, as models of transformers do."""
 
     def forward(self, ids: Tensor, target: Tensor) -> Any:
         logits = self.head(self.norm(self.embed(ids)))
@@ -119,7 +119,7 @@ class Returning(Model):
 
 
 class Measured(Model):
-    """What losses of reinforcement learning and distillation ask of logits, and metrics of them."""
+    """Uses of logits in reinforcement learning and distillation, and metrics of them."""
 
     def forward(self, ids: Tensor, target: Tensor) -> Any:
         logits = self.head(self.norm(self.embed(ids))).flatten(0, 1).float() * 0.5
@@ -215,7 +215,7 @@ def losses() -> None:
 
 
 def random_cases(first: int, count: int) -> None:
-    """Whatever is drawn, ranks agree on what they gather and find what one process does."""
+    """For any draw, ranks gather consistently and agree with one process."""
     for seed in range(first, first + count):
         draw = random.Random(seed)
         layout = draw.choice(["gathered", "parallel loss", "sequence", "sequence, parallel loss"])
@@ -302,8 +302,9 @@ def collectives(graph: torch.fx.Graph) -> list[str]:
 
 
 def what_crosses_and_what_is_kept() -> None:
-    """Forward, a number from each rank before the head's own meetings and one behind them, which hold
-    them in their place; one sum of dX backward, and the logits of no rank."""
+    """Forward: one number from each rank before the head's gathers and one after them, which fix
+    their position; backward: one sum of dX, and the logits of no rank.
+    """
     for layout, sums in (("gathered", "all_reduce"), ("sequence", "reduce_scatter_tensor")):
         case = Case(layout)
         kind = Model if layout == "gathered" else Returning
@@ -532,7 +533,7 @@ def the_function() -> None:
 
 
 def rows_that_differ() -> None:
-    """Both ranks say so: what they would gather has two sizes, and would be garbage or never end."""
+    """Both ranks raise: gathering rows of two sizes would give garbage or hang."""
     run = compiled(split(Model(Case())))
     with pytest.raises(UnsupportedInputError, match=r"different numbers of rows \(24, 18\)"):
         run(*data(Case(), 12 - 3 * dist.get_rank()))

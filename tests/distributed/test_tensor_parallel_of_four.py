@@ -1,4 +1,4 @@
-"""Heads and models split over four processes, and over two beside FSDP2 over two."""
+"""Heads and models split over four processes, and over two combined with FSDP2 over two."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def tokens(rows: int = 2, seed: int = 0) -> Tensor:
 
 
 def a_step_of_a_whole_model() -> None:
-    """One sum of N x D numbers per row-cut linear each way, and nothing that is larger."""
+    """One sum of N x D numbers per row-split linear each way, and no larger one."""
     one, many = whole().train(), by_torch(whole()).train()
     given = tokens()
     with seen_by_the_inner_compiler() as graphs:
@@ -176,8 +176,9 @@ def a_step_of_a_whole_model() -> None:
 
 
 def a_step_of_a_whole_model_beside_fsdp() -> None:
-    """Layers and root sharded over two, each of which two ranks share. The embedding is whole: in a
-    graph of its own torch stops at a cut one (`Mixing fake modes`).
+    """Layers and root are sharded over two, each split over two ranks.
+
+    The embedding is whole: in a separate graph torch fails on a split one (`Mixing fake modes`).
     """
     one = whole().train()
     many = by_torch(whole(), square()["classes"], looks_up_parts=False).train()
@@ -222,7 +223,7 @@ def cut_embeddings_beside_fsdp() -> None:
 
 
 class Types(nn.Module):
-    """A table of few rows and, behind it, the head."""
+    """A table of few rows and, after it, the head."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

@@ -203,7 +203,7 @@ def test_a_program_that_hangs_on_the_last_bits_or_on_a_write_unseen_is_no_differ
         unseen += (f"z = {made}", "if ours: z = 2 * z", "y.data.mul_(2)")
         unseen += ("seen.append(torch.autograd.grad(z.sum(), x))",)
         assert judge(Program((), unseen)).kind == kind, made
-    # Of a view the history is made anew behind a write that is noticed, and nothing raises.
+    # A view's history is made again after a detected write, and no call raises.
     view = ("x = torch.ones(3).double().requires_grad_()", "y = (2 * x).view_as(x)", "z = y.exp()")
     asked = "seen.append(torch.autograd.grad({}.sum(), y, allow_unused=True))"
     for product, kind in {"z": "same", "(y * y)": "invalid"}.items():
@@ -228,7 +228,7 @@ def test_a_distance_is_rounding_as_far_as_the_last_bits_of_what_is_named_reach()
 
 
 def test_a_logarithm_of_a_sum_may_be_one_rounded_number() -> None:
-    """What p = exp(z - lse) is off by where both are large, in fp32; not ten times that."""
+    """The error of p = exp(z - lse) if both are large, in fp32; ten times that fails."""
     rows = "[[3000.25, 2999.5, 2998.125], [-7.0, 6000.5, 6000.25]]"
     setup = (f"x = torch.tensor({rows}, dtype=torch.float32)",)
     one = "(x - x.logsumexp(-1, keepdim=True) - x.log_softmax(-1))"
@@ -267,7 +267,7 @@ def test_a_failure_that_is_none_alone_is_counted_as_what_it_is_then(
 
 
 def test_pytorch_fails_at_stale_views_of_what_was_detached_in_place() -> None:
-    # Why no program is drawn that detaches what has views: wrapper tensors track them as below.
+    # Why no program detaches tensors that have views: wrapper tensors track them as below.
     with torch.autograd._force_original_view_tracking(True):
         base = torch.ones(2, 3, requires_grad=True) * 1
         view = base.unsqueeze(-1)
@@ -278,7 +278,7 @@ def test_pytorch_fails_at_stale_views_of_what_was_detached_in_place() -> None:
 
 
 def test_pytorch_takes_a_median_of_shared_entries_from_what_lies_behind_them() -> None:
-    # Why medians are drawn of contiguous tensors: behind the last entry lies anything.
+    # Why medians are drawn of contiguous tensors: memory after the last entry is undefined.
     memory = torch.tensor([3.0, 1.0])
     values = memory[:1].expand(2, 1).median(0).values
     assert values.tolist() == [1.0]

@@ -8,5 +8,7 @@ import pytest
 
 
 def framework(name: str) -> Any:
-    """Import a package of the extra; a test where it is missing is skipped and says what installs it."""
+    """Import a package of the extra; if it is missing, skip the test with the command that installs
+    it.
+    """
     return pytest.importorskip(name, reason="make test-all installs the extra `frameworks`")

@@ -1,4 +1,4 @@
-"""generate_batch of transformers, which has caches and CUDA graphs of its own: eager's tokens."""
+"""generate_batch of transformers, with its caches and CUDA graphs: eager's tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_requests_of_other_lengths_get_the_tokens_of_eager(way: str) -> None:
         memeff_compile.compile(model, kv_cache=4, inner="eager")
     else:
         if way == "win4":
-            model = model.bfloat16()  # what win4 codes; its tokens are those of these weights
+            # the weights that win4 codes; its tokens are those of these weights
+            model = model.bfloat16()
             expected = [torch.tensor(each) for each in batch(model, asked)]
             memeff_compile.compress_(model, "win4", min_size=0, progress=False)
             kinds = {type(each).__name__ for each in model.parameters()}
@@ -44,6 +45,6 @@ def test_requests_of_other_lengths_get_the_tokens_of_eager(way: str) -> None:
     assert batch(model, asked) == [each.tolist() for each in expected]
     graphs = memeff_compile.graphs()
     assert graphs
-    # Pages of keys are no cache of ours, and what transformers captures is not captured again.
+    # Paged keys are no memeff cache, and graphs that transformers captures are not captured again.
     assert not [each for each in graphs if each.replays is not None]
     assert not any("kv_cache" in each.after for each in graphs)

@@ -1,4 +1,4 @@
-"""A training step of diffusers' DiT with the real package: no loss over a vocabulary, nothing harmed."""
+"""A training step of diffusers' DiT with the real package: no vocabulary loss, and no change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning with the real package: which call to compile, and what the other one says."""
+"""Lightning with the real package: which call to compile, and the message of the other one."""
 
 from __future__ import annotations
 

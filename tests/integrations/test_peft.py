@@ -1,4 +1,4 @@
-"""PEFT adapters: a frozen head costs no gradient product, with an adapter of its own or without."""
+"""PEFT adapters: a frozen head has no gradient product, with or without an adapter."""
 
 from __future__ import annotations
 

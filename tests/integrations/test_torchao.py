@@ -1,4 +1,4 @@
-"""Weights that torchao holds in few bits, beside a cache of ours: what is generated, what is said."""
+"""Low-bit weights of torchao with a memeff cache: generated tokens and reports."""
 
 from __future__ import annotations
 

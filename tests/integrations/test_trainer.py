@@ -227,7 +227,7 @@ def test_verify_in_the_trainer_compares_each_graph_and_keeps_the_curve(tmp_path:
 
 
 def use() -> LogitsUse:
-    """What became of the deferred logits of the graph that trains."""
+    """Return how the deferred logits of the training graph were used."""
     (found,) = (g.logits for g in memeff_compile.last_report().graphs if g.logits is not None)
     return found
 

@@ -1,4 +1,6 @@
-"""What people put around a model, each with what docs/use/training-loops.md says of it."""
+"""Wrappers that people put around a model, each with the statement of
+docs/use/training-loops.md.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,7 @@ def test_a_replica_of_data_parallel_calls_the_model_it_was_made_from() -> None:
     """Whatever the backend: the replica on the second GPU would use the weights of the first."""
     model = compiled()
     replica: Any = model._replicate_for_data_parallel()
-    replica.embed = replica.head = None  # nothing of its own is used
+    replica.embed = replica.head = None  # it uses none of its state
     assert torch.equal(replica(IDS, IDS).loss, model(IDS, IDS).loss)
 
 

@@ -1,4 +1,4 @@
-"""TRL's trainers with the real package: what fires, and that the curves are the uncompiled ones."""
+"""TRL's trainers with the real package: rewrites, and curves equal to the uncompiled ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokenizer() -> Any:
 
 
 def settings(folder: Path, **more: object) -> dict[str, Any]:
-    """Return what the configurations of TRL's trainers share: two steps, offline, on the CPU."""
+    """Return common settings of TRL's trainers: two steps, offline, on the CPU."""
     return {
         "output_dir": str(folder),
         "max_steps": 2,
@@ -86,7 +86,7 @@ def adapted() -> nn.Module:
 
 
 def sft_of_adapters(folder: Path, model: nn.Module) -> Any:
-    """The same on a PEFT model of its own, in place of the one given."""
+    """The same on a new PEFT model, in place of the given one."""
     return sft(folder, adapted())
 
 

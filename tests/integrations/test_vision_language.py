@@ -38,7 +38,7 @@ TOWER = {
 }
 PATCHES = {**TOWER, "patch_size": 4}
 SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False}
-# Name of the classes, and what their configuration gets.
+# Name of the classes, and arguments of their configuration.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llava": {
         "text_config": {"model_type": "llama", **TEXT},
@@ -138,7 +138,7 @@ def test_training_and_generation_are_eagers_with_the_loss_fused(name: str) -> No
     assert ("defer_logits", "logits_deferred", "lm_head") in changed
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(out.logits + 0, expected.logits, rtol=1e-5, atol=1e-5)
-    # Of a part whose output nobody reads AOTAutograd writes zeros where eager leaves None.
+    # For a part whose output is not read, AOTAutograd writes zeros where eager leaves None.
     ours, theirs = gradients(model), gradients(eager)
     assert not any(ours[name].any() for name in ours.keys() - theirs.keys())
     assert_same_gradients({name: ours[name] for name in theirs}, theirs)

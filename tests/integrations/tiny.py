@@ -1,4 +1,4 @@
-"""What the integration tests share: one tiny Llama, its batches, and what a run is compared by."""
+"""Shared by the integration tests: one tiny Llama, its batches, and the comparison of runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The rule for gradients of fp32 models: each within 1e-5 of its own size."""
+    """Compare gradients of fp32 models: each within 1e-5 relative to its size."""
     assert actual.keys() == expected.keys()
     typical = torch.stack([g.norm() for g in expected.values()]).square().mean().sqrt()
     for name, gradient in expected.items():

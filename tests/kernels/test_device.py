@@ -1,4 +1,4 @@
-"""What a GPU is, and that nothing of ours which was made for NVIDIA's runs on another's."""
+"""Properties of a GPU, and that no NVIDIA kernel runs on another vendor's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ HALF = torch.bfloat16
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Return what makes PyTorch find one GPU, of a capability and with or without ROCm."""
+    """Return a function that makes PyTorch find one GPU, of a capability and with or without
+    ROCm.
+    """
     caches = (device._gpu, device._has_gpu, device._processors, device.runs_kernels)
 
     def pretend(capability: tuple[int, int], hip: str | None = None) -> None:
@@ -113,7 +115,7 @@ def test_several_tokens_decode_first_where_gluon_is_missing(
 
 
 def test_heads_stay_expanded_on_a_gpu_of_amd(found: Callable[..., None]) -> None:
-    """What is known of PyTorch's kernels for grouped heads is known of NVIDIA's GPUs."""
+    """Facts about PyTorch's kernels for grouped heads hold for NVIDIA's GPUs only."""
     fake = SimpleNamespace(device=CUDA, dtype=HALF, shape=(1, 4, 64, 64))
     each = SimpleNamespace(value=fake)
     ask = recover_attention.why_not_grouped

@@ -1,4 +1,4 @@
-"""Deferred logits: what stays lazy, what computes once, and equality with eager in every use."""
+"""Deferred logits: lazy operations, single computation, and equality with eager in every use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def same(left: Any, right: Any) -> None:
         assert left == right
 
 
-# What stays lazy ----------------------------------------------------------------------------------
+# Lazy operations ----------------------------------------------------------------------------------
 
 MASK = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % 9 == 0
 
@@ -304,7 +304,7 @@ def test_slice_of_last_dimension_computes_the_rows_only(logits: Tensor, eager: T
     assert logits[0, -1, 3].item() == pytest.approx(eager[0, -1, 3].item())
 
 
-# What computes, once ------------------------------------------------------------------------------
+# Computed once ------------------------------------------------------------------------------------
 
 USES: dict[str, Callable[[Tensor], Any]] = {
     "argmax": lambda z: z.argmax(-1),
@@ -1047,7 +1047,7 @@ PLAN = [DeferredOutput(1, 1, 2, (), LogitsRecipe(torch.float32))]
 
 
 class Model(nn.Module):
-    """What a user has after compilation."""
+    """The result of compilation for a user."""
 
     def __init__(self, *, compiled: bool = False, clone_hidden: bool = False) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ def test_nested_functions_of_the_trainer_take_deferred_logits() -> None:
 
 
 class Tiny(nn.Module):
-    """What a Trainer sees of a compiled causal language model."""
+    """A compiled causal language model in a Trainer."""
 
     def __init__(self) -> None:
         super().__init__()

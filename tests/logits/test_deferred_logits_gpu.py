@@ -1,4 +1,6 @@
-"""What only a GPU can show of deferred logits: memory, other devices, raw pointers, graph pools."""
+"""Properties of deferred logits that only a GPU shows: memory, devices, raw pointers, graph
+pools.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def pair() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def peak(body: Callable[[], Any]) -> int:
-    """Bytes that `body` needs on top of what is there."""
+    """Return the bytes that `body` needs on top of existing allocations."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -97,7 +97,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-# What is served ---------------------------------------------------------------------------------
+# Served by the fused op -------------------------------------------------------------------------
 
 
 def selected_by_logsumexp(z: Tensor, index: Tensor = IDS) -> Tensor:
@@ -813,7 +813,7 @@ def test_a_loss_kept_for_logging_holds_no_hidden_states(name: str) -> None:
     assert source() is None
 
 
-# What is left to PyTorch --------------------------------------------------------------------------
+# Left to PyTorch ----------------------------------------------------------------------------------
 
 SOFT = torch.softmax(torch.randn(ROWS, VOCAB, generator=_generator), -1)
 DECLINED: dict[str, tuple[Form, str]] = {

@@ -1,4 +1,4 @@
-"""Logits that a graph returns twice, beside views of them, or as a view: the memory of eager."""
+"""Logits that a graph returns twice, with views of them, or as a view: the memory of eager."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "classes in the middle": lambda a: (a.transpose(1, 2),),
 }
 
-# What the head's reader does not take for a view of rows is left in the graph.
+# A view that the head's reader does not recognise as rows is left in the graph.
 NOT_DEFERRED = ("view of its own size", "expanded", "classes in the middle")
 
-# Of each kind of memory one; the others go beside a loss in the slow tests, and alone here. With
-# symbols and AOTAutograd all do there, and three here.
+# One case of each kind of memory; the others run with a loss in the slow tests, and alone here.
+# With symbols and AOTAutograd, all run there and three here.
 WITH_SYMBOLS = ("twice", "reshape", "views of a copy")
 BESIDE_A_LOSS = {
     *("twice", "last position", "overlapping", "three", "reshape", "transpose", "alias"),
@@ -130,7 +130,7 @@ def test_a_write_to_one_output_is_seen_in_the_others(
             is_deferred = [isinstance(output, DeferredLogits) for output in outputs]
             facts = [(out.stride(), out.storage_offset()) for out in outputs]
             with torch.no_grad():
-                outputs[written].flatten().add_(1)  # a copy, but for what is contiguous
+                outputs[written].flatten().add_(1)  # a copy, unless contiguous
                 outputs[written][0].mul_(3)
                 outputs[written][-1, ..., 0] = 5
             total = sum(out.double().sin().sum() for out in outputs if out.requires_grad)

@@ -84,7 +84,7 @@ Model = Callable[[Tensor], Tensor]
 
 @pytest.fixture(scope="module")
 def models() -> tuple[nn.Module, Model, Tensor]:
-    """A model, itself compiled, and what both are called with."""
+    """Return a model, its compiled form, and the arguments of both."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(V, 8), nn.Linear(8, V)).double()
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
@@ -131,7 +131,7 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_write_through_any_alias_is_seen_by_every_reader(
     models: tuple[nn.Module, Model, Tensor], write: str
 ) -> None:
-    """What was taken before the write, a part computed on its own among it, and what is after."""
+    """Tensors taken before the write, including a part computed separately, and after it."""
     model, compiled, ids = models
     for reader, is_known in product(READERS.values(), (False, True)):
         results = []

@@ -1,4 +1,4 @@
-"""The figure of spreads shows each point and its ends, and changes nothing of the user's pyplot."""
+"""The figure of spreads shows each point and its ends, and does not change the user's pyplot."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def loss_of(logits: Tensor, y: Tensor, **settings: Any) -> Tensor:
 
 
 def adapter(x: Any, scale: float = 2.0) -> Tensor:
-    """What PEFT adds: B(A(h)) * scale."""
+    """PEFT's product: B(A(h)) * scale."""
     return F.linear(F.linear(x.h, x.a), x.b) * scale
 
 
@@ -159,7 +159,7 @@ def test_the_report_counts_the_rank() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_adapter_in_fp32_keeps_its_precision(dtype: torch.dtype) -> None:
-    """As PEFT spells it beside a base in 16 bits: the sum is fp32, rounded behind."""
+    """As PEFT writes it with a 16-bit base: the sum is fp32, rounded afterwards."""
 
     def function(h: Tensor, w: Tensor, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
         logits = F.linear(h, w)
@@ -198,7 +198,7 @@ RETURNED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", RETURNED)
 def test_returned_logits_are_deferred_and_equal_eager(name: str) -> None:
-    """Values, and gradients that come back through them beside the loss's."""
+    """Values, and gradients that come back through them together with the loss's."""
 
     def function(x: Any) -> tuple[Tensor, Tensor]:
         logits = RETURNED[name](x)
@@ -286,7 +286,7 @@ def weight_written_between(x: Any) -> Tensor:
 
 
 def adapter_in_more_bits(x: Any) -> Tensor:
-    """fp64 beside a base in fp32, where the op would have less."""
+    """fp64 with a base in fp32, where the op would have less precision."""
     base = F.linear(x.h.float(), x.w.float())
     return loss_of(base + adapter(x).float(), x.y).double()
 

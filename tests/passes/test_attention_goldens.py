@@ -1,4 +1,4 @@
-"""Attention blocks as transformers spells them, and what goes to the inner compiler, as text.
+"""Attention blocks as transformers writes them, and the graph for the inner compiler, as text.
 
 `make golden` rewrites the expected texts; read the difference before accepting it.
 """
@@ -218,7 +218,7 @@ graph(
 
 @mock.patch.object(masked_attention, "why_not_fast", new=mock.Mock(return_value=""))
 class TestGoldensOfTheOp(expecttest.TestCase):
-    """What memeff::attention is told where it is fast, which is taken for granted here."""
+    """The arguments of memeff::attention where it is fast, which is assumed here."""
 
     def test_left_padding(self) -> None:
         self.assertExpectedInline(

@@ -1,4 +1,4 @@
-"""compress_kv_cache: what becomes of attention over a dense view, every decline, eager's numbers."""
+"""compress_kv_cache: rewrites of attention over a dense view, every decline, eager's numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(
     grad: bool = False,
     options: dict[str, Any] | None = None,
 ) -> list[tuple[str, str]]:
-    """Run a step eagerly and compiled on caches of their own; compare, and return the records."""
+    """Run a step eagerly and compiled on separate caches; compare, and return the records."""
     torch._dynamo.reset()
     memeff_compile.reset()
     generator = torch.Generator().manual_seed(2)

@@ -1,7 +1,7 @@
-"""fuse_embedding_gradient on tables that ranks hold, on the second of two that are not there.
+"""fuse_embedding_gradient on tables split over two imitated ranks, of which this is the second.
 
-Their process group is fake: a sum over ranks is what this one has, so that the gradient of its own
-rows is exact.
+Their process group is fake: a sum over ranks is this rank's value, so the gradient of its rows is
+exact.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_layouts_whose_ranks_have_whole_rows_or_columns(case: Any) -> None:
     ids, table = laid_out(places, of_ids)
     assert layout_of(table, ids) == (found, summed, False)
     assert parts_of(table)[0] == 1
-    # What is made op by op is the gradient itself.
+    # Run op by op, the result is the gradient itself.
     assert answers(plain, ids, table) == []
 
 
@@ -207,7 +207,7 @@ UNSERVED = {
 @pytest.mark.parametrize("case", UNSERVED.values(), ids=UNSERVED)
 def test_other_layouts_are_declined_by_name(case: Any) -> None:
     places, of_ids, said = case
-    with contextlib.suppress(IndexError):  # of what came from the rank that is not there
+    with contextlib.suppress(IndexError):  # of the data from the missing rank
         answers(plain, *laid_out(places, of_ids))
     (record,) = memeff_compile.last_report().records
     assert record.code == "tensor_parallel_embedding"
@@ -217,7 +217,7 @@ def test_other_layouts_are_declined_by_name(case: Any) -> None:
 
 def test_what_reads_parts_of_a_sum_keeps_the_lookup() -> None:
     def reshaped(ids: DTensor, table: DTensor) -> Tensor:
-        # The ids keep their two dimensions: behind any other view DTensor forgets their shape.
+        # The ids keep their two dimensions: after any other view DTensor forgets their shape.
         return weighed(F.embedding(ids, table).view(3, 4, 2, D // 2))
 
     answers(reshaped, *laid_out([ROWS], [WHOLE], rows=13))

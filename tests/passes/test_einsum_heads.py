@@ -1,4 +1,4 @@
-"""Heads written as einsum: letters, an ellipsis, an output that is implied; and what only looks so."""
+"""Heads written as einsum: letters, an ellipsis, an implied output; and look-alikes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""encode_weights: what fires, what is declined, and that nothing decoded is kept."""
+"""encode_weights: rewrites, declines, and that no decoded weight is kept."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class WrittenBetween(Branches):
 
 
 class Adapted(Branches):
-    """Low-rank adapters stand beside the linears."""
+    """Low-rank adapters next to the linears."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
         added = (x[..., :4] @ x.new_ones(4, 1)).expand(*x.shape[:-1], 16)
@@ -387,14 +387,14 @@ def test_the_op_knows_whether_it_trains(monkeypatch: pytest.MonkeyPatch) -> None
         function = torch.compile(block, backend="memeff", options=settings)
         with torch.set_grad_enabled(grad):
             function(normal(3, 256))
-    assert seen == [False, False]  # what trains has the dense layer's products
+    assert seen == [False, False]  # weights that train have the dense layer's products
 
 
 @needs_compiler
 def test_a_bias_that_inductor_takes_out_of_a_product_is_taken_out_here_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As it may on a GPU where what follows is pointwise, which then reads an unrounded sum."""
+    """On a GPU it may do so before pointwise ops, which then read an unrounded sum."""
     from torch._inductor import config
     from torch._inductor.fx_passes import post_grad
 
@@ -449,7 +449,7 @@ def test_a_gate_of_coded_linears_keeps_nothing_decoded_and_decodes_once_for_the_
     function = torch.compile(model, backend="memeff")
     _, (forward, backward) = run_and_get_code(lambda: function(x).float().sum().backward())
     decodes = "torch.ops.memeff.coded_weight_decode.default.direct("
-    # Behind the gate once; before it once to compute again, and once for the gradient.
+    # After the gate once; before it once to recompute, and once for the gradient.
     assert (forward.count(decodes), backward.count(decodes)) == (3, 1 + 2 * 2)
     returned = forward[forward.rindex("return (") :]
     made = [line.split("=")[0].strip() for line in forward.splitlines() if decodes in line]

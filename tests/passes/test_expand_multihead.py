@@ -1,4 +1,4 @@
-"""expand_multihead: what becomes of nn.MultiheadAttention's node, what is declined, eager's numbers."""
+"""expand_multihead: rewrites of nn.MultiheadAttention's node, declines, eager's numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def records(report: memeff_compile.Report) -> list[Record]:
 
 
 def run(function: Callable[..., Any], *inputs: Any, **settings: Any) -> list[tuple[str, str]]:
-    """Compare with eager, values and gradients; return what the pass recorded."""
+    """Compare with eager, values and gradients; return the pass's records."""
     report = compare_with_eager(function, *inputs, rtol=1e-9, atol=1e-9, **settings).report
     return [(r.action, r.code) for r in records(report)]
 
@@ -67,7 +67,7 @@ def sentence() -> str:
     return record.sentence
 
 
-# --- weights that nobody reads --------------------------------------------------------------------
+# --- unread weights -------------------------------------------------------------------------------
 
 SPELLINGS: dict[str, tuple[dict[str, Any], Callable[[], tuple[Tensor, ...]]]] = {
     "self, batch first": ({}, lambda: (tokens(),) * 3),
@@ -223,7 +223,7 @@ WITH_NAN = {
 
 @pytest.mark.parametrize("padding", [PADDING, EMPTY], ids=["some", "all"])
 def test_two_masks_become_one_for_all_heads(padding: Tensor) -> None:
-    """Without weights a query that attends to nothing gets zeros, as PyTorch gives it."""
+    """Without weights a query that attends to no key gets zeros, as in PyTorch."""
     made = module()
 
     def attend(x: Tensor, taken: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def test_a_mask_that_is_no_product_of_truth_values_keeps_its_numbers() -> None:
     assert run(attend, tokens(), PADDING) == FIRED
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def dropped(x: Tensor) -> Tensor:
@@ -480,7 +480,7 @@ def test_strict_asks_only_that_nothing_is_declined() -> None:
     assert run(lambda x: x * 2, tokens(), options={"memeff.strict": NAME}) == []
 
 
-# --- what it becomes ------------------------------------------------------------------------------
+# --- the rewrite ----------------------------------------------------------------------------------
 
 
 def test_the_text_of_the_rewritten_graph() -> None:

@@ -1,4 +1,4 @@
-"""What the report says of a gradient filter: whether the calls it stands for leave anything out."""
+"""The report about a gradient filter: whether the calls it counts drop any class."""
 
 from __future__ import annotations
 

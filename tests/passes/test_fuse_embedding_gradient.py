@@ -1,4 +1,4 @@
-"""fuse_embedding_gradient: what fires, what is declined, what is left alone, and eager's numbers."""
+"""fuse_embedding_gradient: rewrites, declines, skipped tables, and eager's numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def embedding_records(report: memeff_compile.Report) -> list[Record]:
 
 
 def run(function: Callable[..., Any], *inputs: Any, **settings: Any) -> list[tuple[str, str]]:
-    """Compare with eager and return what the pass recorded."""
+    """Compare with eager and return the pass's records."""
     outcome = compare_with_eager(function, *inputs, **settings)
     return [(r.action, r.code) for r in embedding_records(outcome.report)]
 
@@ -61,7 +61,7 @@ def run(function: Callable[..., Any], *inputs: Any, **settings: Any) -> list[tup
 FIRED = [("rewrote", "rewrote")]
 
 
-# --- what fires -----------------------------------------------------------------------------------
+# --- rewrites -------------------------------------------------------------------------------------
 
 
 def scaled(ids: Tensor, weight: Tensor, labels: Tensor) -> Any:
@@ -176,7 +176,7 @@ def test_a_head_in_higher_precision_is_served_through_its_cast() -> None:
     assert run(wide_head, tokens(), table(torch.float32), tokens(seed=1), **settings) == FIRED
 
 
-# --- what is left alone, without a word -----------------------------------------------------------
+# --- skipped without a record ---------------------------------------------------------------------
 
 
 def untied(ids: Tensor, weight: Tensor, labels: Tensor) -> Any:
@@ -292,7 +292,7 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten().roll(-1))
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def renormed(ids: Tensor, weight: Tensor, labels: Tensor) -> Any:
@@ -349,7 +349,7 @@ def test_max_norm_is_declined() -> None:
 
 
 def records_of_large_tables(function: Callable[..., Any], *inputs: Any) -> list[Record]:
-    """Return what the passes record of a function that Inductor would get."""
+    """Return the passes' records of a function for Inductor."""
     found: list[Record] = []
 
     def look(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -450,7 +450,9 @@ def test_inductor_gives_the_gradients_of_eager(is_tied: bool) -> None:
 
 @needs_compiler
 def test_inductor_allocates_no_table_beside_the_heads_gradient() -> None:
-    """And copies none: the op writes into the very tensor that the head's backward returned."""
+    """And it copies none: the op writes into the same tensor that the head's backward pass
+    returned.
+    """
     model = Model(600, 32).bfloat16()
     ids = torch.randint(0, 600, (2, 9))
     without = backward_code(model, ids, **{"memeff.embedding": "off"})

@@ -1,4 +1,4 @@
-"""fuse_gated_linear: what fires, what is declined, what is left alone, and eager's numbers."""
+"""fuse_gated_linear: rewrites, declines, skipped linears, and eager's numbers."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def gated_records(report: memeff_compile.Report) -> list[Record]:
 
 
 def run(function: Body, *inputs: Any, **settings: Any) -> list[tuple[str, str]]:
-    """Compare with eager and return what the pass recorded."""
+    """Compare with eager and return the pass's records."""
     outcome = compare_with_eager(function, *(inputs or operands()), **settings)
     return [(r.action, r.code) for r in gated_records(outcome.report)]
 
 
-# --- what fires -----------------------------------------------------------------------------------
+# --- rewrites -------------------------------------------------------------------------------------
 
 
 def mlp(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def test_verify_finds_nothing_to_mend(inner: str) -> None:
     assert [r.action for r in records] == ["rewrote", "verified"]
 
 
-# --- what is left alone, without a word -----------------------------------------------------------
+# --- skipped without a record ---------------------------------------------------------------------
 
 
 def halves_of_one(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tensor:
@@ -327,7 +327,7 @@ def test_options_are_obeyed(options: dict[str, Any], expected: list[tuple[str, s
     assert [(r.action, r.code) for r in gated_records(memeff_compile.last_report())] == expected
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def gate_returned(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Any:
@@ -384,7 +384,7 @@ def test_a_policy_that_may_keep_gate_or_up_is_declined() -> None:
 
 
 def records_of(function: Body, *inputs: Any) -> list[Record]:
-    """Return what the passes record of a graph that is then not run."""
+    """Return the passes' records of a graph that is not run."""
     found: list[Record] = []
 
     def look(gm: GraphModule, example_inputs: Sequence[Any]) -> Body:

@@ -1,4 +1,4 @@
-"""keep_activations: what checkpoints keep, in what order, what is declined, and eager's numbers."""
+"""keep_activations: kept results and their order, declines, and eager's numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.closeness import needs_compiler
 
 NAME = "keep_activations"
 D, HEADS, ROWS = 32, 4, 2 * 64
-OUT = ROWS * (D * 4 + HEADS * 4)  # bytes of what attention returns: values and log-sum-exps
+OUT = ROWS * (D * 4 + HEADS * 4)  # bytes of attention's results: values and log-sum-exps
 LINEAR = ROWS * D * 4  # of a linear of D outputs
 
 
@@ -131,7 +131,7 @@ def compiled(
 def reported(
     model: nn.Module, recompute: Any, **options: Any
 ) -> tuple[list[Record], list[tuple[int, ...]]]:
-    """Return our records and the shapes of what is kept, of captured graphs that are not lowered."""
+    """Return the pass's records and the shapes of kept results, of graphs that are not lowered."""
     outcomes: list[tuple[list[Record], list[tuple[int, ...]]]] = []
 
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -173,7 +173,7 @@ def kept_in(report: memeff_compile.Report) -> int:
     return sum(r.sites for r in mine)
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- kept -----------------------------------------------------------------------------------------
 
 FUSED = [(2, HEADS, 64, D // HEADS), (2, HEADS, 64)]
 
@@ -244,7 +244,9 @@ def test_what_attention_returns_is_as_deep_as_its_values() -> None:
 
 
 class Products(nn.Module):
-    """One of few columns beside a long bias, one of many, one with a vector, one of chosen rows."""
+    """One with few columns and a long bias, one with many, one with a vector, one with chosen
+    rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +276,9 @@ def test_products_are_weighed_by_what_they_multiply_and_unknown_sizes_are_left()
 
 
 def test_linears_that_nobody_reads_again_are_not_kept() -> None:
-    """Neither what leaves the block by the residual, nor what a gated product writes over."""
+    """Neither results that leave the block by the residual, nor those that a gated product
+    overwrites.
+    """
     records, saved, called = compiled(Blocks(Block()), "1GiB")
     assert "1 attention and 2 linears" in records[0].sentence
     assert sorted(saved) == sorted([*FUSED, (ROWS, D), (ROWS, 3 * D)])
@@ -331,13 +335,13 @@ def test_queries_and_keys_are_kept_behind_their_rotation(turn: Any) -> None:
     records, saved, called = compiled(Blocks(Rotated(turn)), "1GiB")
     assert "1 attention, 1 linear and 2 rotated linears" in records[0].sentence
     assert sorted(saved) == sorted([*FUSED, *TURNED, (ROWS, D // 2)])
-    assert called["aten.addmm.default"] == 1  # what the head reads, of what attention returned
+    assert called["aten.addmm.default"] == 1  # the head's operands, from attention's result
 
 
 @pytest.mark.parametrize(
     ("turn", "trains"),
     [
-        (turned, True),  # the table's gradient is made of what the linear returned
+        (turned, True),  # the table's gradient is made of the linear's result
         (lambda x, table: turned(F.normalize(x, dim=-1), table), False),
         (lambda x, table: x * x * table, False),
         (lambda x, table: turned(x, table) * x.detach().sigmoid(), False),
@@ -432,7 +436,7 @@ def test_nothing_is_kept_where_nothing_goes_backward() -> None:
     assert not [r for r in outcome.report.records if r.pass_name == NAME]
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def only(records: Sequence[Record]) -> tuple[str, str, int]:

@@ -1,4 +1,4 @@
-"""keep_rotary_tables: which tables are kept, which are left alone, and what Inductor makes of it."""
+"""keep_rotary_tables: kept and skipped tables, and Inductor's code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Layers that turn what they are given by the angles of its place."""
+    """Layers that rotate their input by the angles of its position."""
 
     layers, scale, dtype = 3, 1.0, torch.float64
 

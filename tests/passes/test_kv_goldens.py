@@ -216,7 +216,7 @@ graph(
 
 
 class Stack(nn.Module):
-    """A decoding model: layers of one kind, each with buffers of its own."""
+    """A decoding model: layers of one kind, each with separate buffers."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

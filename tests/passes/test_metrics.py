@@ -1,4 +1,4 @@
-"""Accuracy, entropy and losses without a gradient beside the loss: served by the loss's own op call."""
+"""Accuracy, entropy and losses without a gradient next to the loss: one op call serves all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEAD = torch.nn.Parameter(inputs()[1].detach().clone())
 def check(
     function: Function, *, calls: int = 1, dynamic: bool | None = None, **settings: Any
 ) -> Outcome:
-    """Compare with eager; assert one rewrite of so many op calls that leaves no logits behind."""
+    """Compare with eager; assert one rewrite with so many op calls that leaves no logits."""
     hidden, weight, labels = inputs()
     if dynamic:
         outcome = compare_with_eager(
@@ -321,7 +321,7 @@ def test_log_probabilities_without_gradient_are_served() -> None:
     assert outcome.fired == 1, outcome.report.details()
 
 
-# --- log_softmax behind row moves -----------------------------------------------------------------
+# --- log_softmax after row moves ------------------------------------------------------------------
 
 LATE_MOVES: dict[str, Function] = {
     "flattened": lambda h, w, y: F.nll_loss(F.linear(h, w).log_softmax(-1).view(-1, V), y.view(-1)),
@@ -352,7 +352,7 @@ def test_log_softmax_before_row_moves_is_read(name: str) -> None:
 
 @dataclass(frozen=True)
 class Miss:
-    """A use of logits that looks like a metric and is none: the code of the decline."""
+    """A use of logits that only looks like a metric: the code of the decline."""
 
     code: str
     use: Callable[[Tensor], Any]

@@ -442,7 +442,7 @@ def classes_moved_in_four_dimensions(h: Tensor, w: Tensor, b: Tensor, y: Tensor)
     return F.cross_entropy(logits, y.view(2, 2, 4), reduction="none").sum()
 
 
-# --- what the loss asks for ---------------------------------------------------------------------------
+# --- the loss's arguments -----------------------------------------------------------------------------
 
 
 def probability_targets(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:

@@ -37,7 +37,7 @@ def example() -> Any:
 
 
 class Gated(torch.nn.Module):
-    """Two gates, written differently, and one that is none."""
+    """Two gates, written differently, and a look-alike."""
 
     def __init__(self) -> None:
         super().__init__()

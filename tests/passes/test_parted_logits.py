@@ -1,4 +1,4 @@
-"""Tuple ops between head and loss: what cuts rows into parts is served, all else is declined."""
+"""Tuple ops between head and loss: those that split rows are served, all others declined."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def with_another_reader(h: Tensor, w: Tensor, y: Tensor) -> Any:
 
 
 def two_losses(first: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Return a loss of what `first` makes of logits, beside a loss that can be fused."""
+    """Return a loss of `first`'s result for logits, and a loss that can be fused."""
 
     def function(h: Tensor, w: Tensor, y: Tensor) -> Any:
         return F.cross_entropy(first(F.linear(h, w)), y % 32), F.cross_entropy(h.sin() @ w.t(), y)

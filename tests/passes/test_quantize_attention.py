@@ -1,4 +1,4 @@
-"""quantize_attention: where low bits fire, that they are as close as said, what stays exact."""
+"""quantize_attention: where low bits apply, their claimed accuracy, exact cases."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def run(
     function: Callable[..., Any], *inputs: Any, grad: bool = False, **options: Any
 ) -> tuple[Any, list[Record]]:
-    """Return what the compiled function computes, and the pass's records."""
+    """Return the compiled function's result, and the pass's records."""
     torch._dynamo.reset()
     memeff_compile.reset()
     settings = {**ON, **{f"memeff.{name}": value for name, value in options.items()}}
@@ -84,7 +84,7 @@ def check(function: Callable[..., Any], *inputs: Any, level: str = "8b", **optio
 
 
 def declined(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[str]:
-    """Check that nothing is changed; return the codes of the reasons."""
+    """Check that the graph is unchanged; return the codes of the reasons."""
     found, records = run(function, *inputs, **options)
     torch.testing.assert_close(found, function(*inputs))
     assert all(r.action == "declined" for r in records)
@@ -166,7 +166,7 @@ def test_autocast_decides_the_dtype() -> None:
     assert relative_l1(found, mixed(*inputs)) <= 0.06
 
 
-# --- what stays exact -----------------------------------------------------------------------------
+# --- exact ----------------------------------------------------------------------------------------
 
 
 def test_gradients_are_never_cut() -> None:
@@ -365,7 +365,7 @@ def test_a_level_that_was_never_faster_needs_a_length() -> None:
 
 @pytest.mark.usefixtures("short_pays")
 def test_levels_of_a_table_that_were_never_faster_stay_exact() -> None:
-    """Calibration falls back to 8b+f16 for what 8b is too coarse for: exact is faster."""
+    """Calibration falls back to 8b+f16 if 8b is too coarse: exact is faster than that."""
     levels = {"layers.0": ["8b", "8b+f16"], "layers.1": ["exact", "8b+f16"], "layers.2": "8b+f16"}
     settings = {"attention": levels, "attention.length": "auto"}
     with planned_for(torch.device("cuda", 0)):
@@ -418,7 +418,7 @@ class Blocks(nn.Module):
 
 
 def levels_of(table: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the levels in the order of the calls, and the codes of what was declined."""
+    """Return the levels in the order of the calls, and the codes of the declines."""
     _, records = run(Blocks(), heads(), attention=table)
     lines = memeff_compile.graphs()[-1].after.splitlines()
     found = []

@@ -1,4 +1,4 @@
-"""recover_attention: what is proved and rewritten, what is declined, and eager's numbers."""
+"""recover_attention: proofs and rewrites, declines, and eager's numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def records(report: memeff_compile.Report) -> list[Record]:
 
 
 def run(function: Callable[..., Any], *inputs: Any, **settings: Any) -> list[tuple[str, str]]:
-    """Compare with eager, values and gradients; return what the pass recorded."""
+    """Compare with eager, values and gradients; return the pass's records."""
     report = compare_with_eager(function, *inputs, rtol=1e-9, atol=1e-9, **settings).report
     return [(r.action, r.code) for r in records(report)]
 
@@ -378,7 +378,9 @@ def test_autocast_computes_in_its_dtype() -> None:
 
 
 def test_writes_to_a_cache_are_kept() -> None:
-    """A cache is written and its buffer read: erasing what only masks need must not touch that."""
+    """A cache is written and its buffer read: erasing nodes that only masks need must not touch
+    them.
+    """
 
     def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         at = torch.arange(4)

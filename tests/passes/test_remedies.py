@@ -1,4 +1,4 @@
-"""The way out of every decline about a loss is tried: followed to the letter, it leads to a rewrite.
+"""The way out of every decline about a loss is tried: followed literally, it leads to a rewrite.
 
 Each entry has a program that is declined, with the words of the hint that are followed, and the same
 program after that. `NO_REMEDY` names the codes whose record offers none, and why.
@@ -50,7 +50,7 @@ def loss_of(logits: Tensor, y: Tensor, **settings: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A declined program, what its hint says, and the program that follows it."""
+    """A declined program, its hint, and the program that follows the hint."""
 
     code: str
     declined: Function

@@ -221,7 +221,7 @@ def test_a_subclass_weight_stays_in_the_graph() -> None:
 
 
 class OfAUser(Tensor):
-    """A class that changes nothing: Dynamo makes tensors of it of what a graph returns."""
+    """A subclass without changes: Dynamo wraps a graph's outputs in it."""
 
 
 @pytest.mark.parametrize("has_loss", [False, True])

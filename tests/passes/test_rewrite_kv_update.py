@@ -1,7 +1,7 @@
-"""rewrite_kv_update: what fires, what is declined, what is left alone, and eager's numbers.
+"""rewrite_kv_update: rewrites, declines, skipped caches, and eager's numbers.
 
-On the CPU the pass asks for copies of a size that toys do not have. Most tests plan for a GPU, so
-that it fires on toys, and run what it makes on the CPU.
+On the CPU the pass requires copies of a size that toys do not have. Most tests plan for a GPU, so
+that it applies to toys, and run the rewritten graph on the CPU.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def after() -> str:
     return graph.after
 
 
-# --- what fires -----------------------------------------------------------------------------------
+# --- rewrites -------------------------------------------------------------------------------------
 
 
 def repeat(cache: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def repeat(cache: Tensor) -> Tensor:
 
 
 def visible(positions: Tensor) -> Tensor:
-    """Return what transformers builds for a StaticCache: (B, 1, M, N)."""
+    """Return the mask that transformers builds for a StaticCache: (B, 1, M, N)."""
     keys, queries = torch.arange(N) + 0, positions
     mask = keys[None, None, None, :] <= queries[None, None, :, None]
     return mask.expand(B, -1, queries.shape[0], N)
@@ -433,7 +433,7 @@ def test_inductor_writes_in_place_and_hands_the_cache_itself_to_attention(
     assert torch.equal(given[4], copies[4])
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 WEIGHT = nn.Parameter(torch.ones(()))
@@ -642,7 +642,7 @@ def test_verify_finds_the_same_numbers(inner: str) -> None:
     assert run(static_cache, *inputs(), options=options, inner=inner, steps=2) == FIRED
 
 
-# --- what is left alone, without a word -----------------------------------------------------------
+# --- skipped without a record ---------------------------------------------------------------------
 
 
 def fresh_keys(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor) -> Tensor:
@@ -737,7 +737,7 @@ def test_a_refused_edit_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPat
 
 
 def advised(monkeypatch: pytest.MonkeyPatch, given: Sequence[Tensor], **options: Any) -> Any:
-    """Return what Inductor is told about tuning when one step of ``given`` is compiled."""
+    """Return Inductor's tuning settings when one step of ``given`` is compiled."""
     told: list[dict[str, Any]] = []
 
     def inner(gm: Any, example_inputs: Any, patches: dict[str, Any], tag: str) -> Any:

@@ -1,4 +1,4 @@
-"""Heads split over ranks, in one process: a mesh of one rank has every layout, and what is declined."""
+"""Heads split over ranks, in one process: a mesh of one rank has every layout; and the declines."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_an_error_while_editing_ends_the_compilation(monkeypatch: pytest.MonkeyP
 
 
 def test_moves_that_older_versions_of_torch_write_are_read() -> None:
-    """There Dynamo keeps a closure for each of them, with what it is told inside."""
+    """These versions record a closure for each of them, which contains the arguments."""
 
     def prim_to_local(told: dict[str, Any]) -> Any:
         def function(x: DTensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""ternarize_linear: what fires, what is declined and why, eager's values and gradients."""
+"""ternarize_linear: rewrites, declines with reasons, eager's values and gradients."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_inductors_code_calls_the_functions_of_a_training_steps_ops() -> None:
 
 
 class Scored(nn.Module):
-    """Two ternary linears of one input; what is done with the second is the case's."""
+    """Two ternary linears of one input; each case uses the second one differently."""
 
     def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_weights_get_a_gradient_where_aot_eager_gives_one_and_none_elsewhere(
     assert torch.equal(before, twin.k.weight) == (wanted["k.weight"] is None)
 
 
-# --- what fires -----------------------------------------------------------------------------------
+# --- rewrites -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -308,7 +308,7 @@ def test_codes_and_packed_weights_are_what_is_kept_for_the_backward() -> None:
 
 
 class Gated(nn.Module):
-    """The gated half of a block; what else becomes of gate and up is the case's."""
+    """The gated half of a block; each case uses gate and up differently."""
 
     def __init__(
         self,
@@ -595,7 +595,7 @@ class Normed(nn.Module):
 
 
 def neighbours_of(model: nn.Module, x: Tensor, **settings: Any) -> list[set[str]]:
-    """Compile for a GPU, compare with eager, and name what each call has taken in."""
+    """Compile for a GPU, compare with eager, and name the neighbours that each call includes."""
     function = torch.compile(model, backend="memeff", options=OPTIONS, **settings)
     with torch.no_grad(), planned_for(torch.device("cuda", 0)):
         found = function(x)
@@ -674,7 +674,9 @@ def test_neighbours_that_do_not_fit_stay_where_they_are(
 
 
 class Rounded(Normed):
-    """The norm's result is rounded further than what goes in, before its weight multiplies it."""
+    """The norm's result is rounded to a narrower dtype than its input, before the weight's
+    product.
+    """
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -682,7 +684,7 @@ class Rounded(Normed):
 
 
 class RoundedBefore(Normed):
-    """What the factor multiplies is rounded, and what the factor is of is not."""
+    """The product's operand is rounded; the root is computed from the unrounded tensor."""
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -759,7 +761,7 @@ def test_tokens_quantised_once_by_hand_serve_all_their_linears() -> None:
     assert "round" not in memeff_compile.graphs()[-1].after
 
 
-# --- what is declined -----------------------------------------------------------------------------
+# --- declines -------------------------------------------------------------------------------------
 
 
 def linear_of(
@@ -1041,7 +1043,7 @@ def test_inference_without_a_kernel_is_declined_with_the_way_out() -> None:
 
 
 def test_a_weight_of_unknown_values_is_declined_with_the_way_out() -> None:
-    """transformers' offline mode: nobody knows when compiling that the weight is ternary."""
+    """transformers' offline mode: at compile time it is unknown that the weight is ternary."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.linear(tokens_int8(x), w) * 0.5
@@ -1053,7 +1055,7 @@ def test_a_weight_of_unknown_values_is_declined_with_the_way_out() -> None:
 
 
 def test_codes_that_meet_an_unpacked_weight_are_declined_with_the_way_out() -> None:
-    """transformers' packed layer: integers times integers, scaled behind the linear."""
+    """transformers' packed layer: integers times integers, scaled after the linear."""
 
     def function(x: Tensor, packed: Tensor) -> Tensor:
         scale = 127 / x.abs().max(dim=-1, keepdim=True).values.clamp(min=1e-5)

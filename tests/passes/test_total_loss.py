@@ -1,4 +1,4 @@
-"""Where the loss pass writes the op that makes its gradients in the forward, and what it gives."""
+"""When does the loss pass write the op that makes its gradients in the forward, and its results."""
 
 from __future__ import annotations
 

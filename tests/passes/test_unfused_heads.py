@@ -1,4 +1,4 @@
-"""No training graph with a head passes in silence: each gives a record with a reason and a way out,
+"""No training graph with a head goes unreported: each gives a record with a reason and a way out,
 and wide layers inside a model give none.
 """
 

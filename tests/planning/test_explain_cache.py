@@ -1,4 +1,4 @@
-"""explain_cache: its bytes are those of caches that are there, and what it says fits, fits."""
+"""explain_cache: its bytes are those of allocated caches, and a size that it says fits does fit."""
 
 from __future__ import annotations
 

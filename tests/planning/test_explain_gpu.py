@@ -46,5 +46,6 @@ def test_predicted_peak_is_the_allocators(checkpointing: bool) -> None:
             measured = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         print(f"{backend}: predicted {side.peak / 2**30:.3f} GiB, measured {measured / 2**30:.3f}")
-        # Six narrow blocks: what one block's late weight gradients keep is a tenth of everything.
+        # Six narrow blocks: memory kept by one block's late weight gradients is a tenth of the
+        # total.
         assert side.peak == pytest.approx(measured, rel=0.15)

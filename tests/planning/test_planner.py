@@ -1,4 +1,4 @@
-"""The memory planner: buffers replayed, blocks extrapolated, and what fits."""
+"""The memory planner: buffers replayed, blocks extrapolated, and the setting that fits."""
 
 from __future__ import annotations
 
@@ -468,7 +468,7 @@ class Capped(nn.Module):
         self.project = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of what heads of x (batch, length, width) attend to."""
+        """Return the sum of the attention results of x's heads (batch, length, width)."""
         q, k, v = self.project(x).unflatten(2, (3, self.heads, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         weights = torch.softmax(torch.tanh(q @ k.mT / 5.0) * 5.0, -1)
@@ -488,7 +488,7 @@ def test_attention_without_its_scores_is_planned_without_them() -> None:
     assert plan.before.peak - plan.after.peak >= 2 * B * heads * L * L
 
 
-# --- against what an allocator counted ------------------------------------------------------------
+# --- against an allocator's count -----------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_what_runs_outside_of_graphs_is_named_and_no_number_is_given() -> None:
 
 
 class Chunked(nn.Module):
-    """Pads a length to whole chunks of 48 tokens; one that is none shows."""
+    """Pads a length to whole chunks of 48 tokens; another length would show."""
 
     def __init__(self) -> None:
         super().__init__()

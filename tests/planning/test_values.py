@@ -83,7 +83,7 @@ def test_what_something_unknown_is_written_to_is_unknown() -> None:
         assert known.tolist() == [2, 0, 0, 0]
         assert [int(x) for x in known.nonzero()] == [0]
         assert values.of(unknown) is None
-        part.copy_(unknown)  # and with it what shares its memory
+        part.copy_(unknown)  # and with it every tensor that shares its memory
         assert values.of(part) is None
         assert values.of(known) is None
         number = torch.zeros(2).sum()
@@ -131,6 +131,8 @@ def test_a_part_that_is_kept_keeps_what_it_is_a_part_of_and_is_written_over_at_l
     found = explain(Joined(), torch.zeros(B, L, dtype=torch.int64), device="cpu")
     per_token = [sympy.Poly(m.total, BATCH, LENGTH) for m in found.before.moments]
     most = max(int(p.coeff_monomial(BATCH * LENGTH)) for p in per_token)
-    kept = 4 * (3 + 1) * WIDTH  # the product whole, and what attention made of it
+    # the whole product, and attention's result kept for the backward pass, whose gradient replaces
+    # them
+    kept = 4 * (3 + 1) * WIDTH
     logits = 4 * CLASSES  # kept for the backward, whose gradient takes their place
     assert kept + logits <= most < kept + 2 * logits

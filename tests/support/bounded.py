@@ -1,4 +1,4 @@
-"""Kernels that touch nothing but their own tensors, as far as Triton's interpreter can see."""
+"""Kernels that touch only their tensors, as far as Triton's interpreter can see."""
 
 from __future__ import annotations
 

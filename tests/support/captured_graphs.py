@@ -1,4 +1,4 @@
-"""What the tests of the passes share: captured graphs, and a comparison of compiled with eager."""
+"""Shared by the tests of the passes: captured graphs, and a comparison of compiled with eager."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calls(gm: GraphModule) -> list[Node]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a function compiled with the backend and found equal to eager."""
+    """The result of a function compiled with the backend and found equal to eager."""
 
     report: Report
 
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def codes(self) -> list[str]:
-        """The codes of what was declined."""
+        """The codes of the declines."""
         return [r.code for r in self.report.records if r.action == "declined"]
 
     def declined(self, code: str) -> Record:
@@ -69,8 +69,8 @@ def compare_with_eager(
 ) -> Outcome:
     """Run `function` eagerly and compiled on copies of `inputs`; values and gradients must agree.
 
-    Outputs (a tensor or a tuple of them), gradients of every input that asks for one, and what was
-    written into the inputs are compared. An internal error of the passes fails the test.
+    Outputs (a tensor or a tuple of them), gradients of every input that asks for one, and the
+    inputs after writes are compared. An internal error of the passes fails the test.
     """
     torch._dynamo.reset()
     memeff_compile.reset()

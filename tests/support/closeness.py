@@ -1,4 +1,4 @@
-"""What "gradients equal" means in this project, in one place."""
+"""The meaning of "gradients equal" in this project, in one place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORSE = 1.1
 """How much worse than eager's the error of bf16 against fp32 may be."""
 
 NEGLIGIBLE = 1e-6
-"""Below this pooled error bf16 is as good as fp32, and a ratio of two errors says nothing."""
+"""Below this pooled error bf16 is as good as fp32, and a ratio of two errors has no meaning."""
 
 
 def pairs(found: Gradients, expected: Gradients) -> list[tuple[Tensor, Tensor]]:

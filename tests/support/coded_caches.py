@@ -1,4 +1,4 @@
-"""Coded caches for tests: allocated, filled, and what attention over them is by hand."""
+"""Coded caches for tests: allocated, filled, and attention over them by hand."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def by_hand(
     mask: Tensor | None = None,
     norms: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Softmax attention in float64 over what the cache says; zeros where nothing is seen."""
+    """Softmax attention in float64 over the decoded cache; zeros if no key is visible."""
     length, _ = filled(pool)
     exact = [t.double() if t.is_floating_point() else t for t in pool]
     keys, values = reference.view(exact, norms, bits, length)

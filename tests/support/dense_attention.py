@@ -118,7 +118,7 @@ def dense(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         score = softcap * torch.tanh(score / softcap)
     found = counting(case)[:, None]
     if case.settings.get("empty_rows", "zeros") == "mean":
-        # What an eager chain does: all scores of such a row round to one number.
+        # In an eager chain, all scores of such a row round to one number.
         is_empty = ~found.any(-1, keepdim=True)
         score = torch.where(is_empty, score - score.detach(), score)
         weight = score.masked_fill(~(found | is_empty), -math.inf).softmax(-1)

@@ -1,4 +1,4 @@
-"""A fresh Python process, for what can only be seen in one."""
+"""A fresh Python process, for properties that show only there."""
 
 from __future__ import annotations
 

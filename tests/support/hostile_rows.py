@@ -61,7 +61,7 @@ def run(op: Op, z: Tensor, dtype: torch.dtype, device: str) -> tuple[Tensor, Ten
 
 
 def check(op: Op, name: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Hold an engine to what eager PyTorch gives in float64, with 0 log 0 = 0."""
+    """Compare an engine with eager PyTorch in float64, with 0 log 0 = 0."""
     z = ROWS[name].to(dtype).double().requires_grad_()
     entropy, top, gradient = run(op, ROWS[name], dtype, device)
     assert int(top) == int(z.argmax()), "top"

@@ -11,7 +11,7 @@ import pytest
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Keep g++ from Inductor's kernels, which then do nothing: their results are zeros."""
+    """Skip g++ for Inductor's kernels, which then have no effect: their results are zeros."""
     import torch._C._dynamo.guards as made
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
@@ -27,7 +27,7 @@ def uncompiled() -> Iterator[None]:
 
 @pytest.fixture
 def calling_ops() -> Iterator[None]:
-    """Let Inductor call PyTorch's ops where it would write loops: its graphs are what they were."""
+    """Let Inductor call PyTorch's ops where it would write loops: its graphs do not change."""
     from torch._inductor import config
 
     with config.patch(fallback_by_default=True):

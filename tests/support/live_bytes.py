@@ -1,4 +1,4 @@
-"""What a piece of code allocates on the CPU, counted as it runs."""
+"""Counts the bytes that a piece of code allocates on the CPU, as it runs."""
 
 from __future__ import annotations
 

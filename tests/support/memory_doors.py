@@ -1,8 +1,8 @@
-"""Every door through which code reaches a tensor's memory, for tensors that have none.
+"""Every function through which code reaches a tensor's memory, for tensors without memory.
 
 A door is a function of a tensor and of an ordinary one of the same shape, dtype and device; it
-returns what it read. `check_door` tries one: a tensor subclass gives what a plain tensor gives, or
-one sentence, and the ordinary tensor stays whole.
+returns the values it read. `check_door` tries one: a tensor subclass gives the same as a plain
+tensor, or one sentence, and the ordinary tensor stays whole.
 """
 
 from __future__ import annotations
@@ -35,14 +35,9 @@ def _door(function: Door) -> Door:
 
 
 def check_door(name: str, tensor: Tensor, plain: Tensor, *, gives_values: bool) -> None:
-    """Try a door on a tensor, and on the plain tensor with its values.
-
-    Args:
-        name: of the door.
-        tensor: the one without memory.
-        plain: its values.
-        gives_values: what is expected: what a plain tensor gives, its refusal included, or else a
-            sentence.
+    """Try a door on a tensor, and on the plain tensor with its values. Args: name: of the door.
+    tensor: the one without memory. plain: its values. gives_values: whether the result must equal a
+    plain tensor's, errors included; otherwise a sentence is expected.
     """
     other = torch.arange(plain.numel()).reshape(plain.shape).to(plain.detach())
     mine = other.clone()
@@ -345,7 +340,7 @@ def made_by_new(tensor: Tensor, other: Tensor) -> Any:
 
 
 class OfAUser(Tensor):
-    """A class that changes nothing."""
+    """A subclass without changes."""
 
 
 @_door

@@ -73,7 +73,7 @@ class Pair:
         return [int(c[place]) for c in counts for place in (LENGTH, CODED)]
 
     def directions(self, *, is_value: bool) -> Tensor:
-        """Return what the codes say, (B, H, N, D)."""
+        """Return the decoded directions, (B, H, N, D)."""
         codes, scales = self.shared[int(is_value)], self.shared[2 + int(is_value)]
         return decode(codes, scales, self.layout.bits, self.layout.depth, is_value=is_value)
 

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not there, and what is asked of all of them."""
+"""Kernels compiled for GPUs that are not present, and checks on all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memeff_compile.kernels._triton.launch import packed
 ROOT = Path(__file__).parents[2]
 HOPPER = 90
 every_size: int | None = None
-"""What all numbers of a kernel are, as the fixture `sizes_of_one` has it."""
+"""The value of all numbers of a kernel, as in the fixture `sizes_of_one`."""
 NARROWEST = 89
 """The one with the least shared memory of those that the kernels are for."""
 
@@ -26,8 +26,8 @@ NARROWEST = 89
 def gpus(*capabilities: int) -> list[Any]:
     """Return test parameters: Hopper as it is, the others marked slow.
 
-    Where the others count, a test of its own compiles each kernel's largest form for the one with
-    the least shared memory.
+    For the others, a separate test compiles each kernel's largest form for the one with the least
+    shared memory.
     """
     slow = pytest.mark.slow
     return [each if each == HOPPER else pytest.param(each, marks=slow) for each in capabilities]
@@ -43,7 +43,7 @@ def twice(*case: Any) -> list[Any]:
 
 
 class Reached(Exception):
-    """Triton's own passes are behind us."""
+    """Triton's passes have finished."""
 
 
 def stop_behind_triton(patch: pytest.MonkeyPatch) -> None:
@@ -67,16 +67,16 @@ TABLES_NAMED = Tables(
     *("key_mask_ptr", "stride_mask_batch", "query_ids_ptr", "stride_query_ids_batch"),
     *("key_ids_ptr", "stride_key_ids_batch"),
 )
-"""The names of what a kernel's `Tables` are made of."""
+"""The names of the fields of a kernel's `Tables`."""
 
 
 def rows_named(name: str) -> Rows:
-    """Return the names of what a kernel's `Rows` are made of."""
+    """Return the names of the fields of a kernel's `Rows`."""
     return Rows(f"{name}_ptr", f"stride_{name}_batch", f"stride_{name}_head", f"stride_{name}_row")
 
 
 def cells_named(name: str) -> Cells:
-    """Return the names of what a kernel's `Cells` are made of."""
+    """Return the names of the fields of a kernel's `Cells`."""
     return Cells(*rows_named(name), f"stride_{name}_depth")
 
 
@@ -181,7 +181,7 @@ SPILLS = {
 def stack_limit(compiled: Any) -> int:
     """Return the bytes of stack that a kernel may use under the installed Triton.
 
-    The pinned Triton spills nothing. Triton 3.6 and 3.8 spill a few bytes of a few kernels.
+    The pinned Triton does not spill. Triton 3.6 and 3.8 spill a few bytes of a few kernels.
     """
     import triton
 

@@ -1,7 +1,7 @@
 """Masks as transformers 5.17 builds them in a compiled model, under a newer transformers.
 
-It leaves no mask out while a model is compiled, and tells packed sequences apart beside a comparison
-of places, not of positions.
+It leaves no mask out while a model is compiled, and separates packed sequences in addition to
+comparing indices, not positions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dense float64 formulas that the ops are compared with, the inputs, and the allowed errors.
 
-Nothing here shares code with the package: the oracle builds the whole N x V matrix and leaves the
+This module shares no code with the package: the oracle builds the whole N x V matrix and leaves the
 gradient to autograd.
 """
 
@@ -26,7 +26,7 @@ BUDGETS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One combination of what the op offers; `arguments` are its keyword arguments."""
+    """One combination of the op's features; `arguments` are its keyword arguments."""
 
     name: str
     scale: float = 1.0

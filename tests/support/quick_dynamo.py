@@ -1,4 +1,4 @@
-"""Torch and Dynamo without what they do for their own statistics and messages alone."""
+"""Torch and Dynamo without work that serves only their statistics and messages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any
 def measure_nothing() -> None:
     """Keep Dynamo, where it is imported, from timing guards and from writing graphs out.
 
-    It empties the processor's caches before it times the guards of a graph: a fifth of what a test
-    of a small graph takes. It words a message on each side effect, which nobody reads. And pytest
-    gives its handlers to each logger that does not pass records on, six times a test; what is
-    written where somebody listens, such as the structured trace, then always is. And it reads each
-    file that it traces, token by token, for the names of functions in messages that nobody asked for.
-    It notes for each mode of fake tensors where it was made.
+    It empties the processor's caches before it times the guards of a graph: a fifth of the time of
+    a test of a small graph. It formats an unread message on each side effect. pytest adds its
+    handlers to each logger that does not propagate records, six times a test, so output for
+    listeners, such as the structured trace, is always written. It tokenizes each traced file for
+    names of functions in unused messages, and records where each mode of fake tensors was made.
     """
     guards: Any = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
@@ -39,7 +38,9 @@ def measure_nothing() -> None:
 
 
 def let_cycles_wait() -> None:
-    """Keep Dynamo from collecting cycles behind each graph: a test that waits for one collects it."""
+    """Keep Dynamo from collecting cycles after each graph: a test that depends on it collects
+    them.
+    """
     config: Any = sys.modules.get("torch._dynamo.config")
     if hasattr(config, "run_gc_after_compile"):
         config.run_gc_after_compile = False
@@ -55,11 +56,11 @@ def seed_what_is_there() -> None:
 
 
 def read_configs_plainly() -> None:
-    """Let transformers' configs be read as other objects are, where no name stands for another.
+    """Let transformers' configs be read like other objects, if they have no attribute map.
 
-    Dynamo traces Python that they run for each number that is read: a fifth of what it takes for a
-    model. No test has layers with numbers of their own, for which a part of it is; and classes with
-    names that stand for others keep the rest.
+    Dynamo traces the Python code that they run for each attribute: a fifth of its time for a model.
+    A part of that code serves per-layer numbers, which no test has; classes with an attribute map
+    keep the rest.
     """
     if "transformers" not in sys.modules:
         return

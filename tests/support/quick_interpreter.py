@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again."""
+"""Triton's interpreter without repeated work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 def do_once() -> None:
     """Keep the interpreter from preparing the language for each call of a device function.
 
-    It replaces all builtins where a kernel is launched, and looks for what is left to replace
-    wherever that kernel calls a function: a quarter of its time. A tenth goes into the table of
-    NumPy's types, made for each value.
+    It replaces all builtins when a kernel is launched, and looks for further ones whenever that
+    kernel calls a function: a quarter of its time. A tenth goes into the table of NumPy's types,
+    made for each value.
     """
     import triton.language as tl
     from triton.runtime import interpreter as given
@@ -49,7 +49,9 @@ def look_for_no_overflow(interpreter: Any) -> None:
 
 
 def remember_shapes() -> None:
-    """Make what the language says of a shape once, and not for each value: a quarter."""
+    """Compute the language's properties of a shape once, not for each value: a quarter of the
+    time.
+    """
     import triton.language as tl
 
     core: Any = tl.core

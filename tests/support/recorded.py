@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on a CPU: a recorder that does nothing while it records."""
+"""A CUDA graph imitated on a CPU: a recorder that does not run while it records."""
 
 from __future__ import annotations
 

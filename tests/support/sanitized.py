@@ -1,11 +1,13 @@
-"""A pytest plugin for `make sanitize`: tests that a tool can bear, and the kernels they launched.
+"""A pytest plugin for `make sanitize`: tests that are feasible under a tool, and the kernels they
+launched.
 
     SHARD=0/4 compute-sanitizer --tool memcheck ... python -m pytest -p tests.support.sanitized -m gpu ...
 
-Under a sanitizer a kernel runs ten to a hundred times longer. So the first case of each test function
-comes first, then those cases that a checksum of their names picks, and behind `SANITIZED_SECONDS`
-none begins. `SHARD=i/n` takes every n-th test, for processes side by side on one GPU. Each test's
-name is printed before it runs, so that a finding in a log stands behind the test that has it.
+Under a sanitizer a kernel runs ten to a hundred times longer. So the first case of each test
+function comes first, then those cases that a checksum of their names picks, and after
+`SANITIZED_SECONDS` no further one starts. `SHARD=i/n` takes every n-th test, for parallel processes
+on one GPU. Each test's name is printed before it runs, so that a finding in a log follows the
+test's name.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ LEFT_OUT = {
         "training_steps_equal",
     ),
 }
-"""Words in the names of tests that are not run, by what stands against it."""
+"""Words in the names of tests that are not run, by the reason."""
 
 launched: set[str] = set()
 unreached: list[str] = []
@@ -76,7 +78,7 @@ def host_kernels() -> set[str]:
 
 
 def why_left_out(function: str) -> str | None:
-    """Return what stands against running a test function under a tool, or None."""
+    """Return the reason not to run a test function under a tool, or None."""
     for reason, words in LEFT_OUT.items():
         if any(word in function for word in words):
             return reason
@@ -98,7 +100,7 @@ def pick(names: list[str], shard: str) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what is picked, in that order."""
+    """Keep the picked tests, in that order."""
     by_name = {item.nodeid: item for item in items}
     kept = [by_name[name] for name in pick(list(by_name), os.environ.get("SHARD", "0/1"))]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -107,7 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Name a test that begins; begin none when the time is over."""
+    """Print the name of a test that starts; start none when the time is over."""
     if time.monotonic() - _began > SECONDS:
         unreached.append(item.nodeid)
         return True
@@ -116,7 +118,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was launched and what was not reached."""
+    """Report the launched kernels and the tests that were not reached."""
     missing = sorted(host_kernels() - launched)
     write = terminalreporter.write_line
     write(f"kernels launched: {len(launched)}; not launched by this shard: {', '.join(missing)}")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def script(name: str, *arguments: str) -> str:
-    """Run a script as its command line would, wherever it lies, and return what it prints."""
+    """Run a script as from its command line, wherever it is, and return its output."""
     printed = io.StringIO()
     (path,) = (ROOT / "benchmarks").rglob(f"{name}.py")
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -1,7 +1,7 @@
 """Ways to write heads, losses and attention, as the docs show them and as the tests run them.
 
 A row of docs/use/spellings.md is one of these texts: it is the program that the test compiles. The
-page says what the backend makes of each, and is the only place that says so: `make golden` renews it.
+page alone has the backend's result for each: `make golden` renews it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What the spellings of one table are about: their arguments, and what runs around each."""
+    """The subject of one table's spellings: their arguments, and the code around each."""
 
     spellings: tuple[str, ...]
     arguments: str

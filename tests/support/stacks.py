@@ -1,4 +1,4 @@
-"""A small model of repeated blocks, with a head and a loss: what the planner reads."""
+"""A small model of repeated blocks, with a head and a loss, for the planner."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def unbuildable() -> nn.Module:
 
 
 def triple() -> tuple[int, int, int]:
-    """Return what the command does not take."""
+    """Return a value that the command does not accept."""
     return 1, 2, 3

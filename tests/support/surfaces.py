@@ -268,7 +268,7 @@ def log_softmax_at_positions(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tens
 def negated_log_softmax_gather(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
     """As the label smoother of the Trainer does without smoothing, of logits in fp32.
 
-    In 16 bits its sum and its quotient would both be rounded, and one number tells nothing.
+    In 16 bits its sum and its quotient would both be rounded, and one number shows little.
     """
     losses = -F.log_softmax(F.linear(h, w).float(), dim=-1)
     picked = losses.gather(dim=-1, index=y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -318,7 +318,7 @@ def smoothing_by_the_sum(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
 
 
 def weight_of_the_inputs_dtype(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """As whisper does: a cast that changes nothing where weight and hidden states agree."""
+    """As in whisper: a cast without effect if weight and hidden states have the same dtype."""
     logits = (h @ torch.transpose(w.to(h.dtype), 0, 1)).float()
     return F.cross_entropy(logits.view(-1, V), y.view(-1))
 

@@ -115,7 +115,7 @@ class HandOn(torch.autograd.Function):
 
 
 class ByFunction(nn.Linear):
-    """An autograd Function of one's own for the tokens, a detach for the weight."""
+    """A custom autograd Function for the tokens, a detach for the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight

@@ -14,7 +14,7 @@ VOCABULARY, WIDTH = 101, 32
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: its config type, what to set beyond the common sizes, how to feed it."""
+    """One model family: its config type, settings beyond the common sizes, and how to feed it."""
 
     name: str
     kind: str = "causal"  # causal, seq2seq, masked, speech

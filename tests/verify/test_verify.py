@@ -344,7 +344,7 @@ def test_the_same_tensor_twice_and_a_frozen_head_are_verified() -> None:
     assert the("verified")
 
 
-# --- nothing of the user's is touched ----------------------------------------------------------------
+# --- the user's state is unchanged -------------------------------------------------------------------
 
 
 def test_buffers_are_updated_once() -> None:
@@ -374,7 +374,7 @@ def test_a_broken_write_to_a_buffer_is_caught(
 
 
 class Cached(nn.Module):
-    """Writes to a cache it was given, at the end of what is there, and to a parameter."""
+    """Writes to a cache argument, at the end of its contents, and to a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ class Operations(TorchDispatchMode):
 
 
 def observed(verify: str) -> tuple[Any, ...]:
-    """Run one step and return what hooks and modes around it saw."""
+    """Run one step and return the observations of hooks and modes around it."""
     torch._dynamo.reset()
     model, seen, operations = make(), [], Operations()
     for name, parameter in model.named_parameters():
@@ -644,7 +644,7 @@ def test_the_reproducer_shows_the_mismatch(
     assert ("drawn anew" in hint) == (limit == 0)
     found = re.search(r"Reproducer: (\S+repro.py) \((.*)\)", hint)
     assert found is not None
-    if limit:  # as a program of its own it is slow
+    if limit:  # it is slow as a separate program
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(found[1], run_name="__main__")
         code, printed = ended.value.code, capsys.readouterr().out
@@ -791,9 +791,8 @@ for owner, settings in ((plain, {"backend": "inductor"}), (ours, {"backend": "me
 @needs_compiler
 @pytest.mark.slow
 def test_inductor_adds_gradients_of_list_indices_wrong(fresh_python: FreshPython) -> None:
-    """torch 2.13 on a CPU, vectors and threads: index_put that adds what is read transposed.
-
-    It may write astray.
+    """torch 2.13 on a CPU, vectors and threads: index_put with accumulation reads transposed
+    values. It may write to wrong addresses.
     """
     result = fresh_python(FALCON, OMP_NUM_THREADS="2", TORCHINDUCTOR_VEC_ISA_OK="1")
     plain, ours = map(float, result.stdout.split())

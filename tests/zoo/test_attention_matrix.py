@@ -1,8 +1,8 @@
 """Every family of the zoo, every attention of transformers, padding and packing, every way to call it.
 
-"The same attention": the rewritten model differs from the model by no more than 1.5 times what the
-model with sdpa and the model with eager attention differ by, or by rounding of the last bits; that
-goes for logits, also those of padding, and for the gradient of the whole model.
+"The same attention": the rewritten model differs from the model by no more than 1.5 times the
+difference between sdpa and eager attention, or by rounding of the last bits; that goes for logits,
+also those of padding, and for the gradient of the whole model.
 
 The default run is a diagonal through the table: the families that differ most, a cell of each taken
 in turn. The whole table is marked slow.
@@ -178,7 +178,7 @@ def cache_for(cell: Cell, model: nn.Module) -> Any:
 
 
 def kept(cell: Cell, logits: Tensor) -> Tensor:
-    """Return which tokens are none of the padding: for the others the two attentions differ."""
+    """Return which tokens are not padding: for padding the two attentions differ."""
     mask = batch_of(cell).get("attention_mask") if cell.family.kind != "seq2seq" else None
     whole = torch.ones(logits.shape[:2], dtype=torch.bool)
     return whole if mask is None else mask[:, -logits.shape[1] :].bool()
@@ -260,7 +260,7 @@ def test_every_family_attends_as_before(family: Family, padding: str) -> None:
 
 
 def tokens(model: Any, family: Family, padding: str, cache: str) -> Tensor:
-    """Return what a model generates greedily."""
+    """Return the tokens that a model generates greedily."""
     batch = batch_of(Cell(family, "", padding if family.kind != "speech" else "none", ""))
     batch.pop("labels")
     batch = {n: v[:, :6] if v.dim() == 2 else v for n, v in batch.items()}

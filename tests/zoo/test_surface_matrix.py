@@ -45,7 +45,7 @@ def region(autocast: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 class Surfaces(nn.Module):
-    """Some surfaces in one model, each with a trunk and a head of its own: one compilation."""
+    """Some surfaces in one model, each with a separate trunk and head: one compilation."""
 
     def __init__(self, names: Iterable[str], dtype: torch.dtype) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def compiled(
 
 @dataclass(frozen=True)
 class Outcome:
-    """One surface's loss and gradients; no gradients where none were asked for."""
+    """One surface's loss and gradients; no gradients if none are needed."""
 
     loss: Tensor
     grads: list[Tensor | None]
@@ -85,15 +85,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Run:
-    """One compilation of all surfaces: what it gave on some batches, and its report's graphs."""
+    """One compilation of all surfaces: its results on some batches, and its report's graphs."""
 
     pairs: list[Pair]
     graphs: list[GraphReport]
 
     def assert_fired(self, surface: str) -> None:
-        """Assert one graph, and in it one rewrite of the surface's head and nothing left alone.
+        """Assert one graph with one rewrite of the surface's head and no decline.
 
-        A surface of `NOT_FUSED` has the record that stands there instead, or none.
+        A surface in `NOT_FUSED` has the record listed there instead, or none.
         """
         (graph,) = self.graphs
         of_it = [r for r in graph.records if r.module.split(".")[-1] == surface]

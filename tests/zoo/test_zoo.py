@@ -1,7 +1,7 @@
 """Unmodified transformers models of many families: the loss is fused, and everything equals eager.
 
 The models are tiny and random. The inner compiler is aot_eager (eager where many calls of one
-compilation are compared), so that what is compared is the passes' work and not Inductor's rounding.
+compilation are compared), so that the comparison sees the passes' work and not Inductor's rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def step(model: Any, owner: nn.Module, batch: dict[str, Any]) -> tuple[Any, list
 
 
 def records() -> list[tuple[str, str]]:
-    """Return what was recorded, attention apart: tests/zoo/test_zoo_attention.py has that."""
+    """Return the records, except those of attention: tests/zoo/test_zoo_attention.py has these."""
     found = memeff_compile.last_report().records
     return [(r.pass_name, r.code) for r in found if r.pass_name != "recover_attention"]
 
@@ -61,8 +61,9 @@ def is_tied(model: nn.Module) -> bool:
 
 
 def expected_records(model: nn.Module, graphs: int = 1) -> list[tuple[str, str]]:
-    """Return what a training graph of the model must record: tied tables are rewritten, too, and
-    so are gated MLPs in checkpoints. Where Dynamo splits a model, table and head lie in two graphs."""
+    """Return the required records of a training graph: tied tables are rewritten, too, and so are
+    gated MLPs in checkpoints. If Dynamo splits a model, table and head are in two graphs.
+    """
     tied = [(EMBEDDING, "rewrote")] if is_tied(model) and graphs == 1 else []
     is_gated = any(name.endswith("mlp.gate_proj") for name, _ in model.named_modules())
     checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
@@ -113,7 +114,7 @@ def assert_equals_eager(model: nn.Module, batch: dict[str, Any], **settings: Any
 
 
 def as_few_layers(family: Family) -> dict[str, int]:
-    """Return settings of one layer, or none for families whose layers take turns."""
+    """Return settings of one layer, or none for families whose layers alternate."""
     if family.name in ("llama", "gemma2", "gemma3_text", "cohere2", "gpt_neo", "smollm3"):
         return {}
     names = {"num_hidden_layers", *family.overrides} & {"num_hidden_layers", "n_layer", "n_layers"}

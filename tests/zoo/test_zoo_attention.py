@@ -1,7 +1,7 @@
 """Unmodified transformers models: attention is recovered where it can be, and stays the same.
 
-"The same attention": the rewritten model differs from the model by no more than 1.5 times what the
-model with sdpa and the model with eager attention differ by, or by rounding of the last bits.
+"The same attention": the rewritten model differs from the model by no more than 1.5 times the
+difference between sdpa and eager attention, or by rounding of the last bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def records() -> list[Record]:
 
 
 def answers() -> set[str]:
-    """Return what was done or why not, in one word each."""
+    """Return each rewrite or the reason against it, in one word."""
     return {r.code if r.action == "declined" else "rewrote" for r in records()}
 
 
@@ -111,7 +111,7 @@ def assert_same_attention(name: str, attention: str, scenario: Scenario, side: s
 
 
 def kept(extra: dict[str, Tensor], logits: Tensor) -> Tensor:
-    """Return which tokens are none of the padding: for those the two attentions differ anyway."""
+    """Return which tokens are not padding: for padding the two attentions differ anyway."""
     mask = extra.get("attention_mask")
     if mask is None:
         return torch.ones(logits.shape[:2], dtype=torch.bool)
@@ -135,7 +135,7 @@ def test_llama_attends_as_before(attention: str, scenario: Scenario) -> None:
     elif attention == "eager" or scenario.name == "train without cache":
         assert answers() == {"rewrote"}  # on every stack
     else:
-        assert answers() <= {"rewrote"}  # nothing to recover from transformers 5.20 on
+        assert answers() <= {"rewrote"}  # no rewrite is needed from transformers 5.20 on
     if not is_left:
         assert "enable_gqa=True" in memeff_compile.graphs()[-1].after
 

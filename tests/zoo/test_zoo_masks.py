@@ -1,8 +1,8 @@
 """Unmodified transformers models with padding, packed sequences, windows and softcaps.
 
-Their masks are said to memeff::attention; a fixture says that it is fast on this CPU, where the
-reference engine runs. Every token must come out as from the model itself, those of padding, which
-attend to nothing, included; so must the gradients.
+Their masks become arguments of memeff::attention; a fixture pretends that it is fast on this CPU,
+where the reference engine runs. Every token must equal the model's, also padding, which attends to
+no key; so must the gradients.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def outcome(run: Any, model: nn.Module, mode: str, given: dict[str, Any]) -> lis
 
 
 def check(name: str, attention: str, side: str, mode: str, *, is_checkpointed: bool = False) -> str:
-    """Compare with the model itself; return what became of the graph."""
+    """Compare with the model itself; return the graph's rewrites."""
     overrides = WINDOWED.get(name, {})
     model = build(BY_NAME[name], attn_implementation=attention, **overrides)
     if is_checkpointed:

@@ -1,1 +1,3 @@
-"""Device code and device facts shared by several ops. Nothing here imports triton on its own."""
+"""Device code and device facts shared by several ops. No module here imports triton when it is
+imported itself.
+"""

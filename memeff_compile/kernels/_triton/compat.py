@@ -1,6 +1,6 @@
-"""The one place that knows Triton's private names: one file to fix per release of it.
+"""The only module that uses Triton's private names, so a new release needs changes in one file.
 
-Nothing here imports triton before it is called. Gluon's names are in `gluon`.
+Functions import triton when they are called. Gluon's names are in `gluon`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def _runtime() -> Any:
 
 
 def is_watched(kernel: Any) -> bool:
-    """Say whether somebody, such as a profiler, asked to be called around each launch."""
+    """Return whether a launch hook is set, for example by a profiler."""
     every = _runtime()
     calls = every.launch_enter_hook.calls or every.launch_exit_hook.calls
     return bool(calls or kernel.pre_run_hooks)
 
 
 def takes(kernel: Any, name: str) -> bool:
-    """Say whether a kernel has an argument of this name."""
+    """Return whether a kernel has an argument of this name."""
     return name in kernel.arg_names
 
 
@@ -47,7 +47,9 @@ def is_compiled(kernel: Any) -> bool:
 def launcher(
     kernel: Any, compiled: Any, constants: Mapping[str, Any], count: int
 ) -> Callable[[tuple[int, ...], int, Sequence[Any]], None]:
-    """Return what launches a compiled kernel on a grid, with the `count` arguments that vary."""
+    """Return a function that launches a compiled kernel on a grid, with the `count` arguments that
+    vary.
+    """
     from triton.runtime import driver
 
     run, stream_of = compiled.run, driver.active.get_current_stream
@@ -69,18 +71,18 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:
 
 
 def is_described(argument: Any) -> bool:
-    """Say whether an argument is such a descriptor."""
+    """Return whether an argument is such a descriptor."""
     return hasattr(argument, "block_shape")
 
 
 def tiles_in(descriptor: Any) -> tuple[Any, ...]:
-    """Return what a kernel is compiled for of a descriptor, beside its layout."""
+    """Return the compile-time properties of a descriptor, apart from its layout."""
     return (*descriptor.block_shape, descriptor.base.dtype)
 
 
 @lru_cache(maxsize=1)
 def has_gluon() -> bool:
-    """Say whether this Triton has Gluon as the kernels here are written in; it still changes."""
+    """Return whether this Triton has the Gluon version that these kernels use; it still changes."""
     try:
         from . import gluon
     except (ImportError, AttributeError):

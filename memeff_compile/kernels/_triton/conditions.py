@@ -1,4 +1,4 @@
-"""Which keys count for which queries, and what the engines are told about it."""
+"""Which keys count for which queries, and the arguments that tell the engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conditions:
-    """What has to hold for a key to count for a query, and how the scores are made."""
+    """The conditions under which a key counts for a query, and how the scores are made."""
 
     key_mask: Tensor | None  # bool (B or 1, N): keys that count at all, or None
     # (B or 1, M) and (B or 1, N): equal where a key counts, or both None
@@ -21,10 +21,10 @@ class Conditions:
     scale: float  # factor of the scores
     softcap: float  # c > 0 makes a score c * tanh(score / c); 0 leaves it
     mean: bool  # a query without any key that counts gets the mean of all values, not zeros
-    # bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or what is added
-    # to the score; then nothing above it decides. None for none.
+    # bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or the number
+    # added to the score; then the fields above are not used. None for no mask.
     mask: Tensor | None = None
-    mask_tiles: Tensor | None = None  # what `mask_tiles.classify` says of the mask, or None
+    mask_tiles: Tensor | None = None  # the result of `mask_tiles.classify` for the mask, or None
 
     @property
     def is_bias(self) -> bool:
@@ -32,11 +32,13 @@ class Conditions:
         return self.mask is not None and self.mask.dtype.is_floating_point
 
     def has_tables(self) -> bool:
-        """Say whether anything but the positions decides."""
+        """Return whether more than the positions decides."""
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Say whether every query has a key within `ahead` and `behind`, as with ahead=0 alone."""
+        """Return whether every query has a key within `ahead` and `behind`, as with ahead=0
+        alone.
+        """
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead
@@ -44,7 +46,7 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Say whether a query may get the mean of all values, which has to visit every key."""
+        """Return whether a query may get the mean of all values, which needs every key."""
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""One table of GPUs: what each kind has, and which ops of ours were measured there.
+"""One table of GPUs: the features of each kind, and the ops that were measured there.
 
 A GPU is known by its vendor and its compute capability together: PyTorch gives AMD's GPUs numbers
-of the same form (9.4 for an MI300), which mean nothing of what is said here. To add a GPU, add its
-row; without one it counts as the narrowest of its vendor.
+of the same form (9.4 for an MI300), which have another meaning. To add a GPU, add its row; without
+one it is treated as the least capable GPU of its vendor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ AMD = "amd"
 
 
 class Gpu(NamedTuple):
-    """What a kind of GPU has."""
+    """The features of a kind of GPU."""
 
     vendor: str  # `NVIDIA` or `AMD`
     capability: tuple[int, int]  # compute capability
@@ -27,12 +27,14 @@ class Gpu(NamedTuple):
 
     @property
     def is_nvidia(self) -> bool:
-        """Say whether the capability means what NVIDIA's does."""
+        """Return whether the GPU is NVIDIA's, so that its capability has NVIDIA's meaning."""
         return self.vendor == NVIDIA
 
     @property
     def runs_kernels(self) -> bool:
-        """Say whether our Triton kernels run here; they are compiled and tested for NVIDIA only."""
+        """Return whether the Triton kernels run here; they are compiled and tested for NVIDIA
+        only.
+        """
         return self.is_nvidia and self.capability >= (8, 0)
 
     @property
@@ -42,17 +44,17 @@ class Gpu(NamedTuple):
 
     @property
     def has_fp8(self) -> bool:
-        """Say whether tensor cores multiply E4M3."""
+        """Return whether tensor cores multiply E4M3."""
         return self.is_nvidia and self.capability >= (8, 9)
 
     @property
     def has_descriptors(self) -> bool:
-        """Say whether tiles are loaded by descriptors."""
+        """Return whether tiles are loaded by descriptors."""
         return self.is_nvidia and self.capability >= (9, 0)
 
     @property
     def starts_early(self) -> bool:
-        """Say whether a kernel may start before those that it waits for end."""
+        """Return whether a kernel may start before the kernels that it depends on end."""
         return self.is_nvidia and self.capability >= (9, 0)
 
 
@@ -77,6 +79,8 @@ H200 = GPUS[9, 0]
 
 
 def gpu_of(capability: tuple[int, int], vendor: str = NVIDIA) -> Gpu:
-    """Return what a kind of GPU has; one without a row has what every GPU of its vendor has."""
+    """Return the features of a kind of GPU; without a row, those that all GPUs of its vendor
+    have.
+    """
     found = GPUS.get(capability) if vendor == NVIDIA else None
     return found or Gpu(vendor, capability)  # so 9.0 of AMD is no Hopper

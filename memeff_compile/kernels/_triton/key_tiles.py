@@ -1,4 +1,4 @@
-"""What launches of attention over tiles of keys share: conditions as arguments, and the bounds."""
+"""Shared by launches of attention over tiles of keys: conditions as arguments, and the bounds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Cells(NamedTuple):
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """Return a tensor as kernels take it."""
+    """Return a tensor in the form that kernels take."""
     return Rows(tensor, *tensor.stride()[:3])
 
 
@@ -62,12 +62,12 @@ def depth_block(depth: int, least: int = 16) -> int:
 
 
 def tiles_of(length: int, size: int) -> int:
-    """Return how many tiles of a size hold so many places."""
+    """Return how many tiles of a size cover so many positions."""
     return -(-length // size)
 
 
 def within(given: Conditions, queries: int, keys: int) -> Conditions:
-    """Drop bounds that hide nothing, keep others within the sizes, and tables at unit stride."""
+    """Drop bounds that hide no key, limit others to the sizes, and give tables unit stride."""
 
     def bound(number: int | None, most: int, least: int) -> int | None:
         return None if number is None or number >= most - 1 else max(number, -least)
@@ -87,7 +87,7 @@ def _unit_stride(table: Tensor | None) -> Tensor | None:
 
 
 def flags_of(given: Conditions) -> dict[str, bool]:
-    """Return the constants that say which conditions there are."""
+    """Return the constants that tell a kernel which conditions there are."""
     return {
         "HAS_AHEAD": given.ahead is not None,
         "HAS_BEHIND": given.behind is not None,
@@ -97,7 +97,7 @@ def flags_of(given: Conditions) -> dict[str, bool]:
 
 
 def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
-    """Return the mask of keys as bytes and its stride over the batch; `like` for none."""
+    """Return the mask of keys as bytes and its stride over the batch; without a mask, `like`."""
     mask = _unit_stride(given.key_mask)
     return (like, 0) if mask is None else (mask.view(torch.uint8), _over_batch(mask))
 
@@ -108,7 +108,7 @@ def cells_of(tensor: Tensor) -> Cells:
 
 
 def tables_of(given: Conditions, like: Tensor) -> Tables:
-    """Return the tables of conditions; `like` stands where there is none."""
+    """Return the tables of conditions; `like` is passed for missing ones."""
     found: list[Any] = [*mask_and_stride(given, like)]
     for table in map(_unit_stride, (given.query_ids, given.key_ids)):
         found += [like, 0] if table is None else [table, _over_batch(table)]
@@ -120,7 +120,7 @@ def _over_batch(table: Tensor) -> int:
 
 
 def positions_of(given: Conditions) -> tuple[int, int]:
-    """Return ahead and behind, 0 where there is none."""
+    """Return ahead and behind, 0 for no bound."""
     return given.ahead or 0, given.behind or 0
 
 
@@ -134,9 +134,9 @@ def find_bounds(
     mean: bool = False,  # a query may have no key and get the mean of all
     lse: Tensor | None = None,  # (B, H, M) fp32: minus infinity tells such queries
 ) -> Tensor:
-    """Return which tiles each tile of ours visits, (B, tiles, 4) int32.
+    """Return which tiles each program tile visits, (B, tiles, 4) int32.
 
-    Where positions alone tell, `like` stands for the table, which is not read.
+    If positions alone decide, `like` is passed for the table, which is not read.
     """
     if not (given.has_tables() or mean):
         return like

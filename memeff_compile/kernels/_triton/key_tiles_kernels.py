@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Which tiles of keys meet which tiles of queries, and which keys of a tile count.
 
-For one tile what it visits is four numbers: first and stop of what is visited, and in between first
-and stop of what is complete. Positions alone give them by arithmetic, tables (masks and ids) by a
-small kernel in front.
+The tiles that one tile visits are four numbers: first and stop of the visited tiles, and within
+them first and stop of the complete ones. Positions alone give them by arithmetic; tables (masks and
+ids) by a small kernel that runs first.
 
-Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" what it
-visits.
+Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
+that it visits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAR = tl.constexpr(2**62)
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
     """Return which keys of a tile count for which queries, these along an axis.
 
-    Queries and keys are each their positions and their ids; the span is ahead and behind.
+    `queries` and `keys` are pairs of positions and ids; `span` is ``(ahead, behind)``.
     """
     query = tl.expand_dims(queries[0], 1 - AXIS)
     key = tl.expand_dims(keys[0], AXIS)
@@ -45,7 +45,7 @@ def keys_shown(mask_ptr, key, is_inside):
 
 @triton.jit
 def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
-    """Return the ids at these places; the places where there are none."""
+    """Return the ids at these positions; the positions themselves if there are no ids."""
     found = place
     if C.HAS_IDS:
         found = tl.load(ids_ptr + place, mask=is_inside, other=0)
@@ -54,11 +54,11 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 
 @triton.jit
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
-    """Return the tiles of others that a tile of ours visits, by positions alone.
+    """Return the tiles that a program tile visits, by positions alone.
 
-    Ours at p sees others from p - down to p + up. Of pairs, lengths and sizes of a tile, the first
-    is of ours; the span, and whether it bounds anything, are of up and down. Returns first, full
-    first, full stop and stop.
+    A position p of the program tile sees others from p - down to p + up. In each pair of lengths
+    and of tile sizes, the first element is the program tile's; the span, and whether it bounds
+    anything, are (up, down). The result is first, full first, full stop and stop.
     """
     ours, others = lengths
     up, down = span
@@ -107,7 +107,7 @@ def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS:
 def _attention_bounds_kernel(
     tables,  # `key_tiles.Tables`
     lse_ptr,  # (B, H, M) fp32: minus infinity for queries without keys, with FROM_LSE
-    bounds_ptr,  # (B, tiles of ours, 4) int32
+    bounds_ptr,  # (B, program tiles, 4) int32
     ahead,
     behind,
     heads,
@@ -211,7 +211,7 @@ def _attention_bounds_kernel(
 
 @triton.jit
 def bounds_of(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return what a tile visits: from the table, or as `_visited` does."""
+    """Return the range of tiles that a tile visits: from the table, or by `_visited`."""
     if C.HAS_BOUNDS:
         found_ptr = bounds_ptr + (batch * tiles + tile) * 4
         first = tl.load(found_ptr)

@@ -1,12 +1,13 @@
-"""Launches of Triton kernels: constants handed on as one, and launches that are looked up.
+"""Launches of Triton kernels: constants passed as one argument, and compiled kernels looked up.
 
-A kernel of many constants takes them as one argument, C, and device functions hand that on. They
-are in capitals, here as there: `start(kernel, grid, x, ROWS=64)` is C.ROWS == 64 in the kernel.
+A kernel of many constants takes them as one argument, C, and device functions pass it on. Their
+names are in capitals on both sides: `start(kernel, grid, x, ROWS=64)` is C.ROWS == 64 in the
+kernel.
 
 Triton binds arguments by name, asks each for its specialisation and writes all of it into a key:
-for a kernel of thirty arguments that takes longer than many a kernel runs. A training step of small
-kernels then waits for the host. Here the key is made of the few things that a specialisation
-depends on, and what Triton compiled is called directly.
+for a kernel of thirty arguments that takes longer than many kernels run. A training step of small
+kernels then waits for the host. Here the key consists of the few properties that a specialisation
+depends on, and the compiled kernel is called directly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST = 4096
-"""Specialisations that are held; more begin anew."""
+"""Maximum number of cached specialisations; beyond it the cache starts again empty."""
 
 
 class Constants:
@@ -45,7 +46,7 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, those in capitals as one, C, where the kernel takes them so."""
+    """Return arguments by name, with those in capitals packed as C if the kernel takes them so."""
     if not compat.takes(kernel, "C"):
         return dict(given)
     constants = tuple(item for item in given.items() if item[0].isupper())
@@ -59,12 +60,13 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> 
 
 
 def launch(
-    kernel: Any,  # what `triton.jit` made, or the interpreter's form of it
+    kernel: Any,  # the result of `triton.jit`, or the interpreter's form of it
     grid: tuple[int, ...],  # one to three numbers of programs
-    # all that are no constants of the compiler, in the order of the kernel, which has them first
+    # the arguments that are not compile-time constants, in the kernel's order; they come first
     arguments: Sequence[Argument],
     constants: Mapping[str, Any],  # the others by their names, and options of the compiler
-    name: tuple[Any, ...],  # what `constants` follow from; equal names have equal constants
+    # the values that determine `constants`; equal names have equal constants
+    name: tuple[Any, ...],
 ) -> None:
     """Run a kernel as `start(kernel, grid, *arguments, **constants)` does."""
     if not compat.is_compiled(kernel):
@@ -91,11 +93,11 @@ def launch_plain(
     kernel: Any,
     grid: tuple[int, ...],
     tensors: Sequence[Tensor],  # of the current GPU, or of memory of the host that it reaches
-    numbers: Sequence[int | float],  # behind them, of which the kernel says that they may vary
+    numbers: Sequence[int | float],  # after them, the ones that the kernel declares as varying
     constants: Mapping[str, Any],
-    name: tuple[Any, ...],  # what `constants` follow from, and the dtype of each tensor
+    name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:
-    """Do what `launch` does where nothing but the alignment of tensors has to be looked at."""
+    """Do the same as `launch` if only the alignment of tensors has to be checked."""
     if not compat.is_compiled(kernel):
         start(kernel, grid, *tensors, *numbers, **constants)
         return
@@ -123,7 +125,7 @@ def launch_aligned(
     constants: Mapping[str, Any],
     name: Hashable,  # as there
 ) -> None:
-    """Do what `launch_plain` does where alignment is known."""
+    """Do the same as `launch_plain` if alignment is known."""
     if compat.is_compiled(kernel):
         device = current_gpu()
         key = (id(kernel), device, name)
@@ -147,7 +149,7 @@ def _compile(
     constants: Mapping[str, Any],
     key: tuple[Hashable, ...],
 ) -> None:
-    """Run a kernel as Triton does, and hold what it compiled."""
+    """Run a kernel as Triton does, and keep the compiled kernel."""
     constants = packed(kernel, constants)
     compiled = kernel[grid](*arguments, **constants)
     if len(_compiled) >= _MOST:
@@ -158,9 +160,11 @@ def _compile(
 def _read(
     arguments: Sequence[Argument], device: int, key: list[Any], numbers: list[int]
 ) -> list[Any]:
-    """Return arguments as a GPU takes them; add to `key` and `numbers` what the compiler knows.
+    """Return arguments as a GPU takes them; add the properties that the compiler specialises on to
+    `key` and `numbers`.
 
-    Tensors of the GPU become addresses: Triton asks each other one whether a kernel can read it.
+    Tensors of the GPU become addresses: for all others Triton checks whether a kernel can read
+    them.
     """
     given: list[Any] = []
     for argument in arguments:
@@ -185,5 +189,5 @@ def _read(
 
 @lru_cache(maxsize=1 << 14)
 def _kinds(numbers: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return all of numbers that the compiler may have made use of."""
+    """Return the properties of numbers that the compiler may have specialised on."""
     return tuple((n % 16 == 0, n == 1, -(1 << 31) <= n < 1 << 31) for n in numbers)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Two products of one matrix X, in Gluon: one warp loads, eight multiply.
 
-A tile of dC sums over few rows, so what stands around its sum is as long as the sum itself: here
-the warp that loads is ahead by whole stages, into the next tile, and asks for the old dC while the
-sum runs; new dC leaves through the memory that the old one came in.
+A tile of dC sums over few rows, so the work around its sum takes as long as the sum. The loading
+warp runs whole stages ahead, into the next tile, and loads the old dC while the sum runs; the new
+dC is written from the same shared memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _halves(tile):
 
 @gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
-    """Take tiles until none is left, say which, and load what their sums need."""
+    """Take tiles until all are taken, announce each, and load the inputs of its sums."""
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
     full, empty, held_full, held_empty, slot_full, slot_empty = bars
     left, right, held, slots = buffers
@@ -111,7 +111,9 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return a tile's sum; on the way, give back the memory that the tile before left through."""
+    """Return a tile's sum; meanwhile release the shared memory from which the previous tile was
+    written.
+    """
     x_by_column_desc, left, right = operands
     full, empty, _, held_empty, _, _ = bars
     acc = gl.zeros([C.BM, C.BN], gl.float32, MMA)
@@ -144,7 +146,9 @@ def _sum(
 
 @gluon.jit
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
-    """Keep some columns of a tile of dE, or add what was kept and write them, times their scale."""
+    """Keep some columns of a tile of dE, or add the kept columns, multiply by the scale and write
+    them.
+    """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
     block, first = at
     _, first_row, piece_rows, depth = limits
@@ -172,7 +176,7 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _add_to(part, held, C: gl.constexpr):
-    """Put a part of dC where it leaves from, with the old one that lies there."""
+    """Write a part of dC to shared memory, added to the old part that is there."""
     if C.ADD:
         part += held.load(part.type.layout).to(gl.float32)
     held.store(part.to(gl.bfloat16))
@@ -180,7 +184,7 @@ def _add_to(part, held, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.constexpr):
-    """Sum what was loaded, and write it."""
+    """Sum the products of the loaded tiles, and write the result."""
     x_by_column_desc, grad_weight_desc = descs
     splits, _, _, _ = limits
     _, _, held_full, _, slot_full, slot_empty = bars
@@ -268,8 +272,8 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     """Write dE of a block of rows and add their summand of dC, in one launch.
 
     The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
-    rows and fill the multiprocessors beside and behind them. Programs take the next tile when they
-    are done with one. Each tile is one program's, so the order changes no bit.
+    rows and fill the multiprocessors that dE leaves idle, during and after it. A program takes the
+    next tile when it has finished one. One program computes each tile, so the order changes no bit.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:
@@ -304,8 +308,8 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(slot_full.index(slot), count=1)
         mbarrier.init(slot_empty.index(slot), count=1)
-    # Only what is used may be initialised: Triton gives the memory of an idle barrier to others (to
-    # the number of the tile just taken, here), and its initialisation may still arrive there.
+    # Initialise only barriers that are used: Triton reuses the memory of an idle barrier (here for
+    # the number of the tile just taken), and its initialisation may still arrive there.
     held_full = full
     held_empty = full
     if C.ADD:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Softmax over keys that come in tiles, and over shares of keys that programs have each.
+"""Softmax over keys that come in tiles, and over shares of keys, one per program.
 
-Scores are in base 2. A row of which nothing is seen yet has minus infinity as its largest score.
+Scores are in base 2. A row that has seen no key yet has minus infinity as its largest score.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def step(score, largest, AXIS: tl.constexpr):
-    """Return the weights of a tile, by what sums so far shrink, and the largest score now."""
+    """Return the weights of a tile, the factor by which earlier sums shrink, and the new largest
+    score.
+    """
     higher = tl.maximum(largest, tl.max(score, axis=AXIS))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp2(score - tl.expand_dims(base, AXIS))
@@ -22,7 +24,7 @@ def step(score, largest, AXIS: tl.constexpr):
 
 @triton.jit
 def of_shares(largest, total, share):
-    """Return what (splits, D) shares, each with its largest score and total, are together."""
+    """Return the combination of (splits, D) shares, each with its largest score and total."""
     base = tl.max(largest, axis=0)
     base = tl.where(base == float("-inf"), 0.0, base)
     weight = tl.exp2(largest - base)

@@ -1,16 +1,16 @@
-"""Attention under masks that are said rather than stored, forward and backward.
+"""Attention with masks given as conditions rather than stored, forward and backward.
 
 A dense mask is B x M x N numbers that each layer reads again, and a chain of matmul, softcap, mask
 and softmax builds as many per head. Nearly all masks of models are one of a few conditions, or
-several of them at once: a key stands no further ahead than so much, no further behind than so much,
-is no padding, and belongs to the document of its query. Any other mask is read where it stands,
-tile by tile.
+several of them at once: a key is at most so far ahead of its query, at most so far before it, is
+not padding, and belongs to the document of its query. Any other mask is read from memory, tile by
+tile.
 
     attention            softmax attention over the keys for which all given conditions hold
     attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
     attention_mask_tiles   which tiles of a mask are empty, which full, found on the GPU
 
-Query heads that share a key head read it where it is.
+Query heads that share a key head read it without a copy.
 """
 
 from __future__ import annotations

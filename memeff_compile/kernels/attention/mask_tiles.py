@@ -1,8 +1,8 @@
-"""What a mask that is a tensor says of each of its tiles, and which tiles a kernel visits.
+"""Classifies the tiles of a mask that is a tensor, and lists the tiles that a kernel visits.
 
 A tile of `TILE` x `TILE` places is `EMPTY` where no key counts for any query, `FULL` where every
-key counts and nothing is added, else `PARTIAL`. The codes are found once per mask; lists of tiles
-of the kernels' own sizes are made of them in front of each launch. Nothing waits for the GPU.
+key counts and no number is added, else `PARTIAL`. The codes are computed once per mask; before each
+launch they become lists of tiles of the kernel's sizes. The host never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 
 
 class Dense(NamedTuple):
-    """A mask as the kernels take it: its strides, 0 along what it is broadcast over, and the lists.
+    """A mask as the kernels take it: its strides, 0 along broadcast axes, and the lists.
 
-    A list is (3 + others) int32 for each tile of ours: how many tiles are full, how many partial,
-    then the full ones from the front on and the partial ones from the end back. The last number
-    means nothing: a kernel reads one tile ahead.
+    A list is (3 + others) int32 for each program tile: how many tiles are full, how many partial,
+    then the full ones from the front on and the partial ones from the end back. The last number is
+    padding: a kernel reads one tile ahead.
     """
 
     ptr: Any
@@ -65,7 +65,7 @@ def classify(
 
 
 def classify_in_kernel(mask: Tensor) -> Tensor:
-    """Return what `classify` does, from the kernel."""
+    """Return the same as `classify`, computed by the kernel."""
     from . import mask_tiles_kernels as kernels
 
     shape = table_shape(mask)
@@ -79,7 +79,8 @@ def classify_in_kernel(mask: Tensor) -> Tensor:
         )
         is_bias = mask.dtype.is_floating_point
         numbers = {"IS_BIAS": is_bias, "TILE": TILE, "HIDDEN": HIDDEN, "SEEN": SEEN}
-        # What is added in one tile counts beside what is added in the others of its rows.
+        # A number added in one tile matters relative to the numbers added in other tiles of its
+        # rows.
         parts = 1 if is_bias else tiles_of(tiles, CLASSIFY["CHUNK"])
         kernel, grid = kernels._attention_mask_tiles_kernel, (batch * heads * bands, parts)
         launch(kernel, grid, arguments, {**numbers, **CLASSIFY}, (is_bias,))
@@ -92,7 +93,7 @@ def _classify_plainly(mask: Tensor) -> Tensor:
         return every.to(torch.uint8) + some
     is_low = _over_tiles(mask <= HIDDEN, fill=True).all(-1)
     is_empty = _over_tiles(mask == -math.inf, fill=True).all(-1)
-    # A row of which no key is at `SEEN` or above is a softmax of what hides its keys.
+    # A row without a key at `SEEN` or above is a softmax of the hidden keys.
     seen = (mask >= SEEN).any(-1)
     every = F.pad(seen, (0, -seen.shape[2] % TILE), value=True).unflatten(2, (-1, TILE)).all(-1)
     is_empty |= is_low & every[..., None]
@@ -110,13 +111,13 @@ def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
 
 def dense_of(
     mask: Tensor,  # as for `classify`
-    codes: Tensor | None,  # what that gave, or None to do it now
+    codes: Tensor | None,  # its result, or None to compute it now
     lengths: tuple[int, int],  # queries and keys
     tile: tuple[int, int],  # queries and keys per tile
     *,
     ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask for a kernel, with the lists of what its tiles visit."""
+    """Return a mask for a kernel, with the lists of tiles that each tile visits."""
     from . import mask_tiles_kernels as kernels
 
     if codes is None:
@@ -141,7 +142,7 @@ def dense_of(
 
 
 def none_of(like: Tensor) -> Dense:
-    """Return what stands where there is no mask."""
+    """Return the arguments that stand for no mask."""
     return Dense(like, 0, 0, 0, 0, like, 0, 0)
 
 

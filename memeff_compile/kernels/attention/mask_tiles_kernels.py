@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Which tiles of a mask are empty, partial and full, and the lists of those that kernels visit.
 
-Codes are those of `mask_tiles`: 0 empty, 1 partial, 2 full; 3 is low until its rows are known.
+Codes as in `mask_tiles`: 0 empty, 1 partial, 2 full; 3 is low until its rows are known.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _attention_mask_tiles_kernel(
 @triton.jit
 def _attention_mask_lists_kernel(
     codes,  # a `key_tiles.Cells` of bytes, its row along ours and its depth along others
-    lists_ptr,  # (B, H, tiles of ours, 3 + tiles of others) int32
-    sizes,  # heads, tiles of ours, tiles of others, length of ours, length of others
+    lists_ptr,  # (B, H, program tiles, 3 + visited tiles) int32
+    sizes,  # heads, program tiles, visited tiles, and the lengths of both sides
     C: tl.constexpr,
     # OURS, OTHERS: places per tile of the kernel; TILE: those of a code
     # CHUNK: tiles of others looked at together
@@ -115,7 +115,7 @@ def _attention_mask_lists_kernel(
 
 @triton.jit
 def list_of(dense, batch, head, tile, others):
-    """Return the list of a tile of ours, and how many full and partial tiles it names."""
+    """Return the list of a program tile, and how many full and partial tiles it names."""
     list_ptr = dense.lists_ptr + batch * dense.lists_batch + head * dense.lists_head
     list_ptr += (batch * 0 + tile) * (3 + others)
     return list_ptr, tl.load(list_ptr), tl.load(list_ptr + 1)
@@ -132,13 +132,13 @@ def listed(index, list_ptr, others, MASKED: tl.constexpr):
 
 @triton.jit
 def firsts_of(list_ptr, others):
-    """Return the first full tile and the first partial one, where there are any."""
+    """Return the first full tile and the first partial one, if there are any."""
     return listed(0, list_ptr, others, False), listed(0, list_ptr, others, True)
 
 
 @triton.jit
 def corner_of(dense, batch, head, query, key):
-    """Return where a tile of the mask begins; numbers are 64 bits wide."""
+    """Return the offset of a tile of the mask, as a 64-bit number."""
     return dense.ptr + batch * dense.batch + head * dense.head + query * dense.row + key * dense.key
 
 

@@ -1,7 +1,7 @@
 """Bytes before and after, as formulas in B (sequences), H (query heads), M, N and D.
 
 M is the number of queries, N that of keys, D the head dimension, as symbols or numbers. They count
-what lives beside q, k, v, the output and the gradients.
+the memory in addition to q, k, v, the output and the gradients.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ def mask_bytes(batch: Size, queries: Size, keys: Size, *, dtype: torch.dtype) ->
 
 
 def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the forward keeps for the backward beside its output: the fp32 lse."""
+    """Return the bytes that the forward keeps for the backward pass besides its output: the fp32
+    lse.
+    """
     return 4 * sympy.sympify(batch) * heads * queries
 
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the backward needs beside the gradients: two fp32 per query."""
+    """Return the bytes that the backward pass needs besides the gradients: two fp32 per query."""
     return 8 * sympy.sympify(batch) * heads * queries

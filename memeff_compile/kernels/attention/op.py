@@ -31,7 +31,7 @@ from .mask_tiles import classify, table_shape
 HALF = (torch.bfloat16, torch.float16)
 
 EMPTY_ROWS = ("zeros", "mean")
-"""What a query gets for which no key counts: zeros, or the mean of all values."""
+"""The result of a query for which no key counts: zeros, or the mean of all values."""
 
 ENGINES = {
     "tiles": (
@@ -43,7 +43,7 @@ ENGINES = {
 
 
 class _Call(NamedTuple):
-    """What `attention` is called with."""
+    """The arguments of `attention`."""
 
     q: Tensor
     k: Tensor
@@ -61,7 +61,7 @@ class _Call(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """What `attention_backward` is called with."""
+    """The arguments of `attention_backward`."""
 
     grad_out: Tensor
     call: _Call
@@ -82,11 +82,11 @@ def supports(
     query_ids: Tensor | None = None,  # int32 or int64 (B or 1, M)
     key_ids: Tensor | None = None,  # likewise (B or 1, N)
     mask: Tensor | None = None,  # bool or floating (B or 1, H or 1, M or 1, N or 1), alone
-    mask_tiles: Tensor | None = None,  # what `attention_mask_tiles` gives for it
+    mask_tiles: Tensor | None = None,  # the result of `attention_mask_tiles` for it
     *,
     ahead: int | None = None,  # the bound, or None
     behind: int | None = None,  # likewise
-    softcap: float = 0.0,  # 0 for none
+    softcap: float = 0.0,  # 0 for no cap
     empty_rows: str = "zeros",  # one of `EMPTY_ROWS`
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can."""
@@ -260,7 +260,7 @@ def _setup_context(
     output: tuple[Tensor, Tensor],
 ) -> None:
     q, k, v, *tables = inputs
-    if any(ctx.needs_input_grad[6:7]):  # what is not given has no place there
+    if any(ctx.needs_input_grad[6:7]):  # an operand that is not given has no entry
         raise UnsupportedInputError(
             "attention: mask needs a gradient, and the op has none for it. Detach the mask, or "
             "compile with options={'memeff.attention': 'off'}."

@@ -39,8 +39,7 @@ class _Operands:
     def scores(self, first: int, stop: int) -> tuple[Tensor, Tensor, slice]:
         """Return the scores of a block, after the softcap, those that count, and their keys.
 
-        Both are (B, G, R, stop - first, keys) or broadcast to it; what does not count is not
-        masked yet.
+        Both are (B, G, R, stop - first, keys) or broadcast to it; the others are not masked yet.
         """
         low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
         keys = slice(low, high)
@@ -91,7 +90,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
     dtype = wide(q.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if given.key_mask is not None and not given.mean:
-        # What padding holds must not reach anything, not even as 0 * nan.
+        # Values of padding must not reach the result, not even as 0 * nan.
         hidden = ~given.key_mask[:, None, :, None]
         k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
     groups = k.shape[1]
@@ -131,16 +130,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return what each key weighs for a query without keys that count."""
+    """Return the weight of each key for a query for which no key counts."""
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 
 def gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: Conditions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, each laid out with its heads beside its depth.
+    """Return the gradients of q, k and v, each with its heads next to its depth in memory.
 
-    `grad_out` is of out; out and lse are what `attend` returned.
+    `grad_out` is the gradient of out; out and lse are the results of `attend`.
     """
     every = _operands(q, k, v, given)
     grad = grad_out.to(every.q.dtype).reshape(every.q.shape)

@@ -1,6 +1,6 @@
 """How the engine `tiles` cuts the work: tile sizes, warps and stages per kernel.
 
-Everything follows from the head dimension and the GPU's kind, never from what tables hold.
+Everything follows from the head dimension and the GPU's kind, never from the values in tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KERNELS = ("forward", "query_gradient", "key_gradient")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for."""
+    """The sizes that a kernel is compiled for."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile
@@ -42,7 +42,7 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
         "query_gradient": _row((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
         "key_gradient": _row((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 8, 2)),
     },
-    "blackwell": {  # 227 KiB, and memory of its own for sums
+    "blackwell": {  # 227 KiB, and separate memory for sums
         "forward": _row((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2)),
         "query_gradient": _row((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
         "key_gradient": _row((64, 128, 8, 2), (32, 128, 8, 3), (16, 64, 8, 1, True)),
@@ -60,7 +60,7 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
 }
 
 
-# The same, where tables take registers of their own.
+# The same, for kernels whose tables take additional registers.
 _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
     "hopper": {
         "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 64, 8, 3), 256: Shape(128, 32, 8, 2)},

@@ -1,7 +1,7 @@
 """The engine `tiles`: queries against keys, tile by tile. CUDA, sm_80 or later, bf16 and fp16.
 
-Nothing waits for the GPU or reads a value on the host, and the grids follow from static sizes, so
-calls can be captured in CUDA graphs. There are no atomics: the same inputs give the same bits.
+The host never waits for the GPU or reads a value from it, and the grids follow from static sizes,
+so calls can be captured in CUDA graphs. There are no atomics: the same inputs give the same bits.
 
 The floor is the arithmetic: 4 D floating-point operations in the forward for each pair of a query
 and a key that counts, in each head, and 10 D in the backward, which computes the scores twice.
@@ -48,18 +48,18 @@ def plan_for(
 
 @dataclass(frozen=True)
 class _Call:
-    """What every launch of one call shares."""
+    """The arguments that all launches of one call share."""
 
     q: Tensor  # with the depth at unit stride
     k: Tensor  # likewise
     v: Tensor  # likewise
-    # the conditions; bounds that hide nothing are dropped, others kept within the sizes
+    # the conditions; bounds that hide no key are dropped, others kept within the sizes
     given: Conditions
     mean: bool  # whether a query may have no key and get the mean
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def has_bounds(self) -> bool:
-        """Say whether positions alone do not tell which tiles count."""
+        """Return whether more than positions decides which tiles count."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
@@ -93,7 +93,7 @@ class _Call:
     def scales(self) -> tuple[float, float]:
         """Return the scale of raw scores in base 2, above 0, and that inside the softcap.
 
-        Where the mask is added, the second one makes scores of products, and the first is plain.
+        If the mask is added, the second one turns products into scores, and the first is plain.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:
@@ -105,7 +105,7 @@ class _Call:
     def bounds(
         self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
     ) -> tuple[Tensor, int]:
-        """Return which tiles each tile of ours visits, and how many there are."""
+        """Return which tiles each program tile visits, and how many there are."""
         _, heads, _, queries, keys, _ = self.sizes
         sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         ours = (queries, shape.rows) if ours_are_queries else (keys, shape.keys)
@@ -114,7 +114,7 @@ class _Call:
         return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
-        """Return the mask that is a tensor, with the tiles that each tile of ours visits."""
+        """Return the mask tensor, with the tiles that each program tile visits."""
         if self.given.mask is None:
             return none_of(self.q)
         return dense_of(
@@ -130,13 +130,13 @@ class _Call:
         kernel: Any,
         shape: Shape,
         read: tuple[Tensor, ...],  # (B, heads, positions, D) each
-        others: tuple[Any, ...],  # what stands between the bounds and the positions
+        others: tuple[Any, ...],  # the arguments between the bounds and the positions
         *,
         lse: Tensor | None = None,
         ours_are_queries: bool = True,
-        parts: Sequence[Mapping[str, bool]] = ({},),  # constants of each launch beside the others
+        parts: Sequence[Mapping[str, bool]] = ({},),  # further constants of each launch
     ) -> None:
-        """Run a kernel whose programs have a tile of queries each, or of keys."""
+        """Run a kernel whose programs each process a tile of queries, or of keys."""
         batch, heads, groups, queries, keys, _ = self.sizes
         bounds, tiles = self.bounds(shape, lse, ours_are_queries=ours_are_queries)
         ours = heads if ours_are_queries else groups
@@ -192,7 +192,7 @@ def gradients(
     q: Tensor,  # as for `attend`
     k: Tensor,  # (B, G, N, D)
     v: Tensor,  # likewise
-    out: Tensor,  # what it returned
+    out: Tensor,  # the result of `attend`
     lse: Tensor,  # likewise
     given: Conditions,  # as for `attend`
     *,

@@ -1,23 +1,24 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of the engine `tiles`: which tiles count, attention, and the two of its backward.
 
-A tile of queries meets a tile of keys. Pairs in which no key counts are not visited; pairs in which
-all do are computed without a look at the conditions. For one tile the pairs are four numbers: first
-and stop of what is visited, and in between first and stop of what is complete. Positions alone give
-them by arithmetic, tables (masks and ids) by a small kernel in front.
+A program combines a tile of queries with tiles of keys, or the reverse. Pairs in which no key
+counts are not visited; pairs in which all do are computed without checking the conditions. For one
+tile the pairs are four numbers: first and stop of the visited tiles, and within them first and stop
+of the complete ones. Positions alone give them by arithmetic; tables (masks and ids) by a small
+kernel that runs first.
 
-Softmax runs in base 2 on differences of raw numbers (products, or what tanh leaves of them), which
-are then scaled: an exponent above 0 cannot arise however large the numbers are.
+Softmax runs in base 2 on differences of raw numbers (products, or tanh of them), which are then
+scaled: an exponent above 0 cannot arise however large the numbers are.
 
 With HAS_MASK a tensor decides alone, tile by tile (`mask_tiles`): empty tiles are not visited, full
 ones not looked up. Where it is added to the scores (IS_BIAS), raw numbers are the scores, and the
-lse has two planes, the largest score and the logarithm of the weights relative to it: beside the
-lowest number of a dtype a logarithm would be lost.
+lse has two planes, the largest score and the logarithm of the weights relative to it: next to the
+lowest number of a dtype, a logarithm would be lost.
 
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
 
-Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" what it
-visits.
+Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
+that it visits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return what softmax scales: the product, or tanh of it; within 2e-7 of tanh."""
+    """Return the number that softmax scales: the product, or its tanh, within 2e-7."""
     if C.IS_BIAS:
         product = product * inner
     elif C.SIGN != 1:
@@ -95,10 +96,7 @@ def _tiles_of(x, batch, head, offs, depth):
 
 @triton.jit
 def _program(rows, tiles, C: tl.constexpr):
-    """Return which tile a program has, from the front on, and of which sequence and head.
-
-    By head those that run together share keys and values, or queries and their gradients.
-    """
+    """Return a program's tile, counted from the front, its sequence and its head."""
     if C.BY_HEAD:
         tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     else:
@@ -110,8 +108,8 @@ def _program(rows, tiles, C: tl.constexpr):
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
     """Return which tiles a tile visits, and their list with HAS_MASK and how long it may be.
 
-    The tile is batch, first head, number and how many there are. Of two lengths, bounds, sizes and
-    whether it is bound, ours come first.
+    The tile is batch, first head, number and how many there are. In each pair of lengths, bounds
+    and sizes, the program tile's come first.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(
@@ -140,7 +138,7 @@ def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constex
     is_key = is_inside
     if MASKED and C.HAS_KEY_MASK:
         is_key = keys_shown(mask_ptr, key, is_inside)
-    # What hidden keys hold must not get in, not even times 0; for a mean they do count.
+    # Values of hidden keys must not enter, not even times 0; for a mean they do count.
     is_read = is_inside if C.MEAN else is_key
     k_base, k_offs, k_row = k
     v_base, v_offs, v_row = v
@@ -194,7 +192,7 @@ def _attention_kernel(
     bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
     out_ptr,  # (B, M, H, D)
     lse_ptr,  # (B, H, M) fp32, natural logarithm; with IS_BIAS (2, B, H, M)
-    scales,  # of what _raw leaves, in base 2, above 0; of the product inside the softcap
+    scales,  # of the results of _raw, in base 2, above 0; of the product inside the softcap
     ahead,
     behind,
     sizes,  # B * H, heads, query heads per key head, queries, keys, query tiles
@@ -363,7 +361,7 @@ def _attention_query_gradient_kernel(
 def _key_gradient_tile(
     grads, ours, tile, shared, seen, mask, told, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add what a tile of queries gives, of one of the heads that share the keys."""
+    """Add the part from a tile of queries, for one of the heads that share the keys."""
     grad_k, grad_v = grads
     k, v, key, is_key, key_id = ours
     wide_zero, q, grad, scales, queries, keys = seen
@@ -423,9 +421,9 @@ def _key_gradient_tile(
 def _over_queries(
     grads, ours, visits, heads, seen, mask, told, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add what the visited tiles of queries give, of so many heads from the first of `heads` on.
+    """Add the parts from the visited tiles of queries, for the heads that share the keys.
 
-    One loop over the tiles of all: it stays filled between heads.
+    One loop runs over the tiles of all heads, so the pipeline stays filled between heads.
     """
     count, first, full_first, full_stop, list_ptr, others, ahead = visits
     shared, number = heads

@@ -1,7 +1,7 @@
 """KV caches of few bits, read as codes: the full cache is never rebuilt.
 
-Old tokens are codes of 8, 4, 3 or 2 bits, in groups; the latest and the first few stay as they
-came. Attention multiplies the codes as they are, with their scales folded into queries and weights.
+Old tokens are codes of 8, 4, 3 or 2 bits, in groups; the latest and the first few stay exact.
+Attention multiplies the codes as they are, with their scales folded into queries and weights.
 
     coded_kv_cache_append     writes new tokens in place, and codes the groups that are old enough
     coded_kv_cache_view       returns keys and values as a static cache would hold them

@@ -13,20 +13,20 @@ from .layout import Pool, channel_group
 from .reference import is_per_head
 
 WARPS = 8
-"""Warps of a program that several tokens come to."""
+"""Warps of a program when several tokens are appended."""
 
 NEW_GROUPS = (4, 4)
 """Programs that share a group of new tokens alone, at most, and their warps."""
 
 PROGRAMS = 8192
-"""Programs that code such groups, where there are as many."""
+"""Programs that code such groups, if there are as many groups."""
 
 
 def cut(bits: int, depth: int) -> tuple[int, int]:
-    """Return how many programs share a group where one token comes, and their warps.
+    """Return how many programs share a group when one token is appended, and their warps.
 
-    As measured on an H200; more programs code a group faster and cost more where none is due. Rows
-    wider than 128 do not fit the registers of one warp.
+    The numbers were measured on an H200: more programs code a group faster, but cost more in steps
+    that code no group. Rows wider than 128 do not fit the registers of one warp.
     """
     return (1, 4) if bits >= 4 else (4, 1 if depth <= 128 else 2)
 
@@ -39,15 +39,15 @@ def append(
     recent: int,  # tokens at the end that are never in codes
     limit: int,  # tokens that the cache holds
     *,
-    warps: int | None = None,  # per program, by default what `cut` says
-    # programs that share a group where one token comes, by default what `cut` says
+    warps: int | None = None,  # per program, by default the result of `cut`
+    # programs that share a group when one token is appended, by default the result of `cut`
     pieces: int | None = None,
     new_groups: tuple[int, int] = NEW_GROUPS,
     programs: int = PROGRAMS,
 ) -> None:
-    """Write tokens and code what is due; the shapes are as the op has checked them.
+    """Write tokens and code the groups that are complete; the op has checked the shapes.
 
-    Beyond `limit` nothing is written, and attention returns not-a-number until a reset.
+    Beyond `limit` no token is written, and attention returns nan until a reset.
     """
     from . import append_codes_kernels as kernels
 

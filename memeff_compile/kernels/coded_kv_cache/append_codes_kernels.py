@@ -2,10 +2,10 @@
 """Appending to a coded cache: window, kept tokens and the groups that are due.
 
 Two programs per sequence and key-value head, one for keys and one for values, walk through the new
-tokens. Whenever the window is full they code the oldest group. Of several tokens, as of a prompt,
-groups of new ones alone need not pass through the window: another launch codes them from where they
-are, with more programs. How many tokens there are is read on the device. The last program to finish
-writes the new counts: all have read the old ones by then.
+tokens. Whenever the window is full they code the oldest group. If several tokens are appended, as
+for a prompt, groups of only new tokens skip the window: another launch codes them directly, with
+more programs. How many tokens there are is read on the device. The last program to finish writes
+the new counts: all have read the old ones by then.
 
 Codes equal the reference's: divisions are rounded to nearest, and halves go up.
 """
@@ -18,7 +18,9 @@ import triton.language as tl
 
 @triton.constexpr_function
 def parts_of(BITS, SHARES):
-    """Return in how many parts codes are stored: a byte has one of each, and whole ones a scale."""
+    """Return how many parts codes are stored in: a byte has one code of each, and whole parts share
+    a scale.
+    """
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
 
@@ -65,7 +67,7 @@ def _stored(step, ptr):
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the least and the largest number of each column, 0 where all are left out."""
+    """Return the least and the largest number of each column, 0 if all are left out."""
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high
@@ -127,8 +129,8 @@ def _store_bytes(
 ):
     """Store bytes that have the codes of all parts, of some tokens and columns of each part.
 
-    Of 3 bits the high ones of two tokens share a byte: neighbours of keys, of values those in the
-    two halves of `token`.
+    For 3 bits, the high bits of two tokens share a byte: neighbouring tokens for keys, tokens in
+    the two halves of `token` for values.
     """
     low, high = made
     token, column = at
@@ -209,7 +211,7 @@ def _code_keys(
     piece,
     C: tl.constexpr,
 ):
-    """Code a group of keys, or a piece of each part's columns, with scales of its channels."""
+    """Code a group of keys, or a block of each part's columns, with one scale per channel."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SOME: tl.constexpr = SHARE // C.PIECES
@@ -230,7 +232,7 @@ def _code_keys(
 
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Code a group, or a piece of its tokens, with scales of its tokens."""
+    """Code a group, or a block of its tokens, with one scale per token."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS
@@ -288,7 +290,7 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Write those of some rows that are kept, to where the sequence and head has them."""
+    """Write the kept ones of some rows to the kept rows of the sequence and head."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]
@@ -303,13 +305,13 @@ def _base(source, pair, kv_heads):
 
 @triton.jit
 def _behind(length, coded, new, C: tl.constexpr):
-    """Return how many tokens are in codes once the new ones are there."""
+    """Return how many tokens are coded after the new ones are appended."""
     return coded + tl.maximum(length + new - coded - (C.WINDOW - C.GROUP), 0) // C.GROUP * C.GROUP
 
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or values, of one sequence and head; return the counts behind them."""
+    """Write the new keys, or values, of one sequence and head; return the counts after them."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -321,14 +323,14 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
     before = length
     behind = _behind(length, coded, new, C)
     if length + new > limit:
-        # Nothing may be lost in silence: what attention returns is no number until a reset.
+        # An overflow must be visible: attention returns nan until a reset.
         nothing = tl.full((C.DEPTH,), float("nan"), tl.float32)
         last = (length + C.WINDOW - 1) % C.WINDOW
         tl.store(window + last * C.DEPTH + depth, nothing.to(room[2].dtype.element_ty))
         done += new
     while done < new:
         if C.TOKENS > 1 and coded >= before:
-            # `_code_new_groups` has coded what follows; the last ones stay in the window.
+            # `_code_new_groups` has coded the tokens that follow; the last ones stay in the window.
             done = tl.maximum(done, new - C.WINDOW)
             length = before + done
             coded = behind
@@ -356,7 +358,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Code a piece of some groups of new keys, or values, and write those that are kept."""
+    """Code a block of some groups of new keys, or values, and write the kept ones."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)

@@ -19,9 +19,9 @@ from .pair_reference import Merging, keep, keep_rows
 def append_lower(
     k_window: Tensor, v_window: Tensor, counts: Tensor, k: Tensor, v: Tensor, limit: int
 ) -> None:
-    """Write tokens of the lower layer into its window; beyond `limit` there is no number there.
+    """Write tokens of the lower layer into its window; beyond `limit`, write nan.
 
-    Tokens may have any strides; what is the layer's own is as in `pair_reference.append_lower`.
+    Tokens may have any strides; the layer's tensors are as in `pair_reference.append_lower`.
     """
     from . import append_pairs_kernels as kernels
 
@@ -47,10 +47,10 @@ def append_pair(
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Write tokens of both layers, or of the upper, and merge what is due.
+    """Write tokens of both layers, or of the upper, and merge the groups that are complete.
 
-    Beyond `limit`, or where the two layers have not come as far, nothing is written, and attention
-    returns not-a-number until a reset.
+    Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
+    returns nan until a reset.
     """
     from . import append_pairs_kernels as kernels
 
@@ -78,7 +78,7 @@ def append_pair(
 
 
 def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str, Any]:
-    """Return what kernels that code shared directions are told at compile time."""
+    """Return the compile-time constants of kernels that code shared directions."""
     return {
         "DEPTH": depth,
         "BITS": bits,
@@ -153,7 +153,9 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both with the same strides, a token some whole rows behind the one before."""
+    """Return both with the same strides, where consecutive tokens are a whole number of rows
+    apart.
+    """
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
     return (lower, upper) if is_fine else (lower.contiguous(), upper.contiguous())

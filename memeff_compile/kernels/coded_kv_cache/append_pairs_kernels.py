@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Appending to two layers that share directions: windows, and the groups that are merged.
 
-One program per sequence and key-value head has keys and values of both layers, as which rows are
-kept depends on all four. A shared direction is a sum of the two rows with a factor each, which
+One program per sequence and key-value head has keys and values of both layers, because all four
+decide which rows are kept. A shared direction is a sum of the two rows with a factor each, which
 follow from three sums over channels; so rows are read a few channels at a time, and read again to
 be coded. How many tokens there are is read on the device; the last program writes the new counts.
 
-A prompt's groups are merged by programs of their own: one pass measures how far apart rows are, and
-the other, once it is known which are kept, codes keys or values. Both read the model's tensors.
+Separate programs merge a prompt's groups: one pass measures how far apart rows are; the other, when
+the kept rows are known, codes keys or values. Both read the model's tensors.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
 
 @triton.jit
 def _factors(cosine, m, n, t, RULE: tl.constexpr):
-    """Return by what rows of the lower and of the upper layer are multiplied, to be summed."""
+    """Return the factors of the rows of the lower and of the upper layer, whose sum is the
+    direction.
+    """
     per_m = 1.0 / tl.maximum(m, 1e-12)
     per_n = 1.0 / tl.maximum(n, 1e-12)
     if RULE == 2:
@@ -199,7 +201,7 @@ def _code_directions(
 
 @triton.jit
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy the rows that are kept from a window to where they are kept."""
+    """Copy the kept rows from a window to the tensor of kept rows."""
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
         x = tl.load(window + slot[:, None] * DEPTH + column[None, :])
@@ -227,7 +229,7 @@ def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Put no number where the last token is, so that nothing is lost in silence."""
+    """Write nan for the last token, so that the overflow is visible."""
     depth = tl.arange(0, DEPTH)
     nothing = tl.full((DEPTH,), float("nan"), tl.float32)
     last = (length + WINDOW - 1) % WINDOW
@@ -388,7 +390,7 @@ def _coded_kv_cache_append_pair_kernel(
 
 @triton.jit
 def _coded_kv_cache_measure_pair_kernel(
-    lower_k_ptr,  # (B, KV_HEADS, count, D), a token `k_rows` times D behind the one before
+    lower_k_ptr,  # (B, KV_HEADS, count, D), consecutive tokens are `k_rows` times D apart
     upper_k_ptr,
     stride_k_batch,
     stride_k_head,

@@ -1,7 +1,7 @@
-"""Layers of a cache of few bits that stay exact: who has them, so that reports can say so.
+"""Which layers of a low-bit cache stay exact, for reports.
 
-A compiled graph shows tensors, not what was asked of the cache they are from. Caches announce
-themselves; a pass asks whether an input of its graph is one of their exact layers.
+A compiled graph contains tensors, not the settings of their cache. Caches register here; a pass
+asks whether an input of its graph is one of their exact layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Keeper(Protocol):
     """A cache that keeps some of its layers exact, or all of them."""
 
     kept_exact: str
-    """What stays exact, in words."""
+    """The layers that stay exact, in words."""
     has_codes: bool
     """Whether any layer is in codes."""
 
@@ -30,7 +30,7 @@ _KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def announce_exact(keeper: Keeper) -> None:
-    """Let reports of graphs that read the cache say what stays exact."""
+    """Let reports of graphs that read the cache name the layers that stay exact."""
     _KEEPERS.add(keeper)
 
 

@@ -1,8 +1,8 @@
 """Heads of queries, keys and values in few bits, as a model that trains with them computes.
 
-One scale per token and head, codes around zero: what `KVCache(scheme="per_head")` stores. The
-gradient passes straight through. BitNet a4.8, table 3: 4-bit keys and values; 4-bit queries too; or
-4-bit queries with 3-bit keys and values, whose first token keeps 4 bits.
+One scale per token and head, codes around zero: the codes that `KVCache(scheme="per_head")` stores.
+The gradient passes through unchanged. BitNet a4.8, table 3: 4-bit keys and values; 4-bit queries
+too; or 4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How a coded cache lies in memory: sizes of its tensors, and codes packed into bytes.
+"""The memory layout of a coded cache: sizes of its tensors, and codes packed into bytes.
 
 Tokens are coded in groups. A group's codes are one contiguous block of bytes: keys token by token,
-values channel by channel, so that a tensor core takes either as it comes. Within a row of D
+values channel by channel, so that a tensor core takes either without reordering. Within a row of D
 channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of 2
 bits put four channels there, D/4 apart. Codes of 3 bits are two planes: their low two bits as codes
-of 2 bits, and behind them the high bits of two tokens to a byte, of keys those of tokens 2t and
-2t + 1, of values those of tokens t and t + group/2. There the high bit of the p-th of four channels
-is bit 2p + 2 of the byte, of the last bit 0, and that of the second token the next bit.
+of 2 bits, followed by the high bits, two tokens to a byte: for keys tokens 2t and 2t + 1, for
+values tokens t and t + group/2. There the high bit of the p-th of four channels is bit 2p + 2 of
+the byte (bit 0 for the last channel), and that of the second token the next bit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the layers of a pair share."""
+    """The tensors that both layers of a pair share."""
 
     # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; codes are numbers where rows are
     # PLAIN
@@ -63,15 +63,15 @@ class Shared(NamedTuple):
     places: Any
     starts: Any  # (B, H) int32, each sequence's first token
     bound: Any  # (B, H) fp32, the distance beyond which a row is kept
-    kept_count: Any  # (B, H) int32, the rows kept beside the first tokens
-    left_over: Any  # (B, H) int32, those that found no room
+    kept_count: Any  # (B, H) int32, the rows kept besides the first tokens
+    left_over: Any  # (B, H) int32, the rows that had no room
 
 
 class Own(NamedTuple):
-    """What each layer of a pair has for itself, as of `Pool`.
+    """The tensors that each layer of a pair has, as in `Pool`.
 
-    `norms`, (B, H, groups * group, 2), are those of a token's key and value, side by side; a
-    negative one of a key marks a token that is kept.
+    `norms`, (B, H, groups * group, 2), holds the norm of each token's key and value; a negative
+    norm of a key marks a kept token.
     """
 
     k_window: Any
@@ -92,7 +92,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a coded cache is made of."""
+    """The parameters of a coded cache."""
 
     depth: int  # channels per head
     bits: int  # of a code
@@ -112,7 +112,7 @@ class Layout:
         return channel_group(self.depth, self.scheme)
 
     def groups(self, tokens: int) -> int:
-        """Return the groups that a cache for so many tokens has room for, at least one."""
+        """Return how many groups fit into a cache for so many tokens, at least one."""
         return max(1, (tokens - self.recent) // self.group)
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
@@ -206,10 +206,10 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 
 
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
-    """Return the bytes of groups of codes, as they lie in the cache.
+    """Return the bytes of groups of codes in the cache's layout.
 
-    Codes of 8, 4, 3 or 2 bits, (..., group, D) uint8, become (..., group * D * bits / 8), of values
-    channels first.
+    Codes of 8, 4, 3 or 2 bits, (..., group, D) uint8, become (..., group * D * bits / 8), for
+    values channels first.
     """
     parts = [pack(codes & 3, 2) if bits == 3 else pack(codes, bits)]
     if bits == 3:

@@ -1,7 +1,7 @@
 """Bytes of a coded cache, as formulas in B (sequences), H (key-value heads), N (tokens) and D.
 
-`bytes_per_token` is what a token costs once it is in codes; `fixed_bytes` is what a layer holds
-however long the cache is: its window and its kept tokens.
+`bytes_per_token` is the size of a token in codes; `fixed_bytes` is a layer's part that does not
+depend on the cache's length: its window and its kept tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def bytes_per_token(
     bits: int,  # of a code
     *,
     group: Size,  # tokens that share the scales of a channel of keys; 0 for one per token and head
-    shares: Size,  # groups of channels of a value with scales of their own; not read with group 0
+    shares: Size,  # groups of channels of a value that have separate scales; not read with group 0
     itemsize: int = 2,  # bytes of a scale
 ) -> sympy.Expr:
     """Return the bytes of one token's keys and values in codes, in one layer and sequence."""
@@ -38,7 +38,7 @@ def fixed_bytes(
 
 
 def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
-    """Return the bytes of one token in a layout's codes, or as it comes without codes."""
+    """Return the bytes of one token in a layout's codes, or in the model's dtype without codes."""
     if layout.bits == PLAIN:
         return 2 * heads * layout.depth * itemsize
     told = {"group": layout.group if layout.scheme == "kivi" else 0, "itemsize": itemsize}
@@ -58,9 +58,9 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of two layers that share directions, for so many tokens.
 
-    The layout's `kept` counts all rows that there is room for, first tokens included. Codes and
-    scales are there once; lengths of keys and values, windows and rows kept as they came twice;
-    where a row is kept, once. Lengths are float16 in caches of 16 bits.
+    The layout's `kept` is the capacity for kept rows, first tokens included. Codes, scales and
+    positions of kept rows are stored once per pair; norms of keys and values, windows and kept rows
+    twice. Lengths are float16 in caches of 16 bits.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads

@@ -1,8 +1,8 @@
 """Two adjacent layers' keys or values as one direction and two lengths.
 
 Rows are vectors of one head and token. A pair of rows becomes one direction, shared, and a length
-each; rows that point too far apart are kept as they came. Rotary embedding changes nothing about
-this: it turns both rows of a pair alike.
+each; rows that point too far apart are kept unchanged. Rotary embedding does not matter here: it
+rotates both rows of a pair alike.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """
@@ -15,14 +15,15 @@ from torch import Tensor
 from ..checks import wide
 
 SCALES = ("norm", "projection")
-"""What the lengths of a merged row are: its own, or what makes the error smallest."""
+"""The lengths of a merged row: the row's length, or the one with the smallest error."""
 
 RULES = ("slerp", "average", "max_norm")
 """How the direction of a pair is found."""
 
 READINGS = ("distinct", "similar")
-"""Which rows are kept as they came: those farthest apart, as the paper intends, or those nearest,
-as its inequality can be read."""
+"""Which rows are kept unchanged: those farthest apart, as the paper intends, or those nearest, as
+its inequality can be read.
+"""
 
 _NEARLY_PARALLEL = 1e-4
 
@@ -55,7 +56,7 @@ def shared_direction(
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
-    """Return the direction that stands for both rows, (..., D) of length one, in fp32 or fp64."""
+    """Return the direction that replaces both rows, (..., D) of length one, in fp32 or fp64."""
     (u, m), (v, n) = direction_and_length(lower), direction_and_length(upper)
     if rule == "max_norm":
         return torch.where((m >= n).unsqueeze(-1), u, v)
@@ -70,10 +71,11 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return (B, H): the distance beyond which a row is kept as it came, or for ``similar`` below.
+    """Return (B, H): the distance beyond which (for ``similar``: below which) a row is kept
+    unchanged.
 
-    Of (B, H, N) distances, those that are `counted` have a say; it is not-a-number where none has.
-    `gamma` is the share of their range that is kept: larger keeps more, 1 all of it.
+    Only `counted` elements of the (B, H, N) distances are used; the result is nan if there are
+    none. `gamma` is the share of their range that is kept: larger keeps more, 1 all of it.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -93,10 +95,8 @@ def kept_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose rows to keep: those beyond the bound, the most extreme first, while there is room.
 
-    Returns:
-        chosen: bool (B, H, N).
-        rank: int64 (B, H, N), 0 for the most extreme row of those beyond the bound.
-        left_over: (B, H) int64, rows beyond the bound that found no room.
+    Returns: chosen: bool (B, H, N). rank: int64 (B, H, N), 0 for the most extreme row of those
+        beyond the bound. left_over: (B, H) int64, rows beyond the bound that had no room.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)
@@ -110,11 +110,7 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return by what the direction (..., D) that was decoded is multiplied to stand for a row.
-
-    ``norm`` keeps the row's length; ``projection`` makes the error smallest. (...) in fp32 or fp64;
-    0 where the decoded direction vanishes.
-    """
+    """Return the factor by which a decoded direction (..., D) is multiplied to give a row."""
     x = x.to(decoded.dtype)
     if scale == "projection":
         found = (x * decoded).sum(-1) / decoded.square().sum(-1).clamp_min(1e-24)

@@ -1,8 +1,9 @@
 """memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
 
 A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
-gives their shapes. `coded_kv_cache_append` writes to all of them but `places` and returns nothing;
-the others read. There is no backward: the ops serve generation, and a gradient through one raises.
+gives their shapes. `coded_kv_cache_append` writes to all of them except `places` and has no result;
+the other ops read. There is no backward: the ops serve generation, and a gradient through one
+raises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from . import reference
 from .layout import BITS, PLAIN, Pool, dtype_of, group_of, scale_shapes
 
 LEAST_DEPTH = 64
-"""Channels per head, of which the kernels have been compared with float64 on a GPU."""
+"""Channels per head for which the kernels have been compared with float64 on a GPU."""
 
 MOST_HEADS = 16
 """Query heads per key-value head that the kernels have been compared with float64 for."""
@@ -160,7 +161,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
     """Say in a sentence why a GPU should read the dense view instead, or return None.
 
-    The op runs where it is called; whoever chooses for others should choose something else.
+    The op itself works on any GPU; this is advice for passes that choose it.
     """
     if where_it_runs(q.device).type != "cuda":
         return None

@@ -1,9 +1,9 @@
 """memeff::coded_kv_cache_append_lower and _append_pair: two layers that share directions.
 
-The two layers of a pair have what `SHARED` names in common, and what `OWN` names each for itself.
-Together they make the pool of either layer that the view and attention read, with its norms.
-In a step the lower layer writes its token before the upper layer's is known, so groups are merged
-by the upper layer's append; until then they are in both windows.
+The two layers of a pair share the tensors named in `SHARED`, and each has those named in `OWN`.
+Together they make the pool of either layer that the view and attention read, with its norms. In a
+step the lower layer writes its token before the upper layer's is known, so groups are merged by the
+upper layer's append; until then they are in both windows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .op import on_kernels, supports_pool
 from .pair_reference import Merging
 
 SHARED = Shared._fields
-"""Names of what the layers of a pair share, in the order that ops take them."""
+"""Names of the tensors that the layers of a pair share, in the order that ops take them."""
 
 OWN = Own._fields
-"""Names of what each layer has for itself, the same."""
+"""Names of the tensors that each layer has, in the same order."""
 
 _TENSORS = [
     *(f"shared_{name}" for name in SHARED),
@@ -43,9 +43,9 @@ _WRITTEN = ", ".join(
 def shapes_of_pair(
     layout: Layout, batch: int, heads: int, tokens: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of what a pair shares, and of what each of its layers has.
+    """Return the shapes of a pair's shared tensors, and of those that each layer has.
 
-    The layout's `kept` counts all rows that there is room for, first tokens included.
+    The layout's `kept` is the capacity for kept rows, first tokens included.
     """
     every = layout.shapes(batch, heads, tokens)
     front = (batch, heads)

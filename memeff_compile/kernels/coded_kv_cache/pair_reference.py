@@ -1,7 +1,7 @@
 """Appending to the caches of two layers that share directions, in plain PyTorch.
 
-Right on any device and in any floating dtype. `merge` needs to be told where the cache is and so
-waits for nothing; `append` reads the counts on the host.
+Correct on any device and in any floating dtype. `merge` gets the position in the cache as an
+argument and does not wait for the device; `append` reads the counts on the host.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -26,7 +26,7 @@ from .merging import (
 from .reference import decode, encode, groups_due, require_room
 
 _AT_ONCE = 1 << 24
-"""Numbers of one layer's keys that are merged at once: bounds what is allocated meanwhile."""
+"""Elements of one layer's keys that are merged at once; bounds the temporary memory."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ def append(
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
     *,
-    is_first: bool = False,  # the cache is empty; then nothing is read on the host
-    merging: Callable[..., None] | None = None,  # what merges rows, by default `merge`
+    is_first: bool = False,  # the cache is empty; then no value is read on the host
+    merging: Callable[..., None] | None = None,  # the function that merges rows, by default `merge`
 ) -> None:
-    """Write the upper layer's tokens, the lower's if they are given, and merge what is due."""
+    """Write the upper layer's tokens, the lower's if they are given, and merge complete groups."""
     _, lower, upper = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -117,7 +117,7 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the tokens from position `coded` on; nothing is read on the host."""
+    """Merge the tokens from position `coded` on; read no value on the host."""
     shared, lower, upper = pair
     batch, heads, count, depth = rows[0].shape
     at_once = max(1, _AT_ONCE // max(1, batch * heads * group * depth)) * group
@@ -152,7 +152,7 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the rows that `keep` has noted, of `merge`'s, from position `coded` on."""
+    """Copy the rows that `keep` has recorded out of `merge`'s rows, from position `coded` on."""
     (_, _, _, _, places, *_), lower, upper = pair
     count, depth = rows[0].shape[2:]
     is_here = (places >= coded) & (places < coded + count)
@@ -163,10 +163,10 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 
 
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose what is kept, bool (B, H, n), and note where.
+    """Choose the rows to keep, bool (B, H, n), and record their positions.
 
-    Layers are `apart`, and tokens `behind` the beginning of their sequence, (B, H, n) each; padding
-    is behind it by less than 0.
+    `apart` is the distance between the layers, and `behind` how many positions a token follows the
+    beginning of its sequence, (B, H, n) each; it is negative for padding.
     """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
     is_pinned = (behind >= 0) & (behind < settings.keep_first)
@@ -180,7 +180,7 @@ def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Te
     row = torch.where(is_pinned, behind, settings.keep_first + kept_count.unsqueeze(-1) + rank)
     is_kept = is_pinned | chosen
     row = torch.where(is_kept, row, places.shape[2])
-    listed = torch.nn.functional.pad(places, (0, 1))  # the last takes what is not kept
+    listed = torch.nn.functional.pad(places, (0, 1))  # the last one takes rows that are not kept
     listed.scatter_(2, row.long(), (behind + starts.unsqueeze(-1)).to(places.dtype))
     places.copy_(listed[..., :-1])
     kept_count += chosen.sum(-1).to(kept_count.dtype)

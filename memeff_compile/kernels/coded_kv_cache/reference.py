@@ -50,14 +50,14 @@ def encode(
     scheme: str,  # one of `SCHEMES`
     *,
     is_value: bool,  # values rather than keys
-    # bool (B or 1, H or 1, n, G), tokens that have no say in the scales of keys, or None; their
-    # codes mean nothing
+    # bool (B or 1, H or 1, n, G), tokens ignored in the scales of keys, or None; their
+    # codes are undefined
     left_out: Tensor | None = None,
     dtype: torch.dtype | None = None,  # of the scales, by default that of x
 ) -> tuple[Tensor, Tensor]:
     """Code groups of keys or values; return codes, (B, H, n, G * D * bits / 8) uint8, and scales.
 
-    Scales are as the cache holds them. Where bits is PLAIN, codes are (B, H, n, G * D) numbers.
+    Scales are in the cache's layout. Where bits is PLAIN, codes are (B, H, n, G * D) numbers.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -86,10 +86,7 @@ def encode(
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return what codes stand for, (B, H, n * G, D) float32, or float64 where the scales are.
-
-    Codes and scales are as `encode` returns them.
-    """
+    """Return the decoded numbers, (B, H, n * G, D) float32, or float64 if the scales are."""
     kind = wide(scales.dtype)
     if bits == PLAIN:
         plain: Tensor = codes.unflatten(-1, (-1, depth)).flatten(2, 3)
@@ -136,9 +133,9 @@ def groups_due(waiting: int, window: int, group: int) -> int:
 def append(
     pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
-    """Write tokens, (B, H, T, D), behind those that are there, and code groups that are old enough.
+    """Append tokens, (B, H, T, D), and code groups that are old enough.
 
-    The last `recent` tokens are never in codes; the cache holds `limit`.
+    The last `recent` tokens are never coded; the cache holds at most `limit`.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     window, new = k_window.shape[2], k.shape[2]
@@ -179,7 +176,7 @@ def kept_until(places: Tensor, positions: Tensor) -> Tensor:
 
 
 def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
-    """Write the tokens that are kept to where they are kept."""
+    """Write the kept tokens to the tensor of kept tokens."""
     source = places.long() - length
     is_here = (source >= 0) & (source < x.shape[2])
     if x.shape[2] and places.shape[2]:
@@ -189,13 +186,13 @@ def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
 
 def view(
     pool: Sequence[Tensor],  # the tensors of a cache
-    # of keys and of values, (B, H, N), by which what codes say is multiplied; negative for tokens
-    # that are kept. Or two None.
+    # of keys and of values, (B, H, N), factors of the decoded rows; negative for tokens that are
+    # kept. Or two None.
     norms: Sequence[Tensor | None],
     bits: int,  # of a code
     tokens: int,  # N, length of the result
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values as a static cache would hold them, zero where nothing is.
+    """Return keys and values as a static cache would hold them, zero where it is empty.
 
     They are (B, H, N, D) in the dtype of the window.
     """
@@ -220,7 +217,8 @@ def view(
         decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
         whole = torch.where(is_recent, window[:, :, slots], decoded)
         whole = torch.where(is_recent | is_coded, whole, 0.0)
-        room = F.pad(whole, (0, 0, 0, 1))  # the row behind the end takes what is not yet kept
+        # the row after the end takes tokens that are not yet kept
+        room = F.pad(whole, (0, 0, 0, 1))
         room.scatter_(2, there[..., None].expand(kept.shape), kept)
         results.append(room[:, :, :tokens].contiguous())
     return results[0], results[1]
@@ -236,7 +234,7 @@ def attend(
 ) -> Tensor:
     """Attend with one query per sequence to everything in the cache that `mask` shows.
 
-    A query that sees nothing gets zeros.
+    A query that sees no key gets zeros.
     """
     batch, heads, _, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])

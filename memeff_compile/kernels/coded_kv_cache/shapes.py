@@ -18,7 +18,7 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a launch of the attention kernel is compiled for."""
+    """The sizes that a launch of the attention kernel is compiled for."""
 
     warps: int  # warps per program
     stages: int  # turns in flight
@@ -30,8 +30,8 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
     """Return the launch for a head dimension, bits, and query heads per key-value head.
 
     One or two warps, or few rows, keep to the tensor core's instructions for single warps: those
-    for four warps, on 16 rows, came out wrong. Chosen by `benchmarks/ops/coded_kv.py --part sweep`
-    on an H200.
+    for four warps, on 16 rows, gave wrong results. Chosen by `benchmarks/ops/coded_kv.py --part
+    sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -65,8 +65,8 @@ def part_width(depth: int, bits: int, channels: int) -> int:
 def splits_for(pairs: int, groups: int, slots: int) -> int:
     """Return the number of programs that share the groups of one sequence and key-value head.
 
-    There are so many of these `pairs`, room for so many groups, and so many programs run at once:
-    64 share for (8, 510, 528), 3 for (1024, 510, 528).
+    Arguments: number of `pairs`, of groups that fit, and of programs that run at once: 64 share for
+    (8, 510, 528), 3 for (1024, 510, 528).
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))

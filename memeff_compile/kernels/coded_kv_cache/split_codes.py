@@ -1,7 +1,7 @@
 """The engine `codes`: attention over codes, split over programs. CUDA, sm_80 or later.
 
-Nothing waits for the GPU or reads a value on the host, and the grid follows from static sizes, so
-calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
+The host never waits for the GPU or reads a value from it, and the grid follows from static sizes,
+so calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
 the same inputs give the same bits.
 
 The floor is the time to read the codes and their scales once.
@@ -28,7 +28,9 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch is made of: warps and stages, and programs per sequence and key-value head."""
+    """The parameters of a launch: warps and stages, and programs per sequence and key-value
+    head.
+    """
 
     shapes: Shapes
     splits: int
@@ -56,7 +58,7 @@ def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
-    """Return a mask, bool (B or 1, 1, 1, N) or None, as kernels take it: bytes and strides."""
+    """Return a mask, bool (B or 1, 1, 1, N) or None, in the kernels' form: bytes and strides."""
     if mask is None:
         return like, 0, 0
     return mask.view(torch.uint8), 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3)
@@ -77,7 +79,7 @@ def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def combine(out: Tensor, share: Tensor, stat: Tensor, shares: int) -> None:
-    """Add up shares, if there are several, into results."""
+    """Sum shares, if there are several, into the result."""
     from . import split_codes_kernels as kernels
 
     batch, _, heads, depth = out.shape
@@ -98,7 +100,7 @@ def attend(
     scale: float,  # factor of the scores
     bits: int,  # of a code
     *,
-    plan: Plan | None = None,  # the launch, by default what `plan_for` gives
+    plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
     """Attend with one query per sequence; the shapes are as the op has checked them."""
     from . import split_codes_kernels as kernels

@@ -2,14 +2,14 @@
 """The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
 
 Program i of n takes the turns i, i + n, i + 2n ... of a few groups of codes each, then tiles of the
-window and of the kept tokens in the same manner. Scores stand with tokens down and query heads
-across: then keys and values are both the left operand of their product, read as bytes and unpacked
-in registers, and eight query heads fill a tile. Where they fill no more than half of it, two groups
-lie side by side, HALVES: the columns of one group's queries, then those of the next one's. Of each
-product the columns of its own group count; from there on each half is a share of its own. Codes
-stay whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added
-once per turn. Weights are summed token by token in registers and across tokens at the end, so a
-turn has two reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
+window and of the kept tokens in the same manner. Scores have tokens as rows and query heads as
+columns: then keys and values are both the left operand of their product, read as bytes and unpacked
+in registers, and eight query heads fill a tile. If they fill at most half of it, two groups share
+it (HALVES): the columns of one group's queries, then those of the next one's. Of each product the
+columns of its own group count; from there on each half is a separate share. Codes stay whole
+numbers: a key's scales multiply the query, a value's the weight, and zeros are added once per turn.
+Weights are summed token by token in registers and across tokens at the end, so a turn has two
+reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
 
 PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
 small; in bf16 queries and weights are multiplied by 2 ** 64 for it, and products by 2 ** 69. The
@@ -29,10 +29,9 @@ from .._triton.products_kernels import dot
 from .._triton.split_softmax_kernels import of_shares, step
 
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
-# by leaving nothing but the bits of one code of each. As bf16 numbers, whole numbers n below 256
-# are n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. In
-# half precision they are n * 2 ** -24. A code that lies n bits up from the last counts 2 ** n
-# times.
+# by masking all bits except one code of each. As bf16 numbers, whole numbers n below 256 are n * 2
+# ** -133: those below 128 have no exponent, and the least exponent is the next bit. In half
+# precision they are n * 2 ** -24. A code that lies n bits up from the last counts 2 ** n times.
 
 
 @triton.constexpr_function
@@ -43,8 +42,9 @@ def _moved(name, source, right):
 
 @triton.constexpr_function
 def _take_two(BITS, PART, BYTE):
-    """Return code that makes numbers of the codes of a part in either byte of two times 16 bits; of
-    3 bits the third one comes from a second operand, and those of the last part lie apart.
+    """Return assembly code that converts the codes of a part in either byte of two 16-bit words to
+    numbers. For 3-bit codes, the third bit comes from a second operand, and the last part is stored
+    separately.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -166,8 +166,8 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 def _pair_of(base, place):
     """Return two numbers that lie side by side, in fp32; two of 16 bits are one load.
 
-    Loads of less than four bytes are not made ahead of time, and waiting for them would cost more
-    than all the rest of a turn.
+    Triton does not prefetch loads of less than four bytes, and waiting for them would take longer
+    than the rest of a turn.
     """
     kind: tl.constexpr = base.dtype.element_ty
     if kind == tl.bfloat16:
@@ -241,7 +241,7 @@ def _attend_exact(
     sums,
     C: tl.constexpr,
 ):
-    """Add a tile of tokens that are stored as they came."""
+    """Add a tile of tokens that are stored without codes."""
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
     LANES: tl.constexpr = C.ROWS // C.HALVES
     k_base, v_base = bases
@@ -289,9 +289,9 @@ def _coded_kv_cache_attention_kernel(
     kv_heads, groups, norm_count, mask_count, splits, stat_count = sizes
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
-    # What queries and weights are multiplied by, and what their products are. With PACKED numbers
-    # are very small. A weight's product with a scale uses the range of half precision, which cannot
-    # overflow there: a scale is at most 2 ** 17 / (2 ** BITS - 1).
+    # Factors of queries and weights, and of their products. PACKED numbers are very small. A
+    # weight's product with a scale uses the range of half precision, which cannot overflow there: a
+    # scale is at most 2 ** 17 / (2 ** BITS - 1).
     kind: tl.constexpr = q_ptr.dtype.element_ty
     IS_WIDE: tl.constexpr = C.PACKED and kind == tl.bfloat16
     SMALL: tl.constexpr = 2.0 ** (-133 if IS_WIDE else -24) if C.PACKED else 1.0
@@ -412,7 +412,7 @@ def _coded_kv_cache_attention_kernel(
                 found = dot(numbers, scaled, none, C.UPCAST)
                 score = found if side == 0 else tl.where((half == 0)[None, :], score, found)
             bias = tl.sum(_side_by_side(biases, C.HALVES), axis=0)
-            # By fma, not a sum: Triton would let the product wait for what zeros add.
+            # By fma, not a sum: otherwise Triton would delay the product until the zeros are added.
             score = tl.fma(
                 score,
                 tl.full((C.GROUP, C.ROWS), K_LOWER, tl.float32) * scale,
@@ -518,7 +518,7 @@ def _coded_kv_cache_attention_kernel(
         zero = tl.sum(zeros[part * C.WIDTH // C.CHANNELS], axis=0)
         whole = whole + (acc * (V_LOWER / _gain(part, C)) + zero[None, :],)  # noqa: RUF005
     state = (largest, total, whole)
-    # What is not in codes is the first half's.
+    # Tokens that are not in codes belong to the first half.
     is_row = rows < C.REPEAT
     whole_q = tl.load(
         q_base + rows[None, :] * stride_q_head + depth[:, None] * stride_q_depth,
@@ -547,7 +547,7 @@ def _coded_kv_cache_attention_kernel(
             both = (pool.k_kept + kept, pool.v_kept + kept)
             state = _attend_exact(both, row, is_seen, whole_q, scale, state, C)
     largest, total, accs = state
-    # Either half of the columns is a share of its own.
+    # Each half of the columns is a separate share.
     is_row = rows % LANES < C.REPEAT
     row_of = pair * C.REPEAT + rows % LANES
     share_of = split * C.HALVES + half

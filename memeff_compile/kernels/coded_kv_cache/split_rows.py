@@ -1,6 +1,6 @@
 """The engine `rows`: attention over directions that two layers share. CUDA, sm_80 or later.
 
-As the engine `codes`, with numbers in the place of codes: nothing waits for the GPU, the grid
+As the engine `codes`, with numbers instead of codes: the host never waits for the GPU, the grid
 follows from static sizes, and there are no atomics.
 """
 
@@ -21,7 +21,7 @@ from .split_codes import combine, mask_argument, paired_norms, room_for
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch is made of."""
+    """The parameters of a launch."""
 
     tile: int  # tokens per turn
     warps: int  # warps per program
@@ -48,7 +48,7 @@ def attend(
     *,
     # programs per sequence and key-value head, by default from static sizes
     splits: int | None = None,
-    plan: Plan | None = None,  # the launch, by default what `plan_for` gives
+    plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
     """Attend with one query per sequence; the shapes are as the op has checked them."""
     from . import split_rows_kernels

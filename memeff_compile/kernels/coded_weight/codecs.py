@@ -1,8 +1,8 @@
 """The engine `triton`: launches of the codecs' kernels. CUDA, sm_80 or later.
 
-Encoding reads a few numbers back: how long its lists have to be. Where the lists are there already,
-they are read after the fact (`Outcome`), so that nothing waits for the GPU. Decoding and products
-read nothing, so that they can be captured in CUDA graphs. No kernel sums with atomics: the same
+Encoding reads a few numbers back: the lengths of its lists. If the lists exist already, it reads
+the lengths later (`Outcome`), so the host does not wait for the GPU. Decoding and products read no
+value on the host, so they can be captured in CUDA graphs. No kernel sums with atomics: the same
 inputs give the same bits.
 """
 
@@ -85,11 +85,13 @@ def _run_often(
     kernel: str,
     grid: int,
     tensors: Sequence[Tensor],  # on one GPU; the dtype of each follows from the constants
-    numbers: Sequence[int | float],  # behind them; no two make a difference to the compiler
+    numbers: Sequence[int | float],  # after them; their values make no difference to the compiler
     warps: int,
     *constants: tuple[str, Any],
 ) -> None:
-    """Do what `_run` does in a fraction of the host's time: a training step has a thousand."""
+    """Do the same as `_run` in a fraction of the host time: a training step calls it a thousand
+    times.
+    """
     settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
         launch_plain(kernel_of(module, kernel), (grid,), tensors, numbers, settings, name)
@@ -107,12 +109,12 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return the numbers of 16 bits that so many weights take in a refuge."""
+    """Return how many 16-bit numbers the spill buffer of so many weights needs."""
     return HEADING + padded(count)
 
 
 class Outcome:
-    """Whether a weight fitted into the lists that were there, known when the GPU has got so far."""
+    """Whether a weight fitted into the existing lists, known once the GPU has run the kernels."""
 
     def __init__(
         self,
@@ -120,12 +122,12 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Take the lengths, and where they will be."""
+        """Take the lengths, and the tensor that will contain them."""
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Have the value copied if it does not fit, so that its own memory may be given up.
+        """Have the value copied if it does not fit, so that its memory may be freed.
 
         The value is contiguous bf16, the refuge int16 in pinned memory, longer by a heading.
         """
@@ -159,9 +161,10 @@ class Outcome:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return memory of the host for so many weights that kernels on a GPU can write to.
+    """Return a spill buffer: host memory for ``count`` weights that kernels on a GPU can write to.
 
-    It is int16, pinned; None where there is none, or where a trial shows that it is not written to.
+    It is int16 and pinned. Return None if pinned memory cannot be had, or if a trial shows that the
+    GPU does not write to it.
     """
     try:
         refuge = torch.zeros(count, dtype=torch.int16, pin_memory=True)
@@ -214,13 +217,13 @@ def encode_soon(
     parts: Sequence[Tensor],
     weight: Tensor,
     form: Format,
-    refuge: Tensor | None = None,  # what `Outcome.shelter` takes
-    counts: Tensor | None = None,  # what `step` returned, if that made the weight
+    refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
+    counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
     """Encode a weight of the same shape into existing parts, with the windows they have.
 
-    Say whether it fitted, or return what will know, where the codec need not wait for the GPU.
-    Where it did not, the parts hold no weight any more; it is in the refuge, if there is one.
+    Return whether it fitted, or an `Outcome` that will know if the codec need not wait for the GPU.
+    If it did not fit, the parts no longer hold a weight; the spill buffer does, if there is one.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
@@ -240,9 +243,9 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write codes and signs, with a step those of the weight moved along a gradient.
+    """Write codes and signs; with a step, those of the weight moved along a gradient.
 
-    Return what `_list_win4` takes. Without a step the lists of patches are not read.
+    Return the counts that `_list_win4` takes. Without a step the lists of patches are not read.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -288,7 +291,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches, (starts, places, values), whose starts are there already."""
+    """Fill a list of patches, (starts, places, values), whose starts are written already."""
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
         tensors, sizes = (patterns, header, *lists), (4, ("BLOCK", 1024))
@@ -296,7 +299,7 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write codes and signs; the streams are zeros, and where they start stands already."""
+    """Write codes and signs; the streams are zeros, and their starts are written already."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
@@ -385,10 +388,10 @@ def steps(form: Format, gradient: Tensor) -> bool:
 def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor | None:
     """Turn a gradient into the weight after a step along it, in the gradient's memory.
 
-    The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. The parts hold
-    no weight afterwards: the new one has to be encoded into them, by `encode_soon`, which is given
-    what is returned. The format is a lossless one, and the gradient one that `steps` allows. Where
-    memory runs out, nothing was written.
+    The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. Afterwards the
+    parts hold no weight until `encode_soon` has encoded the new one into them; pass it this
+    function's result. The format must be lossless, and `steps` must allow the gradient. If memory
+    runs out, no part was changed.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)
@@ -418,10 +421,10 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the patterns of a weight, zeros behind the last, to a buffer of whole chunks.
+    """Write the bit patterns of a weight, then zeros, to a buffer of whole chunks.
 
-    With a step, which win4 takes where it encodes, the buffer holds a gradient, and gets the weight
-    moved along it. Its numbers are of 16 bits.
+    With a step, the buffer holds a gradient and gets the weight moved along it; win4 does this
+    while it encodes. The numbers have 16 bits.
     """
     size, warps, fields = _decoding(form.codec)
     fields = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), *fields)
@@ -447,7 +450,7 @@ def fuses(
     *,
     trains: bool = False,  # a gradient is wanted: sums are taken as in the dense layer, bit for bit
 ) -> bool:
-    """Say whether a product with this many tokens decodes on the way."""
+    """Return whether a product with this many tokens decodes on the way."""
     if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
@@ -456,7 +459,9 @@ def fuses(
 
 
 class _Product(NamedTuple):
-    """What is multiplied: tokens, the parts of a weight, a bias, and (N, K) of the weight."""
+    """The operands of a product: tokens, the parts of a weight, a bias, and (N, K) of the
+    weight.
+    """
 
     x: Tensor
     parts: Sequence[Tensor]
@@ -477,7 +482,7 @@ def product(
     bias: Tensor | None,  # (N,) bf16 or None
     shape: Sequence[int],  # (N, K), K a multiple of 256
     *,
-    setting: Setting | None = None,  # tile, by default what `shapes` says
+    setting: Setting | None = None,  # tile, by default the choice of `shapes`
 ) -> Tensor:
     """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape)
@@ -495,7 +500,7 @@ Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
 
 
 def setting_of(tokens: int, shape: Sequence[int], device: torch.device) -> Setting | None:
-    """Return how a product decodes on the way, or None where the weight is decoded first."""
+    """Return how a product decodes on the way, or None if the weight is decoded first."""
     (rows, columns), count = shape, processors(device)
     if tokens == 1:
         return shapes.row_tile(rows, count)
@@ -545,10 +550,7 @@ def products(
     biases: Sequence[Tensor | None],  # (N,) bf16 or None, of each
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
 ) -> list[Tensor]:
-    """Multiply one token with several win4 weights in one launch: (1, N) bf16 for each.
-
-    Each weight has the tiles that it has alone, and so gets the bits of `product`.
-    """
+    """Each weight uses the same tiles as alone, and so gets the bits of `product`."""
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
     if not 2 <= len(weights) <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
@@ -634,7 +636,7 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
 def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x with its columns in the order of `wide_kernel`, and its transpose.
 
-    The transpose is padded to whole sixteens of tokens; what stands there is not defined.
+    The transpose is padded to a multiple of sixteen tokens; the padding is undefined.
     """
     tokens, columns = x.shape
     groups, stride, width = columns // GROUP, -(-tokens // 16) * 16, shapes.ORDERED_TOKENS

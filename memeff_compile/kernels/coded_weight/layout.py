@@ -1,9 +1,9 @@
-"""How a bf16 weight is cut into pieces, and what the pieces of each codec are called.
+"""How a bf16 weight is split into parts, and the names of each codec's parts.
 
 A weight is read in row-major order, as a flat run of 16-bit patterns padded with zeros to whole
 chunks. Every codec keeps the sign and the mantissa of each pattern as one byte, and codes the
-exponent. All of them use one order inside a group of 256 weights, so that a 32-bit word holds what
-belongs together and two weights are rebuilt at once:
+exponent. All of them use one order inside a group of 256 weights, so that one 32-bit word serves
+two neighbouring weights, which are rebuilt at once:
 
     group[64 * q + 2 * j + h]  is  half h of the pair q (0 to 3) of lane j (0 to 31)
 
@@ -21,14 +21,14 @@ from ...errors import UnsupportedInputError
 
 GROUP = 256
 CHUNK = 8192
-"""Weights between two entries of the tables that say where a stream continues."""
+"""Weights between two entries of the tables that contain where a stream continues."""
 LANES = 32
 
 RANS_CHUNK = 2 * CHUNK
 """Weights that one set of 32 states codes; weights are padded to whole ones."""
 RANS_STEPS = RANS_CHUNK // LANES
 RUN = RANS_CHUNK
-"""Weights that a sample takes or leaves together."""
+"""Weights that a sample includes or skips together."""
 SAMPLED_RUNS = 256
 """Runs that win4 chooses its window by, at least, in a weight that has more."""
 RANS_BITS = 10
@@ -44,7 +44,7 @@ BLOCKS = (32, 64, 128, 256, 512)
 
 PATCH_PARTS = ("patch_starts", "patch_places", "patch_values")
 LISTS = ("second", "third", "words", "patch_places", "patch_values")
-"""Parts whose length depends on the values; what lies behind their contents is not read."""
+"""Parts whose length depends on the values; memory after their contents is not read."""
 
 _EXPONENTS = {
     "win4": ("header", "codes", *PATCH_PARTS),
@@ -54,7 +54,7 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """A win4 weight that one token is multiplied with, as kernels take it."""
+    """A win4 weight in the form that kernels for one token take."""
 
     # header, codes, starts, places, patterns, signs: its parts; the patterns are values
     header: Any
@@ -70,7 +70,7 @@ class Multiplied(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """What a codec's name says."""
+    """The properties encoded in a codec's name."""
 
     codec: str  # how exponents are coded, one of `CODECS`
     mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless
@@ -115,14 +115,13 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return how many runs win4's choice of a window goes on by: 1 takes all of them."""
+    """Return every how many runs win4's choice of a window reads: 1 reads all of them."""
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 
 def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int:
-    """Return where the window of `width` exponents starts that holds most of 256 counts of weights.
-
-    It starts within `first` and `last`, both included.
+    """Return the start of the window of `width` exponents that contains most of 256 counts of
+    weights.
     """
     sums = [sum(counts[start : start + width]) for start in range(first, last + 1)]
     return first + max(range(len(sums)), key=sums.__getitem__)
@@ -149,7 +148,7 @@ def tier_header(counts: Sequence[int]) -> list[int]:
 
 
 def frequencies(counts: Sequence[int]) -> list[int]:
-    """Return how many of 1024 slots each exponent gets, at least one where it occurs."""
+    """Return how many of 1024 slots each exponent gets, at least one if it occurs."""
     total, slots = sum(counts), 1 << RANS_BITS
     found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
     while (surplus := sum(found) - slots) != 0:
@@ -167,16 +166,17 @@ PIECE_APART = 128
 
 
 def fits_one_piece(form: Format) -> bool:
-    """Say whether the parts of a weight of this codec can be one piece of memory.
+    """Return whether the parts of a weight of this codec can be one allocation.
 
-    Where each begins then follows from the weight's size and the length of the piece: a compiled
-    graph, and a kernel of several weights, is given one tensor a weight instead of six.
+    The position of each part then follows from the weight's size and the length of the allocation.
+    So a compiled graph, or a kernel for several weights, takes one tensor per weight instead of
+    six.
     """
     return form == Format("win4")
 
 
 def _piece_lists(count: int) -> int:
-    """Return where the lists of a weight in one piece begin, in words."""
+    """Return the positions of the lists of a weight in one allocation, in words."""
     chunks = padded(count) // CHUNK
     starts = -(-(chunks + 1) // PIECE_APART) * PIECE_APART
     return PIECE_APART + 3 * chunks * (CHUNK // 8) + starts
@@ -188,15 +188,12 @@ def piece_words(count: int, room: int) -> int:
 
 
 def piece_room(count: int, words: int) -> int:
-    """Return how many patches a weight in one piece of so many words has room for."""
+    """Return how many patches fit into a weight's allocation of so many words."""
     return words - _piece_lists(count)
 
 
 def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
-    """Return where each part of a weight in one piece begins, in words, and how many it has.
-
-    Parts are in the order of `Format.parts`; the lists of patches hold two numbers a word.
-    """
+    """Return the position of each part of a weight in one allocation, in words, and its length."""
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     signs = PIECE_APART + chunks * (CHUNK // 8)
     starts, lists = signs + chunks * (CHUNK // 4), words - room

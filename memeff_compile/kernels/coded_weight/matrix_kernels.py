@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Products of several tokens with win4 weights, in Gluon: codes become operands in registers.
 
-A tensor core takes pairs of neighbours along K as 32-bit words, and so does a decoded weight lie
-in a pair word. Each thread loads the codes of just those weights that it has to hand to the tensor
-core, four words at once, so that nothing moves between threads. Along K the order of a sum is
-free, if the weights and x are permuted alike.
+A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights are stored as
+such pair words. Each thread loads only the codes of the weights that it passes to the tensor core,
+four words at once, so threads exchange no data. Along K the order of a sum is free, if the weights
+and x are permuted alike.
 
 Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
 """
@@ -64,7 +64,9 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return where rows begin: chunk, chunks, place inside; and their patches, first and end."""
+    """Return the positions of rows: chunk, chunks, position inside; and their patches, first and
+    end.
+    """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
     chunk = first // CHUNK
@@ -269,7 +271,7 @@ def _expect(bars, slot, size: gl.constexpr, wanted):
 
 @gluon.jit
 def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
-    """Have the codes of half a group brought to a place in shared memory."""
+    """Start copying the codes of half a group to shared memory."""
     codes_desc, signs_desc = descs
     bar, codes = code_bars.index(place), slots[0].index(place)
     signs, more = slots[1].index(place), slots[2].index(place)
@@ -282,14 +284,16 @@ def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
 
 @gluon.jit
 def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
-    """Have a step of columns of x brought to a place in shared memory."""
+    """Start copying a step of columns of x to shared memory."""
     bar, slot = bars.index(place), slots.index(place)
     load_tile(x_desc, [token, step * 64], bar, slot, pred=wanted)
 
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load NOTED patches from `begin` on, place -1 behind the last: long before they are needed."""
+    """Load NOTED patches from `begin` on, long before they are needed; positions after the last are
+    -1.
+    """
     several: gl.constexpr = gl.BlockedLayout(
         [C.NOTED // (32 * C.WARPS), 16], [32, 1], [C.WARPS, 1], [1, 0]
     )
@@ -327,7 +331,7 @@ def _note_patches(
 
 @gluon.jit
 def _noted(notes, batch, layout: gl.constexpr):
-    """Read what is written down of 64 patches."""
+    """Read 64 patches that were saved in shared memory."""
     several: gl.constexpr = [notes.shape[0] // 64, 64]
     return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
 
@@ -356,14 +360,14 @@ def win4_wide_kernel(
     x_desc,  # (M, K) bf16, columns in the order of the operands
     codes_desc,
     signs_desc,
-    xt_ptr,  # (K, xt_stride) bf16, tokens behind the last hold anything
+    xt_ptr,  # (K, xt_stride) bf16, tokens after the last are undefined
     header_ptr,
     starts_ptr,
     places_ptr,
     values_ptr,
     bias_ptr,
     out_ptr,  # (M, N) bf16
-    shares_ptr,  # (splits, M, rows behind those of `whole`) fp32
+    shares_ptr,  # (splits, M, rows after those of `whole`) fp32
     tokens_count,
     rows_count,
     groups,  # K / 256
@@ -464,7 +468,7 @@ def win4_wide_kernel(
         code = codes.index(place).load(words)
         sign = signs.index(place).load(words)
         later = more.index(place).load(words)
-        # What is loaded by now is decoded between the products of this operand.
+        # The loaded codes are decoded between the products of this operand.
         acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
         following_operand = _first_half(code, sign, scale, left)
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])

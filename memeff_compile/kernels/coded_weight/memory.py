@@ -13,5 +13,5 @@ def bytes_before(rows: Size, columns: Size) -> sympy.Expr:
 
 
 def bits_per_weight(nbytes: int, count: int) -> float:
-    """Return what a weight takes, all parts counted."""
+    """Return the bits per weight, all parts counted."""
     return 8 * nbytes / count

@@ -1,11 +1,12 @@
 """The ops of coded weights: schemas, validation, engines, fakes, autograd.
 
-`coded_weight_linear` is what autograd sees. It takes the weight as one tensor, a `CodedWeight`, and
-keeps that for the backward, which decodes again. Below autograd the weight falls apart into its
-parts, which are what an inner compiler sees. `coded_weight_product` chooses when it runs: a few
-tokens are multiplied by kernels that decode on the way; otherwise the weight is decoded into a
-buffer that lives as long as the op, and the library multiplies. Where a gradient is wanted, these
-are two ops, `coded_weight_decode` and the dense layer's own, for its bits (`trained_product`).
+Autograd sees `coded_weight_linear`. It takes the weight as one tensor, a `CodedWeight`, and keeps
+it for the backward pass, which decodes again. Below autograd the weight is split into its parts,
+which an inner compiler sees. `coded_weight_product` chooses at run time: a few tokens are
+multiplied by kernels that decode on the way; otherwise the weight is decoded into a buffer that
+lives as long as the op, and the library multiplies. If a gradient is needed, two ops run,
+`coded_weight_decode` and the dense layer's linear, so that results have the dense layer's bits
+(`trained_product`).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _require(weight: Tensor, codec: str) -> None:
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Return the parts of a bf16 tensor of any shape, in the order of `parse(codec).parts`.
 
-    With spare room in lists other values fit in later. What cannot be coded is refused.
+    Spare room in the lists lets other values fit in later. Values that cannot be coded raise.
     """
     form = parse(codec)
     _require(weight, codec)
@@ -88,15 +89,14 @@ def encode_soon(
     parts: Sequence[Tensor],
     weight: Tensor,
     codec: str,
-    refuge: Tensor | None = None,  # of the host, for a weight that does not fit
-    counts: Tensor | None = None,  # what `codecs.step` returned, if that made the weight
+    refuge: Tensor | None = None,  # host memory for a weight that does not fit
+    counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a weight of the same shape into existing parts, where there is room; say whether.
+    """Encode a weight of the same shape into existing parts, if they have room; return whether.
 
-    Where there was none, the parts hold no weight any more and have to be made anew. On a GPU, with
-    win4 and tier, nothing waits: the answer comes when the GPU has got so far, and until then
-    nobody may read the parts or, without a refuge, give up the weight. A lossy codec refuses what
-    is not finite.
+    If they had no room, the parts no longer hold a weight and have to be made again. On a GPU, win4
+    and tier do not wait: the result comes later. Until then the parts must not be read, and without
+    a spill buffer the weight must be kept. A lossy codec refuses values that are not finite.
     """
     form = parse(codec)
     if not form.is_lossless:
@@ -112,7 +112,7 @@ def steps(gradient: Tensor, codec: str) -> bool:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return memory of the host for values that do not fit, or None where it is not needed."""
+    """Return host memory for values that do not fit, or None if it is not needed."""
     return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
 
@@ -157,7 +157,7 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the format of a weight that a product can be made with; refuse any other."""
+    """Return the format of a weight that products support; refuse any other."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
@@ -180,7 +180,7 @@ def _require_fit(given: Product) -> Format:
 
 
 class Product(NamedTuple):
-    """What `coded_weight_product` is called with."""
+    """The arguments of `coded_weight_product`."""
 
     x: Tensor
     parts: Sequence[Tensor]
@@ -210,11 +210,11 @@ def _fake_product(given: Product) -> Tensor:
 
 
 def trained_product(given: Product, folds: bool) -> Tensor:
-    """Multiply with the products of a dense layer, where a gradient is wanted.
+    """Multiply with the products of a dense layer, for results that need a gradient.
 
-    They are the dense layer's own to an inner compiler, which may take a bias out again and calls
-    them with less ado than an op of ours. It might decode early, or once for all, but for `at`.
-    Weights that train read copies of odd rows.
+    An inner compiler sees a plain linear: it may split off the bias, and calls it with less
+    overhead than a custom op. Without `at` it might decode early, or once for all layers. Inputs
+    with odd strides are copied into rows for weights that train.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):
@@ -238,7 +238,7 @@ def trained_product_backward(
 
 
 class _Products(NamedTuple):
-    """What `coded_weight_products` is called with."""
+    """The arguments of `coded_weight_products`."""
 
     x: Tensor
     parts: Sequence[Tensor]
@@ -247,7 +247,7 @@ class _Products(NamedTuple):
     sizes: Sequence[int]
 
     def apart(self) -> list[Product]:
-        """Return what `coded_weight_product` is called with for each weight."""
+        """Return the arguments of `coded_weight_product` for each weight."""
         x, parts, biases, codec, sizes = self
         each = len(parse(codec).parts)
         count = len(biases)
@@ -263,7 +263,7 @@ class _Products(NamedTuple):
 
 
 def _products(given: _Products) -> list[Tensor]:
-    """Multiply with several weights: one launch for one token, else one after the other."""
+    """Multiply with several weights: one launch for one token, otherwise one after the other."""
     several, x, form = given.apart(), given.x, parse(given.codec)
     columns = x.shape[-1]
     fits = (each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several)
@@ -277,7 +277,7 @@ def _products(given: _Products) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Serve a dense weight, real or fake; a coded one is taken apart before it gets here."""
+    """Serve a dense weight, real or fake; a coded one is split into parts before it gets here."""
     return F.linear(x, weight, bias)
 
 
@@ -317,12 +317,12 @@ def _gradients(
 
 
 def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Run the linear with its gradients, keeping what the backward needs before it is computed.
+    """Run the linear with its gradients; save the operands of the backward pass before computing.
 
-    An activation checkpoint computes again until everything is kept that was kept before, and stops
-    there: with the library's linear that is before the last product of the region. An op's autograd
-    formula keeps its operands after it has run; so this is two nodes, one that keeps and one that
-    multiplies, with a tensor of no memory between them.
+    An activation checkpoint recomputes until all tensors are saved that were saved before, and
+    stops there: with the library's linear, before the last product of the region. An op's autograd
+    formula saves its operands only after it ran. So this is two nodes, one that saves and one that
+    multiplies, with a tensor without memory between them.
     """
     token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]
@@ -344,7 +344,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiplies; hands the gradient of the product on."""
+    """Multiply; pass the gradient of the product on."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:

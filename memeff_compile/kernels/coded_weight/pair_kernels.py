@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Device code that all codecs share: two weights in one 32-bit word, patches, histograms.
 
-A pair word holds two neighbouring bf16 weights. Its signs and mantissas come out of a byte each,
-its exponents are added in between, both halves at once.
+A pair word holds two neighbouring bf16 weights. Sign and mantissa of each come from one byte; the
+exponents are inserted between them, both halves at once.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexp
 
 @triton.jit
 def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
-    """Multiply both halves by the normaliser of the block that holds the weight at `place`."""
+    """Multiply both halves by the normaliser of the block of the weight at `place`."""
     if BLOCK == 0:
         return pair
     scale = 1.0 + tl.load(norms_ptr + place // BLOCK).to(tl.float32) / 128
@@ -123,7 +123,9 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first patches from `begin` on, place -1 behind the last: long before their store."""
+    """Load the first patches from `begin` on, long before their store; positions after the last are
+    -1.
+    """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
     place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32)
@@ -132,7 +134,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Write patches over what the program has stored, `WEIGHTS` from `first` on.
+    """Write patches over the weights that the program has stored, `WEIGHTS` from `first` on.
 
     The first ones are loaded already, as `first_patches` returns them.
     """
@@ -153,7 +155,7 @@ def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHE
 
 @triton.jit
 def is_win4_patch(pattern, header_ptr):
-    """Say which 16-bit patterns the 4-bit window cannot hold."""
+    """Return which 16-bit patterns are outside the 4-bit window."""
     base = tl.load(header_ptr)
     code = ((pattern >> 7) & 0xFF) - base
     return ((code <= 0) | (code > 15)) & ((pattern & 0x7FFF) != 0)
@@ -161,7 +163,7 @@ def is_win4_patch(pattern, header_ptr):
 
 @triton.jit
 def is_tier_patch(pattern, header_ptr):
-    """Say which 16-bit patterns the three tiers cannot hold."""
+    """Return which 16-bit patterns are outside the three tiers."""
     wide = tl.load(header_ptr + 2)
     exponent = (pattern >> 7) & 0xFF
     return ((exponent < wide) | (exponent >= wide + 21)) & (exponent != 0)

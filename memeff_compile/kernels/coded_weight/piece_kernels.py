@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Weights of win4 in one piece of memory each; several of them are updated in one launch.
 
-A launch takes the host longer than it takes the GPU to decode a small weight. Where the parts of a
-weight begin follows from its size, so that a kernel is given one pointer a weight (`layout`).
+For a small weight, a launch takes longer on the host than decoding takes on the GPU. The positions
+of a weight's parts follow from its size, so a kernel takes one pointer per weight (`layout`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def piece_decode_kernel(
 
 @triton.jit
 def piece_encode_kernel(
-    counts_ptr,  # for each weight in turn what `encode_chunk` takes
+    counts_ptr,  # for each weight in turn, the arguments of `encode_chunk`
     p0,
     w0,
     p1,

@@ -1,4 +1,4 @@
-"""The engine `triton` for weights of win4 in one piece of memory: updates of several at once."""
+"""The engine `triton` for win4 weights in one allocation each: updates of several at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADING = 2 * MOST_TOGETHER
 
 
 def parts_of(piece: Tensor, count: int) -> list[Tensor]:
-    """Return the parts of a weight of so many elements in one piece, which share its memory."""
+    """Return the parts of a weight of so many elements in one allocation; they share its memory."""
     found = []
     for place, (start, length) in enumerate(piece_places(count, piece.numel())):
         words = piece[start : start + length]
@@ -35,7 +35,7 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
-    """Return a piece with the parts of a weight of so many elements, or fill one that is longer."""
+    """Return an allocation with the parts of a weight of so many elements, or fill a longer one."""
     if piece is None:
         words = piece_words(count, parts[3].numel())
         piece = torch.zeros(words, dtype=torch.int32, device=parts[0].device)
@@ -45,7 +45,9 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return the numbers of 16 bits that weights of so many elements take in a refuge together."""
+    """Return how many 16-bit numbers the common spill buffer of weights of so many elements
+    needs.
+    """
     return HEADING + sum(map(padded, counts))
 
 
@@ -142,7 +144,7 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """Whether weights fitted into their lists, known when the GPU has got so far."""
+    """Whether weights fitted into their lists, known once the GPU has run the kernels."""
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
         """Note the moment on the current stream."""
@@ -167,11 +169,11 @@ class Outcomes:
 
 
 def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
-    """Move weights along their gradients and encode them where they are, all in one launch.
+    """Move weights along their gradients and encode them in place, all in one launch.
 
-    The gradients are bf16, of whole chunks, and over them the new weights go. The bits are those of
-    `codecs.step` and `encode_soon` for each. The pieces hold no weights until `list_patches` has
-    run, which is given what is returned. Where memory runs out, nothing was written.
+    The gradients are bf16, in whole chunks, and the new weights overwrite them. Each weight gets
+    the same bits as by `codecs.step` and `encode_soon`. The allocations hold no weights until
+    `list_patches` has run on this function's result. If memory runs out, no weight was changed.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)
@@ -184,13 +186,13 @@ def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Ten
 
 def list_patches(
     pieces: Sequence[Tensor],
-    weights: Sequence[Tensor],  # what `move` has made of the gradients
-    found: Tensor,  # what it returned
-    refuge: Tensor,  # of the host, `sheltered_together` long, for those that do not fit
+    weights: Sequence[Tensor],  # the gradients' memory, in which `move` wrote the weights
+    found: Tensor,  # the result of `move`
+    refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
     """Write the lists of weights that were moved, all in one launch.
 
-    One that does not fit is in the refuge then, and its piece holds something else.
+    A weight that does not fit is in the spill buffer then, and its allocation has no valid weight.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

@@ -18,7 +18,7 @@ GROUPS: tl.constexpr = tl.constexpr(64)  # of 256 weights, eight steps each
 
 @triton.jit
 def _next(state, place, header_ptr, words_ptr):
-    """Decode one symbol per lane; return it, the states, and where the next words stand."""
+    """Decode one symbol per lane; return it, the states, and the position of the next words."""
     slot = tl.load(header_ptr + (state & 1023).to(tl.int32)).to(tl.uint32, bitcast=True)
     state = (((slot >> 8) & 0xFFF) + 1) * (state >> 10) + (slot >> 20)
     needs = state < 65536
@@ -55,7 +55,7 @@ def rans_decode_kernel(
     out_words_ptr = as_words(out_ptr)
     chunk = tl.program_id(0) * C.WARPS + tl.arange(0, C.WARPS)
     is_chunk = chunk < chunks
-    chunk = tl.where(is_chunk, chunk, 0)  # a lane of its own writes the same values again
+    chunk = tl.where(is_chunk, chunk, 0)  # a separate lane writes the same values again
     lane = tl.arange(0, 32)[None, :]
     state = tl.load(states_ptr + chunk[:, None] * 32 + lane).to(tl.uint32, bitcast=True)
     place = tl.load(word_starts_ptr + chunk)

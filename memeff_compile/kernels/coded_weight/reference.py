@@ -1,7 +1,7 @@
-"""Encoding and decoding in plain PyTorch: right on every device, and what a CPU runs.
+"""Encoding and decoding in plain PyTorch: correct on every device, and used on a CPU.
 
-It works on some chunks of the weight at a time, so that its temporaries stay small. What a part of
-a coded weight is called, and the order of weights inside a group, stands in `layout.py`.
+It works on some chunks of the weight at a time, so that its temporaries stay small. `layout.py`
+defines the names of the parts and the order of weights inside a group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PIECE = 128 * CHUNK
 """Weights worked on at a time: a million."""
 
 STREAM_TAIL = 3
-"""Words behind a stream that a reader may touch."""
+"""Words after a stream that a reader may touch."""
 
 
 def as_patterns(weight: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the patch list of pieces one after the other: starts, places, values."""
+    """Return the patch list of blocks, one after the other: starts, places, values."""
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     return starts, places, values
@@ -134,7 +134,7 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Code exponents in 4 bits; return the parts without signs.
 
-    Code 0 is a zero of either sign; what lies outside the window is a patch.
+    Code 0 is a zero of either sign; an exponent outside the window is a patch.
     """
     header = win4_header(counts)
     codes, patches = [], []
@@ -166,8 +166,7 @@ _TIER_SHIFTS = [2 * place for place in range(16)]
 def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes of the three tiers for each exponent, and whether it is a patch.
 
-    A code of 3, 3 and 15 in turn says: look in the next tier; in the last one it stands for the
-    exponent 0.
+    Codes 3, 3 and 15 of the three tiers mean: look in the next tier; in the last one, exponent 0.
     """
     narrow, middle, wide = header
     first = exponents - narrow
@@ -304,7 +303,7 @@ def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each piece, flat int16."""
+    """Yield the exponents of each block, flat int16."""
     table, words, starts, states = parts[:4]
     words = F.pad(words, (0, 1)).long() & 0xFFFF
     table = table.long() & 0xFFFFFFFF
@@ -328,7 +327,7 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """Divide each block by the fraction of its largest weight and keep the top mantissa bits.
 
-    From patterns of finite bf16 weights come some with zeros below the bits kept, and the
+    Takes patterns of finite bf16 weights; returns patterns with zeros below the kept bits, and the
     fractions' 7 bits, one byte per block.
     """
     left = torch.empty_like(patterns)
@@ -350,7 +349,9 @@ def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
-    """Multiply each block by its normaliser; the inverse of `normalise` up to what it dropped."""
+    """Multiply each block by its normaliser; the inverse of `normalise`, except for the bits that
+    it dropped.
+    """
     out = torch.empty_like(patterns)
     for piece in _pieces(patterns.numel()):
         blocks = norms[piece.start // form.block : piece.stop // form.block]
@@ -384,7 +385,7 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Copy new parts of a weight into existing ones, where there is room; say whether."""
+    """Copy new parts of a weight into existing ones, if they have room; return whether."""
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):

@@ -1,6 +1,7 @@
 """Tiles, warps and stages of the Triton kernels, as plain numbers.
 
-Launchers ask here, and so do the tests that compile the kernels for GPUs that are not there.
+Launchers call this module, and so do the tests that compile the kernels for GPUs that are not
+present.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class WideTile:
 
     @property
     def noted(self) -> int:
-        """Return the patches whose places a program writes down at once."""
+        """Return how many patches a program writes at once."""
         return 4 * self.rows
 
 
@@ -112,7 +113,7 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
 
 
 class _Cost(NamedTuple):
-    """What a wide tile costs, microseconds on an H200, fitted to `coded-weight-widths.txt`."""
+    """The cost of a wide tile, microseconds on an H200, fitted to `coded-weight-widths.txt`."""
 
     resident: int  # programs on a multiprocessor at a time
     start: float  # of a program
@@ -127,7 +128,7 @@ WIDE_TILES: dict[WideTile, _Cost] = {
     WideTile(128, 256): _Cost(1, 1.62, 0.966, 0.966),
 }
 _ORDERING, _SUMMING = 3.6, 2.4
-"""Microseconds of the kernels before and behind a wide product."""
+"""Microseconds of the kernels before and after a wide product."""
 _SUMMED_BYTES, _DECODED = 2.0e6, 1.14e6
 """In a microsecond: bytes of shares that are written and read, and weights that are decoded."""
 _READ, _MULTIPLIED = 1.75e6, 3.66e8
@@ -155,10 +156,10 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 
 @lru_cache(maxsize=4096)
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
-    """Return the tile for more tokens, M, on Hopper, or None where decoding first is faster.
+    """Return the tile for more tokens, M, on Hopper, or None if decoding first is faster.
 
-    It is the one whose time is the least by what was measured. Shares of the columns never take
-    more memory than the decoded weight would.
+    It is the tile with the least predicted time, by the measured costs. Shares of the columns never
+    take more memory than the decoded weight would.
     """
     size, weights = (tokens, rows, columns), rows * columns
     read = max(7.0, weights / _READ, 3.5 + weights * tokens / _MULTIPLIED)

@@ -1,8 +1,8 @@
 """Lists of many weights side by side, in a few large pieces of memory.
 
 The lists of a code have odd lengths, and PyTorch's allocator counts up to a MiB beyond each as
-taken: 71 MiB for the linears of Llama-3-8B's shape with `tier`. Side by side they take what they
-hold.
+taken: 71 MiB for the linears of Llama-3-8B's shape with `tier`. Packed together they take only the
+bytes of their contents.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from .pieces import joined
 from .tensor import CodedWeight
 
 SLAB = 64 << 20
-"""Bytes of one piece of memory, unless one weight's lists need more."""
+"""Bytes of one allocation, unless one weight's lists need more."""
 ALIGNED = 512
 """Bytes that every list starts at a multiple of, as memory of the allocator's own does."""
 EVEN = Room(0.02, 1024)
-"""Most that a list is made longer than its room, to be as long as others of its kind: a compiler
-then sees the same block wherever a model has one, and compiles it once."""
+"""How much longer than its room a list may become, to match others of its kind. Then all blocks of
+a model have the same shapes, and are compiled once.
+"""
 
 
 def side_by_side(
@@ -32,11 +33,11 @@ def side_by_side(
     *,
     whole: bool = False,  # all parts of a weight next to each other, where its codec allows it
 ) -> None:
-    """Move the lists of weights into shared pieces of memory, with spare room behind each.
+    """Move the lists of weights into shared allocations, with spare room after each list.
 
-    A new piece is filled before the old lists in it are given up, weight by weight: what this takes
-    beside the weights is one piece. They are of any codecs and devices, and keep their values; a
-    list that has spare room gets more on top. A weight in one piece stays one.
+    A new allocation is filled before its old lists are freed, weight by weight, so this needs one
+    allocation more than the weights. The weights may have any codecs and devices, and keep their
+    values. A list with spare room gets more on top. A weight in one allocation stays there.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:
@@ -122,9 +123,8 @@ def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bo
 
 
 def _place(slab: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
-    """Return so many elements of a slab from a byte on.
-
-    It is memory of its own to autograd: a write to one weight's list is none to another's.
+    """Return ``length`` elements of a slab from a byte offset on. Autograd sees it as separate
+    memory: a write to one weight's list does not count as a write to another's.
     """
     place = torch.empty(0, dtype=dtype, device=slab.device)
     return place.set_(slab.untyped_storage(), start // dtype.itemsize, (length,), (1,))

@@ -1,9 +1,9 @@
 """CodedWeight: a tensor with the shape and dtype of a bf16 weight, and the memory of its code.
 
-Reading it gives the weight's values: every operation that knows nothing of it decodes first. A
-linear becomes `memeff::coded_weight_linear`, which keeps nothing decoded for the backward. Being
-written to raises, since there is nothing that could be written to; a whole new value (`copy_`) is
-encoded. A view is decoded memory of its own, which refuses writes too.
+Reading it gives the weight's values: an operation without special support decodes first. A linear
+becomes `memeff::coded_weight_linear`, which keeps no decoded weight for the backward pass. In-place
+writes raise, since no dense memory exists to write to; a whole new value (`copy_`) is encoded. A
+view is separate decoded memory, which refuses writes too.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight of which is not known yet whether its code fitted.
+    """A new value of a weight whose code may not have fitted.
 
-    Where it did not, it is taken from the refuge, or from the value, which is kept until then.
+    If it did not fit, the value is encoded again from the spill buffer, or from the dense value,
+    which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Mark the weight, whose parts are about to be written: whoever reads it settles first."""
+        """Mark the weight, whose parts are about to be written: every reader calls `settle`
+        first.
+        """
         self._weight = weight
         self._outcome: codecs.Outcome | bool = False
         self._lock = threading.RLock()
@@ -56,9 +59,10 @@ class Unsettled:
         weight.unsettled = self
 
     def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
-        """Take what is known of the code, and what shelters the value, which may then be given up.
+        """Record the outcome of the encoding, and the spill buffer with the value, which may then
+        be freed.
 
-        The value is kept until it is in the refuge, whatever fails before.
+        The value is kept until the spill buffer has it, whatever fails before.
         """
         self._outcome = outcome
         if isinstance(outcome, bool):
@@ -74,7 +78,7 @@ class Unsettled:
         return self._kept is None
 
     def settle(self) -> None:
-        """Wait for the GPU; encode the value anew where there was no room."""
+        """Wait for the GPU; encode the value again if it did not fit."""
         with self._lock:
             kept = self._kept
             if kept is None:
@@ -84,7 +88,7 @@ class Unsettled:
             if not fits:
                 value = kept.view(-1)[: weight.numel()].to(weight.device)
                 weight.encode_anew(value.view(torch.bfloat16).view(weight.shape))
-            self._kept = None  # only now: where encoding fails, nothing else holds the value
+            self._kept = None  # only now: if encoding fails, this is the only copy of the value
             if weight.unsettled is self:
                 weight.unsettled = None
 
@@ -92,8 +96,8 @@ class Unsettled:
 class UnsettledTogether:
     """New values of several weights in one piece each, encoded in one launch; as `Unsettled`.
 
-    Until `encode` is called the gradients that make them wait here. Who reads a weight before
-    calls it. They come on one stream, and the kernels run there, whoever calls.
+    Until `encode` is called, their gradients wait here. Reading a weight before calls it. The
+    gradients come on one stream, and the kernels run there, whatever stream calls.
     """
 
     is_settled = False
@@ -106,7 +110,8 @@ class UnsettledTogether:
         self.weights: list[CodedWeight] = []
         self.counts: list[int] = []  # of their elements
         self._gradients: list[Tensor] = []
-        self._moved = False  # the gradients' memory has the new values, and the pieces nothing
+        # the gradients' memory has the new values, and the allocations hold none
+        self._moved = False
         self._outcomes: pieces.Outcomes | None = None
         self._lock = threading.RLock()
 
@@ -116,23 +121,25 @@ class UnsettledTogether:
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
-        """Have a weight moved along a gradient, given up to it, of whole chunks."""
+        """Add a weight and its gradient, which this object now owns and which is whole chunks
+        long.
+        """
         self.weights.append(weight)
         self.counts.append(gradient.numel())
         self._gradients.append(gradient)
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Move and encode them, with a place for those that do not fit.
+        """Move and encode them, with a spill buffer for those that do not fit.
 
-        CodedWeightError where memory ran out in between: then the values are kept as they are.
+        Raise CodedWeightError if memory runs out in between: then the values are kept unchanged.
         """
         with self._lock, on_stream(self._stream):
             held = [cast("Tensor", weight.piece) for weight in self.weights]
             try:
                 found = pieces.move(held, self._gradients, self._by)
             except BaseException:
-                self._release()  # nothing was written
+                self._release()  # no weight was changed
                 raise
             self._moved = True
             for weight in self.weights:
@@ -144,7 +151,7 @@ class UnsettledTogether:
             self._gradients = []
 
     def settle(self) -> None:
-        """Wait for the GPU; encode anew what did not fit."""
+        """Wait for the GPU; encode the weights again that did not fit."""
         if not self._moved:
             self._encode_now()  # without our lock: it takes another one first
         with self._lock:
@@ -182,14 +189,14 @@ _numbers: dict[tuple[Any, ...], int] = {}
 _memory_numbers = itertools.count(1)
 
 HOW_TO_LEAVE_DENSE = "leave the head dense: name it in skip of compress_"
-"""What a decline tells the user where an op takes only dense weights."""
+"""The advice in declines of ops that take only dense weights."""
 
 
 class CodedWeight(Tensor):
     """A bf16 weight in coded form."""
 
     codec: str  # its name, as `encode` takes it
-    room: codecs.Room  # spare room that lists get when they have to be made anew
+    room: codecs.Room  # spare room of lists that have to be made again
     place: torch.device  # of the parts
     shares_with: CodedWeight | None = None  # the weight whose parts `.data` and `.detach()` show
     piece: Tensor | None = None  # the memory of all parts, where they are one piece
@@ -197,7 +204,7 @@ class CodedWeight(Tensor):
         None  # a new value that may still turn out not to have fitted
     )
     times_anew: int = 0  # how often it was encoded into new parts
-    decodes_for_ops = True  # a rewrite may hand it to an op of ours, which gets it decoded
+    decodes_for_ops = True  # a rewrite may pass it to an op that gets it decoded
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
     @staticmethod
@@ -224,10 +231,10 @@ class CodedWeight(Tensor):
         codec: str = "",  # the codec's name
         shape: Sequence[int] = (),  # of the weight
         requires_grad: bool = False,  # as of any tensor
-        # spare room that lists get when they have to be made anew
+        # spare room of lists that have to be made again
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
-        """Wrap parts as `op.encode` makes them."""
+        """Wrap the parts that `op.encode` returns."""
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it
         self.codec, self.room, self.place = codec, room, parts[0].device
@@ -235,7 +242,7 @@ class CodedWeight(Tensor):
         _watch_optimizers()
 
     def _hold(self, parts: Sequence[Tensor]) -> None:
-        """Take parts, or one piece of memory."""
+        """Take parts, or one allocation."""
         names = parse(self.codec).parts
         self.piece = parts[0] if len(parts) == 1 < len(names) else None
         if self.piece is None:
@@ -260,7 +267,7 @@ class CodedWeight(Tensor):
 
     @property
     def held(self) -> list[Tensor]:
-        """What ops are given: the parts, or the one piece that they are."""
+        """The tensors that ops are given: the parts, or the one allocation that contains them."""
         if self.piece is None:
             return self.parts
         self.settle()
@@ -282,7 +289,7 @@ class CodedWeight(Tensor):
 
     @property
     def memory_number(self) -> int:
-        """A number of its own for as long as its parts are where they are."""
+        """A number that is unique as long as the parts stay at their addresses."""
         self.settle()
         held = vars(self)
         if "_memory_number" not in held:
@@ -311,7 +318,7 @@ class CodedWeight(Tensor):
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
-        """Wait for what `store_soon` left open, if anything."""
+        """Wait for encoding that `store_soon` left unconfirmed, if any."""
         other = self.shares_with
         if self.unsettled is None and (
             other is None or (other.unsettled is None and other.shares_with is None)
@@ -322,7 +329,9 @@ class CodedWeight(Tensor):
                 owner.unsettled.settle()
 
     def _owners(self) -> list[CodedWeight]:
-        """Return this weight and those whose parts it shows; a moved model's may show its own."""
+        """Return this weight and those whose parts it shares; a moved model's weight may have its
+        own.
+        """
         found: list[CodedWeight] = []
         owner: object = self
         while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
@@ -352,17 +361,17 @@ class CodedWeight(Tensor):
 
     def store_soon(
         self,
-        value: Tensor,  # bf16, same shape and device, nothing to autograd
-        # memory of the host, as `make_refuge` gives, that nothing else is put into until the value
-        # is settled; without it, nobody may write to the value until then
+        value: Tensor,  # bf16, same shape and device, without autograd history
+        # a spill buffer from `make_refuge`, not used for anything else until the value is
+        # confirmed; without one, the value must not change until then
         refuge: Tensor | None = None,
-        counts: Tensor | None = None,  # what `step` returned, if that made the value
+        counts: Tensor | None = None,  # the result of `step`, if that made the value
     ) -> Unsettled:
         """Encode a new value in place, without waiting for the GPU to say whether it fitted.
 
-        What is returned has to be settled; reading the weight does so too. CodedWeightError where
-        memory ran out while codes were written: then the value is kept as it is, and encoded anew
-        when the weight is next read.
+        Call `settle` on the result; reading the weight does so too. Raise CodedWeightError if
+        memory runs out while codes are written: then the dense value is kept, and encoded when the
+        weight is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)
@@ -370,7 +379,7 @@ class CodedWeight(Tensor):
         try:
             found.encoded(op.encode_soon(parts, value, self.codec, refuge, counts), refuge)
         except UnsupportedInputError:
-            self.unsettled = None  # nothing was written
+            self.unsettled = None  # no part was changed
             raise
         except (RuntimeError, MemoryError) as error:
             raise _not_encoded(f"a compressed weight of {tuple(self.shape)}", error) from error
@@ -384,7 +393,8 @@ class CodedWeight(Tensor):
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
         """Turn a gradient that `steps` allows into the weight after a step, as `codecs.step`.
 
-        Until that new value is stored, with what is returned, the weight holds none.
+        The weight holds no value until the new one is stored, with this function's result as
+        `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -396,14 +406,14 @@ class CodedWeight(Tensor):
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Take other memory for a part, which holds the same or belongs to a new value."""
+        """Take other memory for a part, with the same contents or those of a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
             for known in ("_number", "_memory_number"):
                 vars(owner).pop(known, None)
 
     def show_all(self, held: Sequence[Tensor]) -> None:
-        """Take other memory for all parts, or one piece of it."""
+        """Take other memory for all parts, or one allocation."""
         for owner in self._owners():
             owner._hold(held)
             for known in ("_number", "_memory_number"):
@@ -412,17 +422,19 @@ class CodedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: object, size: object, stride: object, module: object, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Give FSDP2 what it gathers: this rank's values, as its MixedPrecisionPolicy has them."""
+        """Give FSDP2 the tensor to gather: this rank's values, as its MixedPrecisionPolicy has
+        them.
+        """
         return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor], *_: object, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Give FSDP2 the gathered weight: what arrived, which is dense."""
+        """Give FSDP2 the gathered weight, which is dense."""
         return None if out is not None else (gathered[0], ())
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
-        """Say which attributes are tensors; compilers take the weight apart with it."""
+        """Return which attributes are tensors; compilers split the weight by them."""
         self.settle()
         names = ["piece"] if self.piece is not None else list(parse(self.codec).parts)
         return names, self.codec
@@ -436,10 +448,10 @@ class CodedWeight(Tensor):
         return CodedWeight([inner[name] for name in names], codec, outer_size)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the parts, and what others have set on the weight."""
+        """Pickle the parts, and the attributes that other code has set on the weight."""
         parts = self.parts
-        # Of larger memory all would be written with each of them, and torch.save refuses it where
-        # it has lists of two dtypes; what processes share goes on being shared.
+        # A view would be written with all of its memory, and torch.save refuses memory that has
+        # lists of two dtypes. Memory that processes share stays shared.
         if self.piece is not None or any(_is_piece_of_more(part) for part in parts):
             parts = [part.clone() for part in parts]
         return _rebuild, (type(self), parts, *self._about(), self._set_by_others())
@@ -451,7 +463,7 @@ class CodedWeight(Tensor):
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
-        """Return a weight with parts of its own."""
+        """Return a weight with copied parts."""
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
         if id(self) not in memo:
@@ -485,9 +497,9 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Serve what reaches memory past the dispatcher, and turn an eager linear into the op.
+        """Serve functions that reach memory without the dispatcher; run eager linears as the op.
 
-        A compiler sees the linear, and our pass does it.
+        A compiler sees the linear, which the pass `encode_weights` rewrites.
         """
         with compat.without_torch_function():
             out = kwargs.get("out") if kwargs else None
@@ -514,7 +526,7 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Serve what can be served in coded form; refuse writes; decode for everything else."""
+        """Serve ops that work on the coded form; refuse writes; decode for all other ops."""
         if func is _DEVICE:
             return cast("CodedWeight", args[0]).place
         if func in compat.ABOUT_MEMORY:
@@ -523,7 +535,8 @@ class CodedWeight(Tensor):
         if torch.is_inference_mode_enabled() and compat.is_view(func):
             leaves = compat.pytree.tree_iter((args, kwargs))
             if not next(each for each in leaves if isinstance(each, _KINDS)).is_inference():
-                with torch.inference_mode(False):  # a view is what it is a view of
+                # a view is in inference mode exactly if its base is
+                with torch.inference_mode(False):
                     return cls.__torch_dispatch__(func, types, args, kwargs)
         serve = _SERVED.get(func)
         if serve is not None and _is_on_weight(func, args):
@@ -557,7 +570,7 @@ class CodedWeightView(Tensor):
         return self._plain
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Say which attributes are tensors; compilers take the view apart with it."""
+        """Return which attributes are tensors; compilers split the view by them."""
         return ["plain"], self.storage_offset()
 
     @staticmethod
@@ -602,7 +615,7 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values, and let nobody write to what it returns of their memory."""
+    """Run an op on decoded values, and make results that share their memory refuse writes."""
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
     for place, each in enumerate(leaves):
@@ -617,7 +630,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return found
 
     def kept(each: Tensor) -> Tensor:
-        # Dynamo refuses writes so. AOTAutograd, behind it, wants gradients of its outputs' class.
+        # Dynamo refuses writes through this class. AOTAutograd, which runs after it, wants
+        # gradients of its outputs' class.
         shows = compat.is_view(func) and compat.is_fake(each)
         if type(each) is Tensor:
             strided = each.layout == torch.strided
@@ -650,7 +664,7 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear as the op, cast as autocast would; None where it is not the op's to serve."""
+    """Run a linear as the op, with autocast's casts; None if the op does not support it."""
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None
     kind = x.device.type
@@ -677,7 +691,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 
 
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
+    """Let a function read the decoded values; torch refuses the same uses as of dense ones."""
 
     def read(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = compat.pytree.tree_map_only(_KINDS, _read, (args, kwargs))
@@ -697,7 +711,7 @@ def _read(weight: CodedWeight | CodedWeightView) -> Tensor:
 
 
 def _set_data_of_view(view: CodedWeightView, new: Tensor) -> None:
-    """Take other memory, as a view does, and what it was a view of does not."""
+    """Give a view other memory; its base keeps its memory."""
     vars(view).pop("_plain", None)
     Tensor.data.__set__(view, new)  # type: ignore[attr-defined]
 
@@ -749,7 +763,7 @@ _READ_ONLY: dict[type, type] = {
 
 
 def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStorage:
-    """Return what may be read: it has identity and size, and no bytes."""
+    """Return a storage that may be read: it has identity and size, but no bytes."""
     if isinstance(weight, CodedWeightView) and type(weight.plain) is Tensor:
         held = vars(weight)
         if "_storage" not in held:
@@ -763,7 +777,7 @@ def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStor
 
 
 def _storage(weight: CodedWeight) -> torch.TypedStorage:
-    """Return decoded values, which may be read: a write would reach nothing."""
+    """Return decoded values, which may be read: a write would not reach the weight."""
     found: torch.TypedStorage = Tensor.storage(weight)  # type: ignore[no-untyped-call]
     for each in (found, found._untyped_storage):
         each.__class__ = _READ_ONLY.get(type(each), type(each))
@@ -772,7 +786,7 @@ def _storage(weight: CodedWeight) -> torch.TypedStorage:
 
 @torch.no_grad()
 def _set_data(weight: CodedWeight, new: Tensor) -> None:
-    """Take new data: whole values of the weight are encoded, any other make it a dense tensor."""
+    """Take new data: a whole value of the weight is encoded; any other makes it a dense tensor."""
     like = (new.dtype, tuple(new.shape), new.device)
     if like == (weight.dtype, tuple(weight.shape), weight.device):
         weight.store(new)
@@ -814,7 +828,7 @@ _OF_VIEWS: dict[Any, Callable[..., Any]] = {
     Tensor.storage: _storage,
     Tensor.data.__set__: _set_data_of_view,  # type: ignore[attr-defined]
 }
-"""Functions that torch calls no op for, and what serves them, of a view too."""
+"""Functions for which torch calls no op, and their replacements, also for views."""
 _ABOVE: dict[Any, Callable[..., Any]] = {
     **_OF_VIEWS,
     Tensor.share_memory_: _share_memory,
@@ -835,7 +849,7 @@ def _share(weight: CodedWeight, size: Sequence[int] | None = None) -> CodedWeigh
 
 
 def _view(weight: CodedWeight, size: Sequence[int]) -> object:
-    """Serve a view of the same shape and one as a row of elements; FSDP2 makes both of a shard."""
+    """Serve a view of the same shape and a flat one; FSDP2 makes both of a shard."""
     if tuple(size) == tuple(weight.shape):
         return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
@@ -917,7 +931,7 @@ _AT_SECOND = (op.coded_weight_linear, op.coded_weight_linears, op.coded_weight_l
 
 
 def _is_on_weight(func: object, args: Sequence[object]) -> bool:
-    """Say whether what a served op takes as its weight, or one of them, is coded."""
+    """Return whether the weight argument of a served op, or one of several, is coded."""
     given = args[1 if func in _AT_SECOND else 0]
     several = given if isinstance(given, (list, tuple)) else (given,)
     return any(isinstance(each, CodedWeight) for each in several)
@@ -932,13 +946,14 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     if schema.name.startswith("c10d::") and schema.name.endswith("_"):
-        written += args[:1]  # collectives do not say what they write to: what they are given first
+        # collectives do not declare their writes: they write to their first argument
+        written += args[:1]
     if any(isinstance(each, _KINDS) for each in compat.pytree.tree_iter(written)):
         raise _write_error(schema.name)
 
 
 def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise before an optimizer changes anything, where it would come to a coded weight."""
+    """Raise if an optimizer would update a coded weight, before it changes any parameter."""
     computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
     for group in optimizer.param_groups:
         for each in group["params"]:
@@ -950,7 +965,9 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @functools.cache
 def _watch_optimizers() -> RemovableHandle:
-    """Look at what optimizers are about to step: one that raised half-way has changed the rest."""
+    """Check the parameters that optimizers are about to step: a step that raises half-way has
+    changed some.
+    """
     return register_optimizer_step_pre_hook(refuse_step)
 
 

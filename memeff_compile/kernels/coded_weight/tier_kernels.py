@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec tier on a GPU: a thread holds sixteen codes of two bits and takes from two streams.
+"""The codec tier on a GPU: a thread has sixteen codes of two bits and reads from two streams.
 
-How far a thread has to skip in the second stream is the number of threes in the words before its
-own, which is a count of bits and one prefix sum per sixteen weights; likewise in the third.
+A thread's position in the second stream is the number of threes in the words before its own: a bit
+count and one prefix sum per sixteen weights; likewise in the third.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream from bit `at` on, where there are at most 33 to be read."""
+    """Return 64 bits of a stream from bit `at` on, of which at most 33 are used."""
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
@@ -72,7 +72,7 @@ def _windows(header_ptr):
 
 @triton.jit
 def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
-    """Return the exponent of one field, and what is left of the two streams."""
+    """Return the exponent of one field, and the rest of the two streams."""
     narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
     in_second = code == 3
@@ -129,7 +129,7 @@ def tier_decode_kernel(
     before = tl.cumsum(count, 0) - count
     start = tl.load(stream_starts_ptr + 2 * chunk)
     second = _window(second_ptr + start, 2 * before, count > 0)
-    # Fields behind the last are another thread's: make them zeros.
+    # Fields after the last belong to another thread: make them zeros.
     second = (second & ((1 << (2 * count).to(tl.int64)) - 1)).to(tl.int32)
     count = _count_bits(_threes(second))
     before = tl.cumsum(count, 0) - count
@@ -208,7 +208,7 @@ def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one pattern to what is made so far; return it, and the sign byte."""
+    """Append the codes of one pattern to those made so far; return them, and the sign byte."""
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)
@@ -225,7 +225,8 @@ def _put(pattern, FIELD: tl.constexpr, made, windows):
 def _append(stream_ptr, bits, start, at, room, is_any):
     """Set up to 64 bits of a zeroed stream from bit `at` after the word `start` on.
 
-    Disjoint bits: order is no matter. What lies behind the stream's `room` words is dropped.
+    The bits are disjoint, so order does not matter. Bits after the stream's `room` words are
+    dropped.
     """
     word = start + (at >> 5)
     shift = (at & 31).to(tl.int64)

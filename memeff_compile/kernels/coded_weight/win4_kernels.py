@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The codec win4 on a GPU: decode, encode, and products that decode on the way.
 
-A word of codes holds the exponents of eight weights, two words of signs the rest of them. Nothing
+A word of codes holds the exponents of eight weights, two words of signs the rest of them. No weight
 depends on a neighbour, so every kernel is a stream: about ten operations per weight.
 
 Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
@@ -162,10 +162,10 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes and signs of one chunk; count its patches and say where they are.
+    """Write the codes and signs of one chunk; count its patches and write their positions.
 
     With a step a weight is read and written once: decoded, moved and encoded in registers. Patches
-    go to the gradient's memory, where the others are as well, and come back from there.
+    are written to the gradient's memory, next to the others, and read back from there.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -242,9 +242,9 @@ def list_chunks(
 ):
     """Write where the patches of each chunk start, and the patches, in order.
 
-    Those beyond the lists are dropped; where there are any, the weight goes to the refuge, and
-    what is left stays within the lists: who decodes it reads no memory of others. Without a refuge
-    the last start says how long the lists have to be.
+    Patches beyond the lists are dropped. Then the weight also goes to the spill buffer, and the
+    start positions stay within the lists, so that decoding reads no other memory. Without a spill
+    buffer the last start is the required length of the lists.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge
@@ -300,7 +300,7 @@ def win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the lists of a weight, as `list_chunks` says."""
+    """Write the lists of a weight, as `list_chunks` describes."""
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)
@@ -352,7 +352,7 @@ def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUN
 
 @triton.jit
 def _scaled_pair(pair, scale):
-    """Multiply both bf16 of a pair word with both of another; a power of two: nothing is rounded.
+    """Multiply both bf16 of a pair word with both of another; a power of two, so no bit is rounded.
 
     Adding -0.0 keeps the sign of a zero.
     """
@@ -415,7 +415,7 @@ def _some_rows(
 ):
     """One token: ROWS products of a row and x, in fp32.
 
-    The code is the exponent less base, and as an exponent makes a tiny number: code 0 with no
+    The code is the exponent minus base. Used as an exponent it gives a tiny number: code 0 without
     mantissa is zero, the others are scaled by 2^base.
     """
     HAS_BIAS: tl.constexpr = TILE[0]

@@ -3,8 +3,8 @@
 The rows are aten's. The gradient is not: PyTorch's compilers scatter it with atomic additions into
 an fp32 buffer as large as the table (V x D), round that to 16 bits, and add it to the gradient that
 the table has from a tied head. Here the token ids are sorted, each distinct id's rows are summed in
-fp32 in a fixed order, and every sum is added once, rounded once, to its row of a gradient that is
-there anyway.
+fp32 in a fixed order, and every sum is added once, rounded once, to its row of a gradient that
+exists anyway.
 
     embedding             rows; backward gives the gradient of the table
     embedding_tied        rows, and the table itself for the head to read; backward adds the rows'
@@ -12,7 +12,7 @@ there anyway.
     embedding_backward    the gradient of the table by itself
     embedding_accumulate  adds the rows' gradient into a gradient of the table
 
-`sharded` has what tables that DTensor lays out over ranks need beside these.
+`sharded` has the additional ops for tables that DTensor splits over ranks.
 """
 
 from __future__ import annotations

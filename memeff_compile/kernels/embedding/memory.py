@@ -1,6 +1,6 @@
 """Bytes before and after, as formulas in N (tokens looked up), D (hidden size) and V (table rows).
 
-They count what lives beside the inputs and the one gradient of the table that is returned.
+They count the memory besides the inputs and the one gradient of the table that is returned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from ..sizes import Size
 from .reference import MIN_COLUMNS, PIECE_BYTES, PIECES
 
-# Sorted ids and their order, and what the sort and the engines' index vectors take: 64-bit numbers.
+# Sorted ids and their order, the sort's buffers and the engines' index vectors: 64-bit numbers.
 INDEX_BYTES_PER_TOKEN = 96
 
 
@@ -24,11 +24,11 @@ def bytes_before(
     # rows that a rank has of a table that DTensor cuts by rows, of which no head gives a gradient
     held: Size | None = None,
 ) -> sympy.Expr:
-    """Return the bytes of the V x D buffers that the embedding's gradient takes without us.
+    """Return the bytes of the V x D buffers that the embedding's gradient takes without this op.
 
     Inductor scatters it into an fp32 buffer (fp64 for fp64) and adds that to the head's gradient or
-    rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype. What
-    DTensor returns has the rows of all ranks.
+    rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype.
+    DTensor returns the rows of all ranks.
     """
     v, d = sympy.sympify(vocab), sympy.sympify(depth)
     itemsize = max(dtype.itemsize, 4) if compiled else dtype.itemsize
@@ -45,7 +45,7 @@ def bytes_after(
     *,
     dtype: torch.dtype,  # dtype of the table
     engine: str,  # "sorted" or "reference", as `engine_for` says
-    # bytes of the pieces, as a symbol for a short formula; by default what `piece_bytes` gives
+    # bytes of the pieces, as a symbol for a short formula; by default the result of `piece_bytes`
     pieces: sympy.Expr | None = None,
 ) -> sympy.Expr:
     """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors."""

@@ -1,15 +1,15 @@
 """memeff::embedding and its parts: schemas, validation, engines, fakes, autograd.
 
 `embedding` and `embedding_tied` are written in terms of other ops (CompositeImplicitAutograd), so
-the inner compiler sees aten.embedding in the forward pass and fuses it as ever. The backward is
+the inner compiler sees aten.embedding in the forward pass and fuses it as usual. The backward is
 ours: `embedding_backward` is functional, `embedding_accumulate` writes to its first argument.
 
-In `embedding_tied` the head's weight is a second output of the lookup. So autograd hands the
-lookup's backward both gradients at once, the rows' and the head's, and the first is added into the
-second: the table has one gradient buffer from the head's backward to the end.
+In `embedding_tied` the head's weight is a second output of the lookup. So autograd passes both
+gradients, the rows' and the head's, to the lookup's backward pass, which adds the first into the
+second: the table has a single gradient buffer.
 
-Given a `first_row`, both take the weight for a part of a table whose rows several ranks hold, from
-that row on: ids of other rows, wherever they are held, look up zeros and give no gradient.
+With `first_row`, both treat the weight as one rank's part of a table, from that row on: ids of
+other ranks' rows look up zeros and get no gradient.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Places(NamedTuple):
     first_row: int | None  # the id of the weight's first row, where other ranks hold other rows
 
     def of(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Return rows of the weight, -1 for those held elsewhere, and the one without gradient."""
+        """Return rows of the weight, -1 for those on other ranks, and the one without gradient."""
         if self.first_row is None:
             return ids, self.padding_idx
         here = (ids >= self.first_row) & (ids < self.first_row + self.vocab)
@@ -67,7 +67,7 @@ class _Places(NamedTuple):
         )
 
     def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """Return the rows of the weight, zeros for those held elsewhere."""
+        """Return the rows of the weight, zeros for those on other ranks."""
         places, padding_idx = self.of(ids)
         if self.first_row is not None:
             return rows_or_zeros(weight, places)
@@ -76,7 +76,9 @@ class _Places(NamedTuple):
 
 
 def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of a weight at places, which may have none, and zeros where one is -1."""
+    """Return the rows of a weight at `places`, and zeros for a place of -1; the weight may be
+    empty.
+    """
     if weight.shape[0] == 0:
         return weight.new_zeros((*places.shape, weight.shape[1]))
     rows: Tensor = torch.ops.aten.embedding.default(weight, places.clamp(min=0))
@@ -102,7 +104,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class _TiedEmbedding(torch.autograd.Function):
-    """aten.embedding and the table, whose two gradients meet in one buffer."""
+    """aten.embedding and the table, whose two gradients are added in one buffer."""
 
     @staticmethod
     def forward(
@@ -122,7 +124,7 @@ class _TiedEmbedding(torch.autograd.Function):
             alone = embedding_backward(grad_rows, places, ctx.places.vocab, padding_idx)
             # with create_graph=True every step must stay differentiable
             return alone if grad_weight is None else grad_weight + alone, None, None, None
-        # Nobody else holds this buffer: the graph feeds the table to nothing but fused heads, whose
+        # This buffer has no other reader: the graph feeds the table only to fused heads, whose
         # backward ops return fresh tensors.
         embedding_accumulate(grad_weight, grad_rows, places, padding_idx)
         return grad_weight, None, None, None

@@ -1,7 +1,7 @@
 """The reference: sort the ids, sum the rows of each id, add each sum to its row; plain PyTorch.
 
-Works on any device, never waits for one, and sums in the same order every time. Nothing is as large
-as the table: sums are one row per token, a few columns of the hidden size at a time.
+Works on any device, never waits for one, and sums in the same order every time. No buffer is as
+large as the table: sums are one row per token, a few columns of the hidden size at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
 
     The rows (N, D) have the dtype of `grad_weight` (V, D). The row of `padding_idx`, an id or -1,
-    is left as it is. An id outside 0 .. V - 1, whose row another rank holds, changes nothing.
+    stays unchanged. An id outside 0 .. V - 1, whose row another rank holds, is ignored.
     """
     tokens, depth = grad_rows.shape
     wide = checks.wide(grad_weight.dtype)
@@ -32,7 +32,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     segment = is_new.long().cumsum(0) - 1
     lengths = torch.zeros_like(rows).scatter_add_(0, segment, torch.ones_like(rows))
     kept = (rows != padding_idx) & (rows >= 0) & (rows < grad_weight.shape[0])
-    # Who adds nothing writes what the last one that does writes, or row 0 as it is.
+    # A token without a sum repeats the write of the last one that has, or of row 0 unchanged.
     place = torch.arange(tokens, device=rows.device)
     place = torch.where(kept, place, torch.where(kept, place, 0).amax())
     rows, segment = rows.index_select(0, place), segment.index_select(0, place)
@@ -44,7 +44,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
         part = grad_rows[:, first : first + width].index_select(0, order).to(wide)
         sums = torch.segment_reduce(part, "sum", lengths=lengths, unsafe=True)
         added = sums.index_select(0, segment).masked_fill_(skipped, 0)
-        # Every token of an id writes the same numbers, so nobody waits for the count of ids.
+        # Every token of an id writes the same numbers, so the host need not know the count of ids.
         target[rows] = added.add_(target.index_select(0, rows)).to(target.dtype)
 
 

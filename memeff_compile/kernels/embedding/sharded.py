@@ -1,10 +1,10 @@
-"""Tables that DTensor lays out over ranks: what a rank looks up, and what its rows are of all.
+"""Tables that DTensor splits over ranks: each rank looks up its part.
 
-    before: x = embedding(ids, W)                 W: Shard(0), x: a sum over ranks that is due
-    after:  x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
+    before: x = embedding(ids, W) W: Shard(0), x: a sum over ranks, still pending after: x =
+    over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
 
 DTensor makes the gradient of W for all rows on every rank, V x D, and keeps what belongs to the
-rank. Here a rank sums the rows of its own ids alone, in the gradient that it keeps.
+rank. Here a rank sums only the rows of its ids, in the gradient that it keeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ... import compat
 
 
 class Layout(NamedTuple):
-    """How ranks hold a table, and what they get of the rows that are looked up."""
+    """The split of a table over ranks, and the result that each rank gets of a lookup."""
 
     placements: tuple[Any, ...]  # of the rows
     summed: int | None  # the dimension of the mesh whose ranks have other ids, if there is one
@@ -26,8 +26,8 @@ class Layout(NamedTuple):
 
 
 def layout_of(table: Any, ids: Any) -> Layout | None:
-    """Return how the rows that ids look up in a table are laid out, or None where DTensor would
-    move one of them between ranks first; the answer is the same on every rank.
+    """Return the layout of a lookup's result, or None if DTensor would first move ids or table
+    between ranks; the answer is the same on every rank.
 
     The table is a DTensor; the ids are one, or the same on every rank.
     """
@@ -69,7 +69,7 @@ def parts_of(table: Any) -> tuple[int, int]:
 
 
 class _OverRanks(torch.autograd.Function):
-    """DTensor.from_local, whose own second derivative leaves out what other ranks looked up."""
+    """DTensor.from_local; the second derivative of PyTorch's version ignores other ranks' rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
@@ -84,13 +84,13 @@ class _OverRanks(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is not None:
             grad = grad.redistribute(placements=_without_sums(ctx.placements))
-            # Where ranks hold rows each, what comes back is of these: a part of a sum.
+            # If ranks hold some rows each, their results are partial sums.
             grad = grad.to_local(grad_placements=ctx.placements)
         return grad, None, None, None, None
 
 
 def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
-    """Return the rows that a rank has looked up as a part of those of all ranks."""
+    """Return a rank's rows as one part of the rows of all ranks."""
     found = layout_of(table, ids)
     assert found is not None, "the check admits only layouts that are known"
     shape = torch.Size((*ids.shape, table.shape[1]))

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The two passes of the engine `sorted`: runs inside a chunk, and runs that cross chunks.
 
-Sorted ids make the tokens of one id a run. A chunk is CHUNK places of the sorted order. A run that
+Sorted ids make the tokens of one id a run. A chunk is CHUNK positions in sorted order. A run that
 lies in one chunk is summed and written by that chunk. A run that crosses borders leaves one partial
 sum per chunk, and the second pass adds these in order: a token that fills half of the batch stays
 parallel. Sums are fp32 in a fixed order, so results are the same bit for bit from run to run.

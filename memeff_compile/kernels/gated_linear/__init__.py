@@ -2,16 +2,16 @@
 
 The backward of a gated MLP's last linear needs three tensors of tokens x intermediate size from
 three others: the product act(gate) * up again (for the weight's gradient), and the gradients of
-gate and up. A compiler that computes them in one kernel holds all six at once. Here the kernel is
-in place: it reads gate, up and the product's gradient, and leaves the gradient of gate, the
-gradient of up and the product in the same three buffers.
+gate and up. A compiler that computes them in one kernel needs all six at once. Here the kernel is
+in place: it reads gate, up and the product's gradient, and writes the gradient of gate, the
+gradient of up and the product to the same three buffers.
 
     gated_linear            linear(act(gate) * up, weight, bias)
     gated_linear_backward   the gradient of the weight; those of gate and up over gate and up
 
-Autograd hands the backward copies of gate and up, so nothing that anybody else holds is written to.
-Where gate and up are computed again for the backward, in an activation checkpoint, a compiler drops
-the copies: nobody reads what they were copied from.
+Autograd gives the backward pass copies of gate and up, so other readers never see these writes. If
+an activation checkpoint recomputes gate and up for the backward pass, a compiler drops the copies,
+because the originals have no other reader.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The engine `in_place`: one elementwise Triton kernel each way. CUDA, sm_80 or later.
+"""The engine `in_place`: one elementwise Triton kernel for forward and one for backward. CUDA,
+sm_80 or later.
 
-Nothing waits for the GPU or allocates, so calls can be captured in CUDA graphs. Expected on an H200
-for 16384 x 8192 numbers in bf16: 1.5 GiB read and written by the gradients, 0.38 ms at 4.28 TB/s.
+The host never waits for the GPU, and no memory is allocated, so calls can be captured in CUDA
+graphs. Expected on an H200 for 16384 x 8192 numbers in bf16: 1.5 GiB read and written by the
+gradients, 0.38 ms at 4.28 TB/s.
 """
 
 from __future__ import annotations

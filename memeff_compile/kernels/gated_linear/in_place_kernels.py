@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The gated product, and its gradients over the buffers that they come from.
 
-Every program handles BLOCK numbers: it reads all of its own before it writes any, and touches
-nobody else's. Computed in fp32, rounded once; offsets are 64-bit.
+Every program handles BLOCK numbers: it reads all of them before it writes any, and touches no
+others. Computed in fp32, rounded once; offsets are 64-bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _value_and_slope(g, ACTIVATION: tl.constexpr):
         value = g * below
         slope = below + g * (tl.exp(-0.5 * g * g) * 0.3989422804014327)
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh) / 2 and (1 - tanh^2) / 2 from exp(-2|x|): nothing overflows or cancels out.
+        # (1 + tanh) / 2 and (1 - tanh^2) / 2 from exp(-2|x|): without overflow or cancellation.
         x = 0.7978845608028654 * (g + 0.044715 * g * g * g)
         shrink = tl.exp(-2.0 * tl.abs(x))
         below = tl.where(x < 0.0, shrink, 1.0) / (1.0 + shrink)

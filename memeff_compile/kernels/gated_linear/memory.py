@@ -1,7 +1,7 @@
 """Bytes before and after, as formulas in N (tokens) and I (intermediate size).
 
-They count the tensors of tokens x intermediate size that live at once where the backward computes
-the product and the gradients of gate and up.
+They count the tensors of tokens x intermediate size that exist at once while the backward pass
+computes the product and the gradients of gate and up.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
 
 
 def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes an op holds while it runs, beside what it is given and returns.
+    """Return the bytes an op needs while it runs, besides its arguments and results.
 
-    The forward has the product; the backward the product's gradient, which becomes the product.
+    The forward pass needs the product; the backward pass the product's gradient, which becomes the
+    product.
     """
     return dtype.itemsize * sympy.sympify(tokens) * sympy.sympify(inner)

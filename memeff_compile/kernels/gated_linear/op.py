@@ -2,7 +2,7 @@
 
 The forward is functional and saves gate, up and the weight. Its backward copies gate and up and
 calls `gated_linear_backward`, which writes their gradients over the copies. The library computes
-the matrix products; an engine computes what lies between them.
+the matrix products; an engine computes the elementwise steps between them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..device import kernels_serve, without_autocast
 from . import reference
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-"""What may stand around the gate; `gelu` is the one with erf."""
+"""The activations of the gate; `gelu` is the one with erf."""
 
 ENGINES = {
     "in_place": (
@@ -105,7 +105,7 @@ def _fake_forward(
 
 
 class _Gradients(NamedTuple):
-    """What `gated_linear_backward` is called with."""
+    """The arguments of `gated_linear_backward`."""
 
     grad_out: Tensor
     gate: Tensor
@@ -170,8 +170,8 @@ def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _gradients(
     grad: Tensor, gate: Tensor, up: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate, up and weight; gate and up stay as they are."""
-    # The copies become the gradients. A compiler makes none where gate and up are computed again.
+    """Return the gradients of gate, up and weight; gate and up are not changed."""
+    # The copies become the gradients. A compiler removes the copies if gate and up are recomputed.
     gate, up = (each.clone(memory_format=torch.contiguous_format) for each in (gate, up))
     return gate, up, gated_linear_backward(grad, gate, up, *others)
 

@@ -1,7 +1,7 @@
 """Bytes before and after, as formulas in B (sequences), H (query heads), N, M and D.
 
 N is the length of the cache, M the number of queries, D the head dimension; all may be symbols or
-numbers. They count what lives beside the cache, the queries and the output.
+numbers. They count the memory besides the cache, the queries and the output.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def bytes_before(
 def bytes_after(
     batch: Size, heads: Size, queries: Size, depth: Size, *, splits: Size
 ) -> sympy.Expr:
-    """Return the bytes of the shares that the programs of one row leave to be summed, in fp32.
+    """Return the bytes of the fp32 shares that the programs of one row write, to be summed.
 
-    `splits_for` says how many programs a row has; one leaves nothing behind.
+    `splits_for` gives the number of programs per row; a single program writes no share.
     """
     if splits == 1:
         return sympy.Integer(0)

@@ -1,9 +1,9 @@
 """memeff::kv_cache_append and memeff::kv_cache_attention: schemas, validation, engines, fakes.
 
 `kv_cache_append` and `kv_cache_last` are written in terms of other ops (CompositeImplicitAutograd):
-the inner compiler sees the two in-place writes and fuses them with what computes the keys, rotary
-embedding included. `kv_cache_attention` is opaque and functional, and has no backward: it serves
-generation. A gradient through it raises.
+the inner compiler sees the two in-place writes and fuses them with the ops that compute the keys,
+rotary embedding included. `kv_cache_attention` is opaque and functional, and has no backward: it
+serves generation. A gradient through it raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENGINES = {
 def supports(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
-    """Say why attention cannot be served, or return None; `last` is None where it is not there."""
+    """Return why attention is not supported, or None; `last` is None if it is not given."""
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (
         unlike_heads(named)
@@ -110,7 +110,7 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: T
 
 
 class _Call(NamedTuple):
-    """What `kv_cache_attention` is called with."""
+    """The arguments of `kv_cache_attention`."""
 
     q: Tensor
     k_cache: Tensor

@@ -1,7 +1,7 @@
 """The reference: the filled part of the cache through PyTorch's attention, by key-value head.
 
-Works on any device and in any floating dtype. On the CPU the filled length is read on the host and
-nothing beyond it is touched; elsewhere that would wait for the device, so the whole cache is read
+Works on any device and in any floating dtype. On the CPU the filled length is read on the host, and
+no memory beyond it is touched; elsewhere that would wait for the device, so the whole cache is read
 under the mask. Keys and values are never repeated for the query heads that share them.
 """
 
@@ -22,9 +22,9 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, M or 1, N), or None
     scale: float,  # factor of the scores
 ) -> Tensor:
-    """Attend to the keys up to `last`, and among those to what `mask` shows.
+    """Attend to the keys up to `last`, and among those to the ones that `mask` shows.
 
-    The result is laid out as (B, M, H, D). A query that sees nothing gets zeros.
+    The result is laid out as (B, M, H, D). A query that sees no key gets zeros.
     """
     batch, heads, queries, depth = q.shape
     kv_heads, end = k_cache.shape[1], k_cache.shape[2]
@@ -44,7 +44,7 @@ def attend(
 
 
 def _seen(last: Tensor, mask: Tensor | None, end: int) -> Tensor | None:
-    """Return (B or 1, 1, M or 1, end): what each query sees of the first keys, or None for all."""
+    """Return (B or 1, 1, M or 1, end): which of the first keys each query sees, or None for all."""
     seen = torch.arange(end, device=last.device) <= last[:, None, :, None]
     if mask is not None:
         seen = seen & mask[..., :end]
@@ -53,7 +53,7 @@ def _seen(last: Tensor, mask: Tensor | None, end: int) -> Tensor | None:
 
 
 def _per_row(seen: Tensor, repeat: int, queries: int) -> Tensor:
-    """Repeat what a query sees for the heads that share its key-value head."""
+    """Repeat the visible keys of a query for the heads that share its key-value head."""
     if seen.shape[2] == 1 or repeat == 1:
         return seen
     batch, _, _, keys = seen.shape

@@ -21,9 +21,9 @@ MAX_SPLITS = 64
 MAX_PROGRAMS = 3
 """The most programs per multiprocessor that are counted on: registers allow no more."""
 
-# What a launch costs, in units of one tile per program on a full GPU: the first loads of a program,
-# the kernel that adds shares, and the least that few programs need for a tile each. Chosen to pick
-# the fastest of `benchmarks/ops/kv_decode.py --part sweep` on an H200.
+# The cost of a launch, in units of one tile per program on a full GPU: the first loads of a
+# program, the kernel that adds shares, and the minimum that few programs need for one tile each.
+# Chosen to pick the fastest of `benchmarks/ops/kv_decode.py --part sweep` on an H200.
 _START = 0.5
 _COMBINE = 1.6
 _COMBINE_PER_SHARE = 0.05
@@ -32,7 +32,7 @@ _LEAST = 0.9
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a launch of the attention kernel is compiled for."""
+    """The sizes that a launch of the attention kernel is compiled for."""
 
     keys: int  # keys per tile
     warps: int  # warps per program
@@ -59,7 +59,7 @@ def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
 
 
 def _shared_memory(gpu: Gpu) -> int:
-    """Return the bytes of shared memory to plan for: less than what a program may have."""
+    """Return the bytes of shared memory to plan for: fewer than a program may have."""
     return gpu.shared - (11 << 10)
 
 
@@ -82,8 +82,8 @@ def rows_for(rows: int, itemsize: int) -> int:
 def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     """Return the number of programs that share the keys of one sequence and key-value head.
 
-    There is a group for each of these and tile of query rows; keys of the cache count, filled or
-    not, and `slots` programs run at once: 16 share for (8, 32768, 128, 132), one for
+    There is a group for each of these and each tile of query rows. All keys of the cache count,
+    filled or not, and `slots` programs run at once: 16 share for (8, 32768, 128, 132), one for
     (128, 4096, 128, 132).
     """
     tiles = -(-keys // tile)

@@ -1,7 +1,7 @@
 """The engine `split`: the keys of a cache split over programs. CUDA, sm_80 or later.
 
-Nothing waits for the GPU or reads a value on the host, and the grid follows from static sizes, so
-calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
+The host never waits for the GPU or reads a value from it, and the grid follows from static sizes,
+so calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
 the same inputs give the same bits.
 
 The floor is the time to read the filled keys and values once: 2 * B * Hkv * filled * D elements.
@@ -26,7 +26,7 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch is made of."""
+    """The parameters of a launch."""
 
     shapes: Shapes  # tile, warps and stages of the attention kernel
     rows: int  # query rows per tile
@@ -48,7 +48,9 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return the elements that divide strides of keys, 1 where Triton sees by itself that 16 do."""
+    """Return the elements that divide strides of keys, 1 if Triton itself detects divisibility by
+    16.
+    """
     common = math.gcd(16, *strides)
     return 1 if common == 16 else common  # 100: 4, 128: 1
 
@@ -70,7 +72,7 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, M or 1, N), or None
     scale: float,  # factor of the scores
     *,
-    plan: Plan | None = None,  # the launch, by default what `plan_for` gives
+    plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
     """Attend to the keys up to `last`; the shapes are as the op has checked them.
 

@@ -3,8 +3,8 @@
 
 The query heads of one key-value head, times the queries, are the rows of one tile, so each key and
 value is loaded once. Program i of n takes the tiles i, i + n, i + 2n ... of keys up to the last one
-that any of its rows sees: the shares are even however much of the cache is filled, and programs
-beyond it end at once. Sums run in a fixed order.
+that any of its rows sees: so shares are even at any fill level, and programs beyond it end
+immediately. Sums run in a fixed order.
 
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
 
@@ -22,7 +22,9 @@ from .._triton.split_softmax_kernels import of_shares, step
 
 @triton.jit
 def _last_key_of_rows(given, batch, query, is_row, keys):
-    """Return the last key that each row sees, -1 for none, never beyond the cache."""
+    """Return the last key that each row sees, -1 if there is no such key, never beyond the
+    cache.
+    """
     last_ptr, stride_last_batch, stride_last_query = given
     last = tl.load(
         last_ptr + batch * stride_last_batch + query * stride_last_query, mask=is_row, other=-1

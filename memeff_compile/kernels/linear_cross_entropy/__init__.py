@@ -17,8 +17,8 @@ of the head is built. If they are in fp32 and the head in 16 bits, as PEFT keeps
 products are taken in fp32, of gradients of the logits unrounded. Means, sums, class weights of the
 target and shifts stay outside, in ordinary ops on N numbers.
 
-A call goes from `op` to `walk`, which chooses the engine and takes its blocks through it:
-`reference`, `library` or `hopper`. `call` has the request, `shapes` every size of a block.
+`op` calls `walk`, which chooses the engine and runs it block by block: `reference`, `library` or
+`hopper`. `call` has the request, `shapes` every size of a block.
 """
 
 from __future__ import annotations

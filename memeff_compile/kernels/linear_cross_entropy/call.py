@@ -1,8 +1,8 @@
-"""A request as every engine has it, and what an engine returns.
+"""The request that every engine takes, and the results that it returns.
 
-Per row: `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward` takes
-`RowGradients` and what was `Saved` besides, and returns `Gradients`. As one number: `ScalarLoss` is
-the request and `LossAndGradients` the answer. Axis letters as in `shapes`.
+Per row: `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward` also takes
+`RowGradients` and `Saved`, and returns `Gradients`. As one number: `ScalarLoss` is the request and
+`LossAndGradients` the answer. Axis letters as in `shapes`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ELSEWHERE = -2
 class Settings(NamedTuple):
     """The settings of a call, as in the schema.
 
-    A row with an ignored target is still computed where a statistic that does not depend on the
-    target is asked for, as it would be in eager PyTorch.
+    A row with an ignored target is still computed if a statistic that does not depend on the target
+    is requested, as in eager PyTorch.
     """
 
     ignore_index: int | None
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Which of the results in `RowResults` are asked for."""
+        """Which of the results in `RowResults` are requested."""
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
@@ -63,12 +63,12 @@ class Settings(NamedTuple):
 
     @property
     def reads_ignored_rows(self) -> bool:
-        """Whether forward has to look at the logits of ignored rows."""
+        """Whether the forward pass needs the logits of ignored rows."""
         return self.keeps_ignored_rows or self.with_top
 
 
 class Operands(NamedTuple):
-    """The tensors of a call. An op takes any leading dimensions in place of N."""
+    """An op takes any leading dimensions instead of N."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -104,7 +104,7 @@ class Operands(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """The results of a forward: one element per row each, or (0,) where not asked for.
+    """The results of a forward: one element per row each, or (0,) if not requested.
 
     No two of them share memory.
     """
@@ -128,7 +128,7 @@ class RowResults(NamedTuple):
 class RowGradients(NamedTuple):
     """A cotangent per row for each differentiable result.
 
-    fp32 or fp64; (0,) where the result was not asked for.
+    fp32 or fp64; (0,) if the result was not requested.
     """
 
     nll: Tensor
@@ -145,7 +145,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the operands; None where not asked for."""
+    """The gradients of the operands; None if not requested."""
 
     hidden: Tensor | None  # (N, D)
     weight: Tensor | None  # (V, D), laid out like the weight
@@ -155,17 +155,17 @@ class Gradients(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The ranks that hold parts of the classes, and meet once per block of rows.
+    """The ranks that hold parts of the classes, and exchange statistics once per block of rows.
 
-    Of each row a rank has the log-sum-exp of its own classes, and the loss of the target among
-    them: 0 where another rank has the target. The others need no more, in one dtype and one order,
-    whatever engine made it. Blocks are of rows in the order of `counted_first`, of all ranks alike.
+    For each row a rank has the log-sum-exp of its classes, and the target's loss if the target is
+    among them, else 0. Ranks need no other data of each other. The format does not depend on the
+    engine. Blocks follow the row order of `counted_first`, which is the same on all ranks.
     """
 
     rank: int
     ranks: int
     height: int  # rows of a block
-    owner: Tensor  # (N,) int32: the rank that has a row's target; any, where there is none
+    owner: Tensor  # (N,) int32: the rank that has a row's target; any rank for a row without one
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -186,10 +186,7 @@ def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted_first(target: Tensor) -> Tensor:
-    """Return the order in which ranks meet over rows: those that count, then ignored ones.
-
-    Engines that leave ignored rows out have them in this order and no other.
-    """
+    """Return the order in which ranks process rows: those that count, then ignored ones."""
     return (target == IGNORED).to(torch.int8).sort(stable=True).indices
 
 
@@ -225,7 +222,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """The tensors as a loss per row takes them."""
+        """The tensors in the form of a loss per row."""
         return Operands(*self[:4], None, self.low, self.up)
 
     @property
@@ -235,7 +232,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        """The settings as a loss per row takes them."""
+        """The settings in the form of a loss per row."""
         settings = Settings(*self[6:9], False, False, self.gradient_filter, self.workspace)
         return settings._replace(
             filter_level=self.filter_level, sort_vocabulary=self.sort_vocabulary
@@ -256,7 +253,7 @@ class ScalarLoss(NamedTuple):
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return the factor of each row's loss in the total: its weight over the norm, or 0.
 
-        An ignored row has 0 whatever the norm, which is 0 where all of them are.
+        An ignored row has 0 for any norm; the norm is 0 if all rows are ignored.
         """
         target, weight = self.target, self.row_weight
         factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)
@@ -313,7 +310,7 @@ def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
 
 
 def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
-    """Return the gradients that are asked for where there are no rows."""
+    """Return the requested gradients for an input without rows."""
     asked = zip(given.trained, mask, strict=False)
     return Gradients(
         *(torch.zeros_like(each) if wanted and each is not None else None for each, wanted in asked)
@@ -321,7 +318,7 @@ def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
 
 
 def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
-    """Return gradients as an op does: each in the shape of its operand, empty ones for None."""
+    """Return gradients in an op's form: each in the shape of its operand, empty ones for None."""
     found: list[Tensor] = []
     for part, of in zip(gradients, given.trained, strict=True):
         if part is None or of is None:

@@ -1,22 +1,22 @@
-"""A gradient filter on a block of X: products of the tiles that count, of columns gathered.
+"""A gradient filter on a block of X: gathers columns and multiplies only the tiles that count.
 
-When R rows have met the whole vocabulary and X is in memory, the content of a column is known
-exactly. Rows are ranked, those with much of their mass in light tiles last, and taken 128 at a
-time. `block` keeps a column for these rows if one of its |p - 1(target)| reaches eps; `mass` keeps
-it if their sum over the rows is above the highest level at which every row loses at most tau. The
-loss of a row is one product of X, unchanged, and of the columns that a level drops: a row of X has
-one sign but for its target's. It is added to the columns that stay, in proportion, so that but for
-its target a row keeps its sum. Otherwise classes that no step pushes down would rise, one by one
-too little to see and after a hundred steps enough to raise the loss.
+Once X holds R rows against the whole vocabulary, the content of a column is known exactly. Rows are
+ranked, those with much of their mass in light tiles last, and taken 128 at a time. `block` keeps a
+column for these rows if one of its |p - 1(target)| reaches eps; `mass` keeps it if their sum over
+the rows is above the highest level at which every row loses at most tau. The mass that a row loses
+is one matrix product: X times a 0/1 matrix of the columns that each level drops. (All elements of a
+row of X except its target's have one sign.) The mass is redistributed over the kept columns in
+proportion, so each row's sum (target excluded) is unchanged. Otherwise classes that no step pushes
+down would rise: each by too little to notice, but enough to raise the loss after a hundred steps.
 
-Columns are then ordered by the row tiles that they count in, so that tiles of 128 x 128 are full or
-empty whatever the ids are: an order is V numbers, and rows of the weight and of its gradient are
-read and written in place. Tiles are packed turned, a column of 128 rows being one run of memory.
-Bias gradients are exact. If more than `DENSE_SHARE` of the tiles count, the filter drops nothing
-and the dense products run; the GPU decides that.
+Columns are then ordered by the row tiles that they count in, so that most tiles of 128 x 128 are
+either full or empty, whatever the token ids. The order takes V numbers; rows of the weight and its
+gradient are read and written in place. Packed tiles are transposed: a column of 128 rows is
+contiguous. Bias gradients are exact. If more than `DENSE_SHARE` of the tiles count, the filter
+drops no tile and the dense products run; the GPU decides that.
 
-|p - 1(target)| is an element of a row of X over the factor of its loss: with a softcap, times the
-cap's slope; if lse has a gradient too, over the larger of both.
+|p - 1(target)| is an element of a row of X divided by the factor of its loss (by the larger of both
+factors, if lse has a gradient too); with a softcap it includes the cap's slope.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def filter_level(gradient_filter: str, level: float) -> float:
 
 
 def leaves_out(gradient_filter: str, depth: int, vocab: int, workspace: int) -> bool:
-    """Return whether a filter leaves anything out of rows of so many features and classes, in bf16.
-
-    In a workspace of the caller's there is no room for what it holds.
+    """Return whether a filter can drop tiles for this depth and vocabulary, in bf16. A workspace
+    that the caller limits has no room for the filter's buffers.
     """
     least = min(LEAST_DEPTH, LEAST_DEPTH_OF_MANY) if vocab >= MANY_CLASSES else LEAST_DEPTH
     return gradient_filter != "exact" and depth >= least and workspace == 0
@@ -88,7 +87,7 @@ def filter_bytes(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
     sums = SHARES_BYTES + 4 * height * depth
     # Of every level, in fp32, for each strip of a row at most.
     sums += sympy.Min(LEVELS_BYTES, 4 * LEVELS * height * (vocab / STRIP + 1))
-    sums += 4 * height * (vocab / (PACKED * STRIPS) + 4)  # what stays of rows
+    sums += 4 * height * (vocab / (PACKED * STRIPS) + 4)  # sums of the kept elements per row
     return tiles + 64 * vocab + 2 * height * depth + sums
 
 
@@ -120,14 +119,16 @@ class Filtered(Protocol):
     def weigh(
         self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
     ) -> None:
-        """Write what X of a row is times, what is light in it, and how many rows count."""
+        """Write the factor that turns |X| into |p - 1(target)|, each row's light mass, and the row
+        count.
+        """
 
 
 class Filter:
     """The buffers of a walk under a filter, and the launches for each of its blocks.
 
-    It has no reference to the walk, which refers to it: both would live until Python looks for
-    cycles, and the gradients that the walk returned would be copied as if they were still read.
+    It has no reference to the walk, which refers to it: a cycle would keep both alive until garbage
+    collection, and the returned gradients would be copied as if they were still in use.
     """
 
     def __init__(self, walk: Filtered, blocks: int) -> None:
@@ -192,7 +193,7 @@ class Filter:
     def choose(self, walk: Filtered, hidden: Tensor, index: int, first: int, here: int) -> None:
         """Find the tiles that count in a block of rows, and pack them.
 
-        `hidden` has the rows of the block, of which dC is made.
+        `hidden` has the block's rows, from which dC is computed.
         """
         tile, blocks, tiles = self.tile, self.blocks, self.tiles
         kept, order, levels = walk.selection.kept, walk.selection.order, self.levels
@@ -280,9 +281,9 @@ class Filter:
         )
 
     def add_products(self, walk: Filtered, index: int, first: int, here: int) -> tuple[bool, bool]:
-        """Sum what the packed tiles give to the gradients; return to which of the two.
+        """Add the products of the packed tiles to the gradients; return to which of the two.
 
-        A dense block finds no work here: then `dense_kept` rows are left to the dense products.
+        A dense block has no packed tiles: then `dense_kept` rows are left to the dense products.
         """
         shapes = self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step

@@ -2,9 +2,9 @@
 """The kernels of `gradient_filter`: which classes of a block of rows count, and products of those.
 
 Rows are ranked by their mass in light tiles, and TILE of them at a time are one of up to 16 blocks.
-A column counts in a block or it does not, so 16 blocks make a word of bits per column; columns in
-the order of their words make tiles that count whole or not at all. A tile that counts is packed,
-and its columns are rows of the weight and of its gradient, read and added to where they lie.
+A column counts in a block or it does not, so 16 blocks make a word of bits per column; ordered by
+their words, columns form tiles that count completely or not at all. A tile that counts is packed,
+and its columns are rows of the weight and of its gradient, read and added to in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIGHT = tl.constexpr(2.0**-10)
 BLOCKS = tl.constexpr(16)
 # Scores are this at most.
 LARGEST = tl.constexpr(3.0e38)
-# What stays of a row is multiplied by less than this.
+# The kept elements of a row are multiplied by less than this.
 MOST = tl.constexpr(256.0)
 
 
@@ -30,8 +30,8 @@ def _linear_cross_entropy_filter_weigh_kernel(
     stats_ptr,  # (2, T, R) fp32: maximum, sum of exp2(z2 - base), of `hopper`
     base_ptr,  # (R,) fp32
     kept_ptr,
-    inverse_ptr,  # (R,) fp32 out: what |X| is times to be |p - 1(target)|, or less with a softcap
-    light_ptr,  # (R,) fp32 out: what the row holds in light tiles
+    inverse_ptr,  # (R,) fp32 out: factor from |X| to |p - 1(target)|, or to less with a softcap
+    light_ptr,  # (R,) fp32 out: the row's mass in light tiles
     here_ptr,  # (1,) int32 out: rows of this piece
     first_row,
     piece_rows,
@@ -39,7 +39,7 @@ def _linear_cross_entropy_filter_weigh_kernel(
     scale,
     C: tl.constexpr,
 ):
-    """Say how much of each row may be left out, roughly."""
+    """Estimate how much of each row may be left out."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     tl.store(here_ptr, rows_here)
@@ -80,7 +80,7 @@ def _linear_cross_entropy_filter_weigh_rows_kernel(
     scale,
     C: tl.constexpr,
 ):
-    """Say the same of rows of gradients, whose entries are light one by one."""
+    """The same for rows of gradients, whose elements are light one by one."""
     row = tl.program_id(0)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     tl.store(here_ptr, rows_here)
@@ -88,7 +88,7 @@ def _linear_cross_entropy_filter_weigh_rows_kernel(
         place = row_values_ptr + first_row + row
         factor = tl.abs(tl.load(place + all_rows))
         factor = tl.maximum(factor, tl.abs(tl.load(place + 2 * all_rows))) * tl.abs(scale)
-        # A row without a gradient loses nothing; one of nan is nan times anything.
+        # A row without a gradient loses no mass; a row of nan stays nan.
         inverse = tl.where(factor > 0.0, 1.0 / factor, 0.0)
         light = tl.zeros((C.BLOCK,), tl.float32)
         for start in range(0, width, C.BLOCK):
@@ -146,9 +146,9 @@ def _linear_cross_entropy_filter_score_kernel(
     highest,  # of the levels
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most
 ):
-    """Score columns by what the rows of the block have there; sum X over what each level drops.
+    """Score columns by the block's rows; sum the elements of X that each level drops.
 
-    The sums have signs: for them X is multiplied where it lies in shared memory, as it was loaded.
+    The sums have signs, so X is multiplied in shared memory, as it was loaded.
     """
     block = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -163,7 +163,7 @@ def _linear_cross_entropy_filter_score_kernel(
     stop = tl.minimum((chunk + 1) * columns_here, vocab)
     for start in tl.range(chunk * columns_here, stop, C.BLOCK, num_stages=C.STAGES):
         columns = start + tl.arange(0, C.BLOCK)
-        # Behind the last column X is zero, in whole tiles.
+        # X is zero after the last column, in whole tiles.
         there = row_ptr[:, None] + columns[None, :]
         x = tl.load(there, mask=is_row[:, None], other=0.0)
         weighed = tl.abs(x).to(tl.float32) * inverse[:, None]
@@ -172,11 +172,11 @@ def _linear_cross_entropy_filter_score_kernel(
         else:
             weighed = tl.where(weighed == weighed, weighed, float("inf"))
             score = tl.max(weighed, axis=0)
-        # What is nan counts, and is under the last level.
+        # nan counts, and is below the last level.
         score = tl.where(score < LARGEST, score, LARGEST)
         tl.store(score_ptr + block * vocab + columns, score, mask=columns < vocab)
         is_under = score[:, None] < levels[None, :]
-        # Zeros and ones times what is rounded already: only the sums are rounded.
+        # Zeros and ones times values that are rounded already: only the sums are rounded.
         sums = dot(x, is_under.to(x.dtype), sums, C.UPCAST)
     sums = tl.where(is_row[:, None], sums * inverse[:, None], 0.0)
     out = (block * tl.num_programs(1) + chunk) * C.LEVELS * C.TILE
@@ -193,20 +193,21 @@ def _linear_cross_entropy_filter_level_kernel(
     rank_ptr,
     target_ptr,  # (N,) int32, compact, no class for a row without a target
     here_ptr,
-    lost_ptr,  # (blocks, LEVELS, TILE) fp32 out: what each row loses at each level
-    fits_ptr,  # (blocks, LEVELS) int32 out: whether that is not too much of any
-    rest_ptr,  # (blocks, TILE) fp32 out: what each row has but for its target
+    lost_ptr,  # (blocks, LEVELS, TILE) fp32 out: the mass that each row loses at each level
+    fits_ptr,  # (blocks, LEVELS) int32 out: whether no row loses too much
+    rest_ptr,  # (blocks, TILE) fp32 out: each row's mass without its target
     first_row,
     chunks,
     vocab,
     width,
     highest,
-    limit,  # what a row may lose
+    limit,  # the mass that a row may lose
     C: tl.constexpr,  # SOME: levels of a program
 ):
-    """Sum over the vocabulary what rows lose at some levels.
+    """Sum over the vocabulary the mass that rows lose at some levels.
 
-    A row of X has one sign but for its target's, so that sums of the rest are sums of sizes.
+    All elements of a row of X except its target's have one sign, so their sum is a sum of
+    magnitudes.
     """
     block = tl.program_id(0)
     index = tl.program_id(1) * C.SOME + tl.arange(0, C.SOME)
@@ -256,7 +257,8 @@ def _linear_cross_entropy_filter_word_kernel(
     """Write a column's word: a bit for each block that it counts in, the first one's the highest.
 
     It counts at the highest level at which no row of the block loses too much. Ordered by their
-    words, columns that count where few do stand together, which fills more tiles than the reverse.
+    words, columns that count in rarely used blocks are adjacent, which fills more tiles than the
+    reverse.
     """
     columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     rows_here = tl.load(here_ptr)
@@ -266,7 +268,7 @@ def _linear_cross_entropy_filter_word_kernel(
         fits = tl.load(fits_ptr + block * C.LEVELS + index) > 0
         chosen = tl.min(tl.where(fits, index, C.LEVELS), axis=0)
         level = tl.sum(tl.where(index == chosen, _level(index, highest, C), 0.0), axis=0)
-        # Where no level fits, every column counts; in a block without rows, none does.
+        # If no level fits, every column counts; in a block without rows, no column does.
         level = tl.where(chosen < C.LEVELS, level, -1.0)
         level = tl.where(block * C.TILE < rows_here, level, float("inf"))
         score = tl.load(score_ptr + block * vocab + columns, mask=columns < vocab, other=0.0)
@@ -300,7 +302,7 @@ def _linear_cross_entropy_filter_tile_kernel(
     """Write a tile's word: a bit for each block that one of its columns counts in."""
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_column = places < vocab
-    # Behind the last column stand those that do not exist, of which X is zero.
+    # After the last column come indices that do not exist, for which X is zero.
     column = tl.load(column_order_ptr + places, mask=is_column, other=0)
     tl.store(place_ptr + tl.where(is_column, column, places), places)
     words = tl.load(word_ptr + places, mask=is_column, other=0).to(tl.int32) & 0xFFFF
@@ -370,8 +372,8 @@ def _linear_cross_entropy_filter_list_kernel(
 def _linear_cross_entropy_filter_pack_kernel(
     x_ptr,  # (R, W)
     packed_ptr,  # (slots * TILE, TILE) out: columns of X, of the rows of a block
-    slot_column_ptr,  # (slots * TILE,) int32 out: which ones; V or more behind the last
-    stays_ptr,  # (programs, R) fp32 out: a row's sum of what is copied
+    slot_column_ptr,  # (slots * TILE,) int32 out: their indices; V or more after the last
+    stays_ptr,  # (programs, R) fp32 out: a row's sum of the copied elements
     rank_ptr,
     here_ptr,
     place_ptr,  # (T * TILE,) int32
@@ -441,11 +443,11 @@ def _linear_cross_entropy_filter_restore_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Put on a row's classes that stay what is left out of it, in proportion.
+    """Redistribute the mass that a row lost over its kept classes, in proportion.
 
-    But for its target a row's gradients then sum to what they do without a filter. Classes that
-    are never pushed down rise over many steps; those that stay are pushed in their place. Rows are
-    multiplied, and a target is divided, by the same number. Ranked rows past the last are zero.
+    Then each row's gradients (target excluded) sum to the same value as without a filter. Otherwise
+    classes that are never pushed down would rise over many steps. Rows are multiplied, and a target
+    is divided, by the same number. Ranked rows past the last are zero.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = tl.load(here_ptr)
@@ -471,7 +473,7 @@ def _linear_cross_entropy_filter_restore_kernel(
         at = (slot * C.TILE + place % C.TILE).to(tl.int64) * C.TILE + rows % C.TILE
         own = tl.load(packed_ptr + at, mask=counts, other=0.0).to(tl.float32)
         stays = tl.abs(stays - own) * tl.load(inverse_ptr + source, mask=is_row, other=0.0)
-        # Where next to nothing stays, or not the target, and in rows of nan, nothing is put back.
+        # If almost no mass or not the target is kept, and in rows of nan, the mass is not restored.
         is_some = (stays * MOST > rest) & (counts | (is_class == 0))
         restore = tl.where(is_some, rest / tl.where(is_some, stays, 1.0), 1.0)
         tl.store(restore_ptr + rows, restore, mask=is_row)

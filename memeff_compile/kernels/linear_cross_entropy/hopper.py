@@ -5,18 +5,18 @@ order; the tile that holds a row's target stores its logit. Logits are written n
 
 Backward, by rows: tiles of logits again, this time written as G = dloss/dlogits in 16 bits, R rows
 by the whole vocabulary; then dE of these rows, complete, and their summand of dC, which is rounded
-once per block of rows. Or by classes, which takes less memory and serves a given workspace and
+once per block of rows. Or by classes, which takes less memory and supports a limited workspace and
 fp16: dC of W columns complete in one write, and dE += G C in fp32, by one reduction per element and
 launch. In the minimal workspace G and the fp32 sums lie inside the gradient of the weight.
 
 A loss that is one number, by rows, in three products: a product writes X, probabilities up to a
 factor per row, in 16 bits with fp32 statistics from the same registers; once a row's log-sum-exp is
 known, its factor goes into the matrices that X is multiplied with. X costs 2RV bytes. Rows whose
-logits lie far from where they were expected are computed again, which the GPU decides.
+logits are far from the expected range are computed again; the GPU decides this.
 
-Ignored rows are left out before anything is computed, by an order of rows that the GPU builds. No
-call waits for the GPU or reads a value on the host. bf16 and fp16 (bf16 by rows), a depth that is a
-multiple of 8, a contiguous weight.
+Ignored rows are left out before any product, by an order of rows that the GPU builds. No call waits
+for the GPU or reads a value on the host. bf16 and fp16 (bf16 by rows), a depth that is a multiple
+of 8, a contiguous weight.
 
 Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * blocks / 4.28e12; in
 one walk 3 * 2NDV / 700e12. Floors of that at 790e12 and predictions: N, D, V = 8192, 4096, 128256:
@@ -76,7 +76,7 @@ from .walk import Block, Differentiating, Statistics
 class Selection(NamedTuple):
     """The rows that count, in order, as the kernels read them.
 
-    `order`, `place` and `kept` are None where every row counts.
+    `order`, `place` and `kept` are None if every row counts.
     """
 
     target: Tensor  # (N,) int32, compact, -1 for a row without a target
@@ -86,7 +86,7 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings) -> Selection:
-    """Leave out the rows whose target is ignored, unless something else of them counts."""
+    """Leave out the rows whose target is ignored, unless another of their statistics is needed."""
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -288,9 +288,9 @@ class BackwardByClasses(Differentiating):
     def _blocks_inside(self) -> Iterator[Block]:
         """Work in the last rows of the weight gradient, and compute those rows last.
 
-        Their part of the hidden gradient comes first, before they are anything but scratch; so
-        their logits are computed twice. When the hidden gradient is done, its sums make room, and
-        G retreats before the rows that are being written.
+        Their part of the hidden gradient is computed first, while they are still scratch memory; so
+        their logits are computed twice. When the hidden gradient is done, its sums make room, and G
+        retreats before the rows that are being written.
         """
         room = self.inside
         assert room is not None
@@ -379,8 +379,9 @@ class BackwardByClasses(Differentiating):
 class ByRows(Differentiating):
     """A walk over blocks of R rows: X of a block, and the products that make gradients of it.
 
-    X, R by the vocabulary in whole tiles, is what the gradients of the block's logits are but for a
-    factor per row. `step` is R, `columns` the width of a tile of X and `tiles` their number.
+    X has R rows and the vocabulary in whole tiles as columns. Up to a factor per row, it is the
+    gradient of the block's logits. `step` is R, `columns` the width of a tile of X and `tiles`
+    their number.
     """
 
     tallest = AUTO_BYTES
@@ -388,7 +389,9 @@ class ByRows(Differentiating):
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], *, height: int = 0
     ) -> None:
-        """Allocate what the walk needs. A given height is whole tiles, as ranks agreed."""
+        """Allocate the buffers of the walk. A height that is passed in is whole tiles, as ranks
+        agreed.
+        """
         hidden, weight, bias, target, *_ = given
         hidden = _aligned(hidden)
         self.hidden, self.weight, self.settings = hidden, weight, settings
@@ -452,7 +455,9 @@ class ByRows(Differentiating):
     def weigh(
         self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
     ) -> None:
-        """Tell a filter what X of a row is times, what is light in it, and how many rows count."""
+        """Tell a filter the factor from |X| to |p - 1(target)|, each row's light mass, and the row
+        count.
+        """
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
         """Describe a matrix to the kernels as tiles of this shape, once for all blocks."""
@@ -514,8 +519,10 @@ class ByRows(Differentiating):
 
             kernel = specialized._linear_cross_entropy_hopper_specialized_products_kernel
             parts, splits = [self.parts], [self.splits]
-            del constants["num_stages"]  # it has stages of its own
-        # What is not asked for is not read; something has to stand there.
+            del constants["num_stages"]  # this kernel sets its stages itself
+        # Arguments of gradients that are not requested are never read, but some tensor must be
+        # passed.
+
         scaled = self.weight if factor is None else factor
         written = self.x if self.grad_weight is None else self.grad_weight
         wide = step, columns
@@ -571,7 +578,8 @@ class BackwardByRows(ByRows):
         self.gradient.write(hidden, self.x, self.columns, (first, here, 0, self.width))
         if self.filter is not None:
             self.filter.choose(self, hidden, block.number, first, here)
-        # Rows after the last are zero in G, and after the end of what is multiplied with it.
+        # Rows after the last are zero in G, and after the end of the matrix that it is multiplied
+        # with.
         self.add_products(block, hidden)
 
     def weigh(
@@ -668,7 +676,7 @@ class Total(ByRows, Statistics):
         )
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Tell the other ranks the statistics of these rows, and finish the rows with theirs."""
+        """Send the statistics of these rows to the other ranks, and finish the rows with theirs."""
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
@@ -768,7 +776,9 @@ def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
 def _row_values(
     grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
 ) -> Tensor:
-    """Gather what a row of G needs of the rows that count, (5, N) fp32 in compact order."""
+    """Gather the inputs that a row of G needs, for rows that count: (5, N) fp32 in compact
+    order.
+    """
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))
     block = 512

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of `hopper`: products whose epilogue turns a tile of logits into results.
 
-Three ways to use a tile of logits: reduce it to statistics of its rows; make it a tile of the
-gradient G of the logits, where statistics are known; or make it a tile of X, where they are not
-yet. X_ij = exp(z_ij - base_i) dz/ds, rounded once to 16 bits. base_i is a number near the row's
-logits that is known before them, so X does not wait for the log-sum-exp: the factor exp(base_i -
-lse_i) that turns X into probabilities is one per row, and goes into the two products of X. At a
-row's target X has (p - 1) / factor, so that nothing cancels in 16 bits. Where ranks have parts of
-the vocabulary, they exchange their parts of the log-sum-exp once X is written.
+Three ways to use a tile of logits: reduce it to statistics of its rows; turn it into a tile of the
+gradient G of the logits, if the statistics are known; or into a tile of X, if they are not yet.
+X_ij = exp(z_ij - base_i) dz/ds, rounded once to 16 bits. base_i is a number near the row's logits
+that is known before them, so X does not wait for the log-sum-exp: the factor exp(base_i - lse_i)
+that turns X into probabilities is one per row, and goes into the two products of X. At a row's
+target X has (p - 1) / factor, so that no difference cancels in 16 bits. If ranks hold parts of the
+vocabulary, they exchange their log-sum-exps after X is written.
 
 Products are persistent: each program walks over output tiles, so that the loads of the next tile
-run under the epilogue of the last one. Rows are compact: ignored rows are left out where they cost
-nothing, and the number of the others is read from the GPU (`kept_ptr`), never from the host. Logits
-are in base 2: z2 = z * log2(e).
+run under the epilogue of the last one. Rows are compact: ignored rows are left out, and the number
+of the others is read on the GPU (`kept_ptr`), never on the host. Logits are in base 2: z2 = z *
+log2(e).
 
 Axis letters: n rows, v columns (vocabulary), d features. BM x BN is an output tile, BK a step.
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
@@ -32,10 +32,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-256.0)
 # How far above its base a row's largest logit may lie, in base 2: sums of 2^96 stay in fp32.
 FAR = tl.constexpr(64.0)
-# The least share that a row's own classes are taken to have where its target is among them and
-# another rank's classes have all the rest: 1 / HEAVIEST of what X sums to. X at the target is times
-# that, which 16 bits hold, and so do the rows of hidden states over it; a probability is off by
-# 2^-32 at most.
+# Lower bound for the share of a row's mass in this rank's classes when its target is among them: X
+# sums to at least 1 / HEAVIEST of the whole row's mass. X at the target is multiplied by HEAVIEST,
+# which 16 bits can hold, and so can the rows of hidden states divided by it; a probability is off
+# by at most 2^-32.
 HEAVIEST = tl.constexpr(2.0**96)
 
 
@@ -183,7 +183,7 @@ def _linear_cross_entropy_hopper_cotangents_kernel(
     grad_logit_sum_ptr,  # or None
     grad_entropy_ptr,  # or None
     entropy_ptr,  # (N,) fp32, original rows, or None
-    # (5, N) fp32 out, compact: lse in base 2, and what is times p, 1(j = t), the weights, p log2 p
+    # (5, N) fp32 out, compact: lse in base 2, and the factors of p, 1(j = t), the weights, p log2 p
     row_values_ptr,
     rows,
     HAS_KEPT: tl.constexpr,
@@ -191,7 +191,7 @@ def _linear_cross_entropy_hopper_cotangents_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather what a row of G needs; rows past the last get zeros."""
+    """Gather the inputs that a row of G needs; rows past the last get zeros."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = offs < rows
     is_row = in_range
@@ -224,8 +224,8 @@ def _linear_cross_entropy_hopper_statistics_kernel(
     column_weight_ptr,  # (V,) fp32 or None
     target_ptr,  # (N,) int32, compact, -1 for a row without a target
     kept_ptr,  # (1,) int32 or None
-    # (2 to 4, T, R) fp32 out: maximum, sum of exp2, weighted sum of logits, sum of exp2(d) d with
-    # d the distance to the maximum, which is never positive, so that nothing cancels in the entropy
+    # (2 to 4, T, R) fp32 out: maximum, sum of exp2, weighted sum of logits, sum of exp2(d) d, where
+    # d is the distance to the maximum, never positive, so the entropy has no cancellation
     stats_ptr,
     target_logit_ptr,  # (N,) fp32 out, base 2
     first_row,  # compact row where the group of R rows starts
@@ -448,7 +448,7 @@ def _linear_cross_entropy_hopper_gradient_kernel(
 
 @triton.jit
 def _store_tile(desc, at, tile, ADD: tl.constexpr, C: tl.constexpr):
-    """Write a tile by quarters, or add it to what is there, which one program does per launch."""
+    """Write a tile by quarters, or add it to the stored tile, which one program does per launch."""
     row, first = at
     ROWS: tl.constexpr = tile.shape[0]
     parts = _halves(tile, ROWS, C.BN)
@@ -577,9 +577,8 @@ def _linear_cross_entropy_hopper_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Take the logit of a row's target as its base: a trained model's rows lie close above it.
-
-    Where another rank has the target, that of another class.
+    """Take the logit of a row's target as its base: a trained model's rows have their maximum
+    slightly above it. If another rank has the target, take another class's logit.
     """
     row = tl.program_id(0)
     is_row = row < _rows_here(kept_ptr, first_row, piece_rows, C)
@@ -673,13 +672,14 @@ def _linear_cross_entropy_hopper_loss_kernel(
     target_ptr,  # (N,) int32, compact
     order_ptr,  # (N,) int32 or None
     kept_ptr,
-    factor_ptr,  # (N,) fp32, original rows: what the gradient of a row's loss is times
+    factor_ptr,  # (N,) fp32, original rows: the factor of the gradient of a row's loss
     base_ptr,  # (R,) fp32, in and, where it is too far off, out
     again_ptr,  # (1,) int32 out
-    row_scale_ptr,  # (R,) fp32 out: what X is times, or its sums where ranks have yet to meet
+    # (R,) fp32 out: the factor of X, or its sums if ranks have not exchanged theirs yet
+    row_scale_ptr,
     x_ptr,  # (R, W), one element per row out
     nll_ptr,  # (N,) fp32 out, original rows
-    said_ptr,  # (2, R) fp32 out: what ranks tell each other, or None
+    said_ptr,  # (2, R) fp32 out: the values that ranks exchange, or None
     first_row,
     piece_rows,
     tiles,  # T
@@ -691,7 +691,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
 ):
     """Merge a row's statistics in a fixed order: first whether its base will do, then the rest.
 
-    The rest is another kernel's where ranks have parts of the vocabulary: here they only speak.
+    If ranks have parts of the vocabulary, another kernel does the rest; this one only writes the
+    values to exchange.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
@@ -765,7 +766,7 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     order_ptr,  # (N,) int32 or None
     kept_ptr,
     factor_ptr,  # (N,) fp32, original rows
-    row_scale_ptr,  # (R,) fp32: in, what X sums to; out, what it is times
+    row_scale_ptr,  # (R,) fp32: in: the sum of X; out: its factor
     x_ptr,  # (R, W), one element per row of which the target is here out
     nll_ptr,  # (N,) fp32 out, original rows
     first_row,
@@ -777,7 +778,9 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Finish a row with what all ranks know of it, in their order: all find the same loss."""
+    """Finish a row with the values of all ranks, merged in rank order: all ranks get the same
+    loss.
+    """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
     source = first_row + rows
@@ -809,7 +812,7 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     mine = tl.load(every_ptr + at_rank + rows, mask=is_row, other=0.0) * LOG2E
     here = tl.load(row_scale_ptr + rows, mask=is_row, other=1.0)
     heavier = here * tl.exp2((peak - mine) + above)
-    # Nothing here, as where all classes of this rank are at -inf, is nothing of what others have.
+    # If this rank's sum is 0, as when all its classes are at -inf, it has no share of the others'.
     is_nothing = (here == 0.0) & (peak > float("-inf"))
     heavier = tl.where(is_nothing, float("inf"), heavier)
     has_target = is_row & (target >= 0)
@@ -871,8 +874,8 @@ def _linear_cross_entropy_hopper_products_kernel(
     """Write dE of a block of rows and add their summand of dC, in one launch.
 
     The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
-    rows and fill the multiprocessors beside and behind them. Programs take the next tile when they
-    are done with one. Each tile is one program's, so the order changes no bit.
+    rows and fill the multiprocessors that dE leaves idle, during and after it. A program takes the
+    next tile when it has finished one. One program computes each tile, so the order changes no bit.
     """
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     depth_blocks = tl.cdiv(depth, C.BN)
@@ -967,7 +970,7 @@ def _linear_cross_entropy_hopper_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply by one number in fp32, rounded once; in place, times 1 is nothing to do."""
+    """Multiply by one number in fp32, rounded once; in place, a factor of 1 returns at once."""
     by = tl.load(by_ptr)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK

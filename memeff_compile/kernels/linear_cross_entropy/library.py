@@ -3,9 +3,9 @@
 Forward, per strip of classes: S = E C_v^T in fp32 (16-bit inputs, fp32 output), then one pass that
 merges S into a running maximum and sum per row. Backward, per block of classes: the same strips of
 S again, one pass that turns each into G in the input dtype, then dC_v = G^T E straight into its
-rows of the weight gradient (one write, no fp32 copy) and dE += G C_v in fp32. G has a buffer of its
-own: written over the fp32 strip it would save nothing, since a strip half or a quarter as wide as
-the block costs the same bytes, and rows would then depend on the order in which warps read and
+rows of the weight gradient (one write, no fp32 copy) and dE += G C_v in fp32. G has a separate
+buffer. Writing it over the fp32 strip would save no memory, since a strip half or a quarter as wide
+as the block takes the same bytes, and results would depend on the order in which warps read and
 write.
 
 A loss that is one number, of a frozen head with a LoRA part, is one walk over the rows: S of a
@@ -13,7 +13,7 @@ block of rows and the whole vocabulary is computed once, with the low-rank produ
 becomes statistics, then G, then dE and d low of these rows. d up is summed in fp32 over the blocks.
 
 No call waits for the GPU, reads a value on the host or depends on the data's values, so calls can
-be captured in CUDA graphs. Nothing is summed by atomics.
+be captured in CUDA graphs. No sum uses atomics.
 
 Expected time on an H200, forward plus backward, as a floor:
     4 * 2NDV / 790e12       four products (forward, recompute, dC, dE)
@@ -238,8 +238,8 @@ def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
 def _product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     """Write left @ right into fp32 `out`, or add it there, without rounding to 16 bits.
 
-    Off CUDA, where products have no fp32 output of 16-bit inputs, the inputs are widened first:
-    that serves the interpreter's tests.
+    On other devices, products of 16-bit inputs have no fp32 output, so the inputs are widened
+    first, for tests under the interpreter.
     """
     if left.dtype == torch.float32 or not left.is_cuda:
         left, right = left.float(), right.float()
@@ -317,7 +317,7 @@ def _widths(given: Operands, settings: Settings) -> Widths:
 
 
 def _readable(given: Operands) -> Operands:
-    """Copy what a kernel or a library product could not read as it is: once, not per block."""
+    """Copy tensors that a kernel or a library product could not read: once, not per block."""
     hidden, weight, bias, target, column_weight, low, up = given
     return Operands(
         hidden if 1 in hidden.stride() else hidden.contiguous(),

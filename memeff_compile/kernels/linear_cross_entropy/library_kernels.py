@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The two elementwise passes of `library`: products to row statistics, products to gradients.
 
-Each program owns one row of an N x W block of fp32 products, so nothing is summed across programs
-and every result is the same bit for bit from run to run. 16-bit vectors are widened right after
-each load: arithmetic is fp32 throughout, on the GPU and under Triton's interpreter alike.
+Each program owns one row of an N x W block of fp32 products, so no sum crosses programs, and every
+run gives the same bits. 16-bit vectors are widened right after each load: arithmetic is fp32
+throughout, on the GPU and under Triton's interpreter alike.
 
 Axis letters: rows are tokens, columns are vocabulary entries counted from `first_column`.
 """
@@ -70,7 +70,7 @@ def _linear_cross_entropy_library_statistics_kernel(
     weighted = 0.0
     if C.WITH_LOGIT_SUM:
         weighted = tl.load(state_row_ptr + 3, mask=is_later, other=0.0)
-    # Sum of exp(z - peak) (z - peak): never positive, so nothing cancels in the entropy.
+    # Sum of exp(z - peak) (z - peak): never positive, so the entropy has no cancellation.
     moment = 0.0
     if C.WITH_ENTROPY:
         moment = tl.load(state_row_ptr + 4, mask=is_later, other=0.0)

@@ -8,11 +8,11 @@ Two ops compute, and each has a backward op; a LoRA part of the head is optional
 
 The first saves its inputs, one lse per row and, if asked for, one entropy; its backward computes
 logits again. The gradients of the second are known up to a factor as soon as a row's logits are:
-three products make a step instead of four. Its backward multiplies them by the loss's own gradient,
-in place if nothing can read them again, otherwise in a copy.
+three products make a step instead of four. Its backward pass multiplies them by the gradient of the
+loss, in place if they cannot be read again, otherwise in a copy.
 
-Four more serve heads of which every rank holds some classes (`vocabulary_parallel`): statistics of
-a rank and their merging, a rank's total, and the total that all agree on. Four names are written in
+Four more serve heads whose classes are split over ranks (`vocabulary_parallel`): statistics of a
+rank and their merging, a rank's total, and the total that all ranks use. Four names are written in
 terms of these eight, so that graphs read plainly: `_adapted` and `_adapted_total` (a LoRA part),
 `_over_ranks` and `_total_over_ranks` (a head over ranks).
 
@@ -60,7 +60,7 @@ from .shapes import CHUNK
 from .vocabulary_parallel import Part, Shard, check_counts, loss_of_rank, merge, statistics
 from .walk import ENGINES, loss_and_gradients, row_gradients, row_results
 
-# What memeff.linear_cross_entropy may be.
+# The values that memeff.linear_cross_entropy may take.
 GRADIENT_FILTERS = ("exact", "mass", "block")
 # Which of the two gradients a filter may leave blocks out of.
 FILTER_PARTS = ("both", "hidden", "weight")
@@ -85,8 +85,8 @@ def supports(
 ) -> str | None:
     """Return the reason why the op cannot serve these inputs, or None if it can.
 
-    Reads dtypes, devices, layouts and sizes, never values, and adds no guard: sizes that are
-    symbols are left to the op's own checks. Real and fake tensors both do.
+    Reads dtypes, devices, layouts and sizes, never values, and adds no guard: symbolic sizes are
+    left to the op's checks at run time. Real and fake tensors both do.
     """
     given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (
@@ -279,7 +279,7 @@ def _fake_backward(given: _Backward) -> tuple[Tensor, ...]:
 
 
 def _fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Return empty gradients of the operands that may have one, where they are asked for."""
+    """Return empty gradients of the operands, where requested."""
 
     def empty(of: Tensor | None, is_needed: bool) -> Tensor:
         if of is None or not is_needed:
@@ -411,7 +411,7 @@ def _fake_total_shard(given: _Shard) -> tuple[Tensor, ...]:
 
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
-    """Multiply a gradient by a number, in the wider of the two dtypes, into a tensor of its own."""
+    """Multiply a gradient by a number, in the wider of the two dtypes, into a new tensor."""
     return (gradient.to(by.dtype) * by).to(gradient.dtype)
 
 
@@ -474,10 +474,10 @@ def _total_joins(trained: Sequence[int]) -> tuple[library.Function, library.Func
     ) -> None:
         _, *gradients = output
         ctx.mark_non_differentiable(*gradients)
-        # Else autograd makes zeros as large as the gradients for results nobody differentiates.
+        # Otherwise autograd makes zeros as large as the gradients for results without a derivative.
         ctx.set_materialize_grads(False)
         ctx.is_alone = not compat.packs_saved_tensors()
-        # The inputs are what a second derivative would be taken of, which is refused.
+        # Inputs of the refused second derivative.
         ctx.save_for_backward(*gradients, *(inputs[place] for place in trained))
 
     def link(
@@ -493,7 +493,8 @@ def _total_joins(trained: Sequence[int]) -> tuple[library.Function, library.Func
             given = *gradients, *empty, *saved[len(trained) :], *nothing
             found = linear_cross_entropy_total_backward(grad_total, *given)
         elif compat.is_traced(grad_total, *gradients):
-            # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
+            # Plain operations in a graph: the compiler fuses them and knows which memory it may
+            # overwrite.
             asked = zip(gradients, mask, strict=True)
             found = [_scaled(part, grad_total) if wanted else part for part, wanted in asked]
         else:

@@ -1,12 +1,12 @@
 """The engine `reference`: the formula in plain PyTorch, block by block; any device.
 
-16-bit and fp32 inputs meet in fp32 products that go into exp unrounded; fp64 stays fp64. Gradients
-of the products are formed in full precision, target term included. A loss per row walks over the
-classes, and rounds these gradients once to the input dtype, as `library` does. A loss that is one
-number walks over the rows: logits of a block and the whole vocabulary are computed once, become row
-statistics, and then their gradient in place. The weight's gradient is summed over blocks in the
-wide dtype. On a CPU, where looking at targets costs nothing, rows with an ignored target are left
-out.
+16-bit and fp32 inputs are multiplied to fp32 products that enter exp unrounded; fp64 stays fp64.
+Gradients of the products are formed in full precision, target term included. A loss per row walks
+over the classes, and rounds these gradients once to the input dtype, as `library` does. A loss that
+is one number walks over the rows: logits of a block and the whole vocabulary are computed once,
+become row statistics, and then their gradient in place. The weight's gradient is summed over blocks
+in the wide dtype. On a CPU, where reading targets needs no synchronisation, rows with an ignored
+target are left out.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Forward(Statistics):
         shift = (self.peak - base).masked_fill_(self.peak == -torch.inf, 0)
         shrink = shift.exp()
         if self.raised is not None:
-            # sum of exp(z - base) * (z - base): never positive, so nothing cancels in the entropy
+            # sum of exp(z - base) * (z - base): never positive, so the entropy has no cancellation
             power = torch.exp(z.clamp_(min=LOG_ZERO), out=window(self.raised, rows, stop - first))
             self.moment = shrink * (self.moment + shift * self.mass) + z.mul_(power).sum(1)
             self.mass = self.mass * shrink + power.sum(1)
@@ -126,7 +126,7 @@ class Forward(Statistics):
 
 
 class _Factors(NamedTuple):
-    """Per row: what multiplies p, 1(j = target), the column's weight, and p (log p + entropy).
+    """Per row: the factors of p, 1(j = target), the column's weight, and p (log p + entropy).
 
     The scale is the last factor of every term, so it goes into the cotangents, N elements each.
     """
@@ -324,7 +324,7 @@ class Total(Statistics, Differentiating):
         rows, owner = block.stop - block.first, ranks.owner[self.here]
         whole, losses = ranks.meet(self.lse.squeeze(1), own.squeeze(1), owner, rows)
         losses, share = losses.unsqueeze(1), (self.lse - whole.unsqueeze(1)).exp()
-        # What has no mass, as where all classes of this rank are at -inf, has no share either.
+        # A part without mass, as when all classes of this rank are at -inf, has no share either.
         self.g.mul_((share / self.mass).masked_fill((self.mass == 0) & (share == 0), 0))
         if self.is_ignored is not None:
             losses = losses.masked_fill(self.is_ignored, 0)
@@ -378,7 +378,7 @@ def _rows(
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Put what belongs to the kept rows among `rows` rows of zeros."""
+    """Return `rows` rows of zeros, with the rows of `part` at the kept ones."""
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole

@@ -2,7 +2,7 @@
 
 Axis letters of this folder: N rows (tokens), D depth (hidden size), V vocabulary (classes), R rows
 of a block, W classes of a block. Engines walk over the rows or over the vocabulary in blocks, so
-that the transient is R x V or N x W, and N x V only where a workspace has room for it.
+that the transient is R x V or N x W, and N x V only if the workspace has room for it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ REFERENCE_MIN_ROWS = 64
 
 def reference_bytes_per_logit(
     itemsize: int,  # bytes of one input element: 2 and 4 compute in fp32, 8 in fp64
-    has_softcap: bool,  # backward then keeps the slope beside the product
+    has_softcap: bool,  # the backward pass then also keeps the slope
     with_gradient: bool,  # backward; 16-bit inputs then also need the rounded gradient
     with_entropy: bool = False,  # both passes then keep a second block
 ) -> int:
@@ -97,12 +97,11 @@ def reference_rows(
 
 # `library`, automatic workspace: at least 64 MiB and at least 16 KiB per row. 16 KiB per row is a
 # strip of 2048 fp32 products (8 KiB) next to a gradient block of 4096 columns in bf16 (8 KiB),
-# about 6 % of what the bf16 logits of a 128k vocabulary take. Measured on an H200, forward +
-# backward: strip 1024 / 2048 / 4096 with that block take 61.4 / 59.8 / 60.1 ms at N, D, V = 16384,
-# 2048, 128256 and 70.9 / 69.5 / 68.5 ms at 8192, 2304, 256000; strips of 256 take 72 and 87 ms.
-# Narrower blocks lose twice: the fp32 sum of the hidden gradient is read and written once per block
-# (8ND bytes), and a short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the
-# results.
+# about 6 % of the bf16 logits of a 128k vocabulary. Measured on an H200, forward + backward: strip
+# 1024 / 2048 / 4096 with that block take 61.4 / 59.8 / 60.1 ms at N, D, V = 16384, 2048, 128256 and
+# 70.9 / 69.5 / 68.5 ms at 8192, 2304, 256000; strips of 256 take 72 and 87 ms. Narrower blocks lose
+# twice: the fp32 sum of the hidden gradient is read and written once per block (8ND bytes), and a
+# short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the results.
 LIBRARY_AUTO_BYTES = 64 * MIB
 LIBRARY_AUTO_BYTES_PER_ROW = 16 * 1024
 # Rows of the lowest block of an adapted head: the weight is read once per block.
@@ -111,8 +110,8 @@ LIBRARY_MIN_ROWS = 128
 LIBRARY_STATE = 5
 LIBRARY_MAX_BLOCK = 2048
 LIBRARY_WARPS = 4
-# What one wave of a weight-gradient product and one pass over the fp32 hidden gradient cost on an
-# H200, per row. Only their ratio matters.
+# Cost per row, on an H200, of one wave of a weight-gradient product and of one pass over the fp32
+# hidden gradient. Only their ratio matters.
 _SECONDS_PER_WAVE = 2 * 128 * 256 * 132 / 790e12
 _SECONDS_PER_BYTE = 1 / 4.28e12
 
@@ -171,7 +170,7 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
 def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
     """Return how many rows a block has under a LoRA part: products, and G next to them in 16 bits.
 
-    Automatic: three sixteenths of what all logits take in the head's dtype, up to 544 MiB.
+    Automatic: three sixteenths of the bytes of all logits in the head's dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
     share = sympy.Rational(*AUTO_SHARE) * itemsize * n * vocab
@@ -195,9 +194,9 @@ HOPPER_AUTO_BYTES = 64 * MIB
 HOPPER_AUTO_BYTES_PER_ROW = 13824
 # The narrowest of these blocks; a smaller workspace is exceeded rather than refused.
 HOPPER_MIN_WIDTH = 256
-# Blocks of rows, automatic workspace: three sixteenths of what all logits would take (X and its
-# statistics are then under a fifth of them), up to AUTO_BYTES or, where that is more, an eighth: dC
-# is rounded once per block, and its error is 3.6e-3 at most over eight. Every block reads and
+# Blocks of rows, automatic workspace: three sixteenths of the bytes of all logits (X and its
+# statistics then take under a fifth of them), up to AUTO_BYTES or, where that is more, an eighth:
+# dC is rounded once per block, and its error is 3.6e-3 at most over eight. Every block reads and
 # writes dC once more, so blocks of TALL_ROWS are taken where they are at most a sixth of all rows,
 # or a quarter that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200
 # in blocks of 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384
@@ -211,7 +210,7 @@ AUTO_PIECES = 8
 TALL_ROWS = 2048
 
 # A sum is shared by at most so many programs, in blocks of at most so many rows, and at most so
-# many bytes of it are kept; what stands around the sum of a tile takes as long as some steps of it.
+# many bytes of it are kept; the work around the sum of a tile takes as long as some of its steps.
 MOST_SPLITS = 4
 PARTS_BYTES = 32 * MIB
 TALLEST_SPLIT = 2048
@@ -282,11 +281,7 @@ def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
 
 @lru_cache(maxsize=1024)
 def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
-    """Choose how many columns of G backward holds at once.
-
-    Within the budget, and at most half the vocabulary, the width whose launches leave the fewest
-    multiprocessors idle in their last waves. A workspace of 0 is automatic.
-    """
+    """Choose how many columns of G the backward pass needs at once."""
     step = shapes.columns
     budget = workspace or max(HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW * rows)
     limit = budget // (2 * max(rows, 1))
@@ -320,10 +315,12 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 
 
 class Room(NamedTuple):
-    """Where a minimal backward works: the rows of the weight gradient from `first_column` on.
+    """The memory in which a minimal backward pass works: the rows of the weight gradient from
+    `first_column` on.
 
     Example: with 8 rows of 4 features, columns of G take twice the bytes of columns of the weight
-    gradient, so a block that ends at the last column leaves room for one third of what is left.
+    gradient, so a block that ends at the last column leaves room for one third of the remaining
+    columns.
     """
 
     first_column: int
@@ -335,7 +332,7 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many columns fit before the G of theirs at the very end, or 0."""
+        """Return how many columns fit before their G at the very end, or 0."""
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step
 
@@ -343,7 +340,7 @@ class Room(NamedTuple):
 def room_inside(
     rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
 ) -> Room | None:
-    """Plan a backward inside the weight gradient, or return None where that is too small."""
+    """Plan a backward inside the weight gradient, or return None if that is too small."""
     step = shapes.columns
     sums = 2 * rows if needs_hidden else 0  # columns that fp32 sums of the hidden gradient take
     half = vocab // 2 // step * step
@@ -359,7 +356,7 @@ def room_inside(
 def auto_bytes(rows: sympy.Expr, width: int, tallest: int) -> sympy.Expr:
     """Return the bytes that X may take by itself, for N rows of `width` logits.
 
-    A quarter of all rows may be a block of TALL_ROWS where that takes at most `tallest` bytes.
+    A block of TALL_ROWS may be a quarter of all rows if it takes at most `tallest` bytes.
     """
     logits = 2 * rows * width
     most = sympy.Max(AUTO_BYTES, logits / AUTO_PIECES)
@@ -403,7 +400,7 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
     hidden_tiles = -(-rows // shapes.rows) * columns
     hidden_steps = -(-vocab // shapes.step)
     weight_tiles = -(-vocab // shapes.rows) * columns if needs_weight else 0
-    # What stands around the sum of a tile takes as long as some steps of it.
+    # The work around the sum of a tile takes as long as some of its steps.
     weight_steps = weight_tiles * (-(-rows // shapes.step) + TILE_STEPS)
 
     def time(splits: int) -> float:
@@ -433,7 +430,7 @@ STRIP, SCORE_STAGES, SCORE_WARPS, SCORE_PROGRAMS = 64, 3, 4, (4, 3)
 RANKED, SOME, CHUNKS, LISTED, RESTORED = 16, 8, 8, 512, 8
 # Columns of a strip that is packed, strips of a program, and its warps.
 PACKED, STRIPS, PACK_WARPS = 64, 4, 4
-# Bytes of the sums of what levels drop, on any GPU, and of dE's shares; shares of tiles a program.
+# Bytes of the sums that levels drop, on any GPU, and of dE's shares; shares of tiles a program.
 LEVELS_BYTES = 16 << 20
 SHARES_BYTES = 64 << 20
 ITEMS = 4
@@ -443,7 +440,7 @@ COLUMNS, WARPS, STAGES, PROGRAMS = 128, 4, 5, 2
 
 
 def filter_shapes(shapes: Shapes) -> Shapes:
-    """Return the tiles of a filter's products on a GPU where those without a filter are given."""
+    """Return the tiles of a filter's products on a GPU, given the tiles without a filter."""
     if shapes.is_interpreted:
         return shapes
     return shapes._replace(

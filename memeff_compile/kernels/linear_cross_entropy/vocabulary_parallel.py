@@ -1,4 +1,4 @@
-"""A head of which every rank holds some classes: what ranks compute apart, and what together.
+"""A head whose classes are split over ranks: what does each rank compute, and what do they merge?
 
 Rank r of P has the rows of the weight that `torch.chunk` gives it. A loss per row: one op computes
 statistics of the rank's columns, k numbers per row; the statistics of all ranks are gathered, k x N
@@ -12,22 +12,22 @@ classes:
 Gradients come from `linear_cross_entropy_backward` with the log-sum-exp and entropy of all classes,
 so that its softmax is that of the whole head.
 
-A loss that is one number makes gradients as soon as a row's softmax is known, which no rank knows
-alone. So all ranks walk over the same blocks of rows and meet once per block: each computes its
-logits, tells the others two numbers per row (`call.Ranks`), and makes its gradients with theirs:
+A loss that is one number needs a row's softmax before it makes gradients, and no rank has it alone.
+So all ranks walk over the same blocks of rows and exchange once per block: each computes its
+logits, sends two numbers per row to the others (`call.Ranks`), and makes its gradients with theirs:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
 A compiler does not see that the op in the middle gathers, and could move it past other collectives,
-on each rank as its own sizes suggest. It keeps the order of those that it sees: the two around it,
-one number each, hold it where it is. All ranks get the first one's total.
+differently on each rank, by its sizes. It keeps the order of collectives that it sees, so the two
+around the op, one number each, fix its position. All ranks get the first rank's total.
 
 Ranks gather as many rows each, so they first gather how many they have; if these differ all of them
-raise. What is gathered, and how often, follows from rows, the classes of all ranks, dtype,
-workspace and the kind of device: engines may differ from rank to rank. Gradients are the rank's
-own: those of W_r, and the part of dh that W_r gives, which ranks have to add up.
+raise. The gathered data and the number of gathers follow from rows, the classes of all ranks,
+dtype, workspace and the kind of device; engines may differ from rank to rank. Each rank gets its
+own gradients: that of W_r, and the part of dh from W_r, which ranks have to add up.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ROWS_AT_A_TIME = 512
 
 
 class Shard(NamedTuple):
-    """Which classes of a head a rank holds."""
+    """The classes of a head that a rank has."""
 
     rank: int
     ranks: int
@@ -72,7 +72,7 @@ class Shard(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """How many classes the first ranks hold; the last may hold fewer."""
+        """How many classes the first ranks have; the last may have fewer."""
         return -(-self.classes // self.ranks)
 
     @property
@@ -82,7 +82,7 @@ class Shard(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """How many classes this rank holds."""
+        """How many classes this rank has."""
         return max(0, min(self.chunk, self.classes - self.first))
 
     @property
@@ -114,7 +114,7 @@ class Shard(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A head over ranks: what this one holds, the dimension of the mesh, and the group's name."""
+    """A head over ranks: this rank's part, the dimension of the mesh, and the group's name."""
 
     shard: Shard
     dim: int
@@ -122,9 +122,9 @@ class Split(NamedTuple):
 
 
 def split_of(weight: Any) -> Split | str:
-    """Return how a DTensor is split over ranks by its rows, or how it is laid out otherwise.
+    """Return how a DTensor is split over ranks by its rows, or a description of its other layout.
 
-    The answer is the same on every rank, but for what the rank holds.
+    Except for the rank's part, the answer is the same on every rank.
     """
     from torch.distributed.tensor import Shard as Rows
 
@@ -144,7 +144,7 @@ def layout(tensor: Any) -> str:
 
 
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return what this rank holds; its gradient is a part of a sum over one mesh dimension."""
+    """Return this rank's part; its gradient is a part of a sum over one mesh dimension."""
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial
@@ -177,9 +177,8 @@ class Part(NamedTuple):
 
     @property
     def own_settings(self) -> Settings:
-        """The settings of the loss of this rank's columns.
-
-        Of what a row may lose to the filter `mass`, each rank has its share.
+        """The settings of the loss of this rank's columns. Each rank gets its share of the mass
+        that the filter `mass` may drop from a row.
         """
         settings = self.settings
         ignored = None if settings.ignore_index is None else _NO_COLUMN
@@ -190,9 +189,9 @@ class Part(NamedTuple):
         return settings
 
     def split(self, grads: RowGradients) -> RowGradients:
-        """Return the gradients of this rank's results, of those of the merged ones.
+        """Return the gradients of this rank's results from those of the merged results.
 
-        What pulls a target elsewhere up is another rank's; what pushes all classes down is not.
+        A target on another rank is pulled up there; all ranks push all their classes down.
         """
         _, here, elsewhere = self.columns
         of_lse = grads.lse + grads.nll.where(elsewhere, 0)
@@ -200,7 +199,7 @@ class Part(NamedTuple):
 
 
 def check_counts(counts: Tensor, rows: int) -> None:
-    """Refuse a rank's rows if another rank has more or fewer; all ranks do so alike."""
+    """Refuse a rank's rows if another rank has more or fewer; all ranks raise alike."""
     same = (counts == rows).all()
     said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
     needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."
@@ -282,7 +281,7 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return how many rows ranks meet about at a time: the blocks of every engine."""
+    """Return how many rows ranks exchange at a time: the block height of every engine."""
     kind = where_it_runs(device).type
     if kind == "cuda":
         # whole tiles of `hopper`, which has one size of them

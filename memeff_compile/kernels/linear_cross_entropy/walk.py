@@ -1,10 +1,10 @@
-"""The walk of a call: which engine computes it, in which order, and where ranks meet.
+"""The walk of a call: the engine, the order of blocks, and where ranks exchange statistics.
 
 An engine is a module with three callables. `forward`, `backward` and `total` take a request and
 return a `Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row is
 two walks: one makes statistics, and the other computes logits again to make gradients. A loss that
 is one number needs one walk over the rows, statistics and then gradients of a block, if an engine
-has it; ranks with other classes meet between the two.
+has it; ranks with other classes exchange statistics between the two.
 
     engine      forward            backward                total
     reference   classes            classes                 rows
@@ -65,11 +65,11 @@ class Walk(ABC):
 
     @abstractmethod
     def results(self) -> Any:
-        """Return what the call asked for, after the last block."""
+        """Return the results that the call requested, after the last block."""
 
 
 class Statistics(Walk):
-    """A walk that computes logits, and from them what the losses of rows need."""
+    """A walk that computes logits, and from them the statistics for the rows' losses."""
 
     @abstractmethod
     def statistics(self, block: Block) -> None:
@@ -77,7 +77,9 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A walk that makes gradients: of logits that it has, or that it computes again."""
+    """A walk that makes gradients: from logits that it computed in the same block, or that it
+    recomputes.
+    """
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
@@ -176,7 +178,7 @@ def engine_for(
 ) -> str:
     """Return the name of the engine that serves a call: a key of `ENGINES`.
 
-    Device, dtype and depth are those of the hidden states; the others as of `Call`.
+    Device, dtype and depth are those of the hidden states; the others as in `Call`.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
     return next(name for name, engine in ENGINES.items() if engine.serves(call))
@@ -247,8 +249,8 @@ def makes_gradients_in_forward_adapted(
 ) -> bool:
     """Return whether such a loss of a head with a LoRA part is best computed in one walk.
 
-    A head's gradient would be rounded once per block, or kept in fp32. fp16 has not the range for
-    gradients that are scaled afterwards.
+    A head's gradient would be rounded once per block, or kept in fp32. fp16 does not have the range
+    for gradients that are scaled afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -265,9 +267,8 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return the same of a head that ranks hold in parts, alike on all of them whatever their GPUs.
-
-    A filter chooses tiles with the softmax of the whole head, which its walk does not have.
+    """Return the same for a head that is split over ranks; equal on all of them, whatever their
+    GPUs.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -294,7 +295,7 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Have an engine's module compute the gradients that `output_mask` asks for."""
+    """Call an engine's module to compute the gradients that `output_mask` requests."""
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
         for block in walk.blocks():
@@ -340,7 +341,7 @@ def row_gradients(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients that `output_mask` asks for, of such operands; their rows are flat."""
+    """Compute the gradients that `output_mask` asks for, of flat operands."""
     rows = given.target.numel()
     if rows == 0:
         return zero_gradients(given, output_mask)
@@ -371,7 +372,7 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute the same by an engine's forward and then its backward.
 
-    Ranks with other classes meet in between, as often as in one walk.
+    Ranks with other classes exchange statistics in between, as often as in one walk.
     """
     operands, settings, ranks = given.operands, given.settings, given.ranks
     if ranks is not None:
@@ -382,7 +383,7 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     of_nll = given.row_gradients(nll.dtype)
     grads = RowGradients(of_nll, torch.zeros_like(lse), found.logit_sum, found.entropy)
     if ranks is not None:
-        # What pulls a target elsewhere up is another rank's; what pushes all classes down is not.
+        # A target on another rank is pulled up there; all ranks push all their classes down.
         grads = grads._replace(nll=of_nll.where(here, 0), lse=of_nll.where(elsewhere, 0))
         met = _met(ranks, lse, nll.where(here, 0), counted_first(given.target))
         lse, nll = (each.where(here | elsewhere, 0) for each in met)

@@ -4,10 +4,10 @@
                                   E4M3
     quantized_attention_by_call   the same, at a level that depends on how often it was called
 
-What makes 8 bits enough is taken away before and given back after: the mean of the keys, which
-changes no weight, the mean of the values, which every output holds, and for 4-bit codes that of
-each block of queries, whose scores are added exactly. The vocabulary of masks is that of
-memeff::attention.
+8 bits are enough because means are subtracted before coding and restored afterwards: the mean of
+the keys, which changes no weight; the mean of the values, which is part of every output; and for
+4-bit codes the mean of each block of queries, whose scores are added exactly. Masks are described
+as in memeff::attention.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """memeff::quantized_attention_by_call: attention whose level depends on how often it was called.
 
-A diffusion model calls the same graph for every time step, and early steps bear fewer bits than
+A diffusion model calls the same graph for every time step, and early steps tolerate fewer bits than
 late ones. The op takes the levels in turn, from the start again after the last, and `counter`, a
-number on the CPU that it writes to, says which is next: the host chooses the kernels, and waits
-for no GPU to do so.
+number on the CPU that it writes to, gives the next one: so the host chooses the kernels without
+waiting for the GPU.
 
-A compiled graph carries its counters as buffers. A site compiled anew, for other shapes say, finds
-the counter that its graph before has, as long as the model's parameter and that graph live; two
-models count apart. Calls from several threads are counted one by one. Checkpoints recompute nothing
-here, for the op serves where no gradient is needed.
+A compiled graph carries its counters as buffers. If a site is compiled again, for example for other
+shapes, it gets the counter of its earlier graph, as long as the model's parameter and that graph
+live; two models count separately. Calls from several threads are counted one by one. Checkpoints
+do not recompute it, since the op runs only without gradients.
 
-What is captured in a CUDA graph by hand has its kernels chosen once and for all: there the most
-precise level serves at every replay, and nothing is counted. Inductor leaves the op out of the
-graphs it captures itself. In float64, where nothing is coded, nothing is counted either: so a
-comparison may run beside.
+If you capture a CUDA graph yourself, its kernels are chosen once: then every replay uses the
+most precise level, and calls are not counted. Inductor leaves the op out of the
+graphs it captures itself. In float64, which is not coded, calls are not counted either, so a
+comparison may run in parallel.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakV
 
 
 def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> Tensor:
-    """Return a site's counter: the one that lives, or a new one, which stands at the first call.
+    """Return a site's counter: the existing one, or a new one at the first call.
 
-    `site` tells sites of one owner apart; other levels have a counter of their own. When the owner
-    dies the counter is forgotten, so that who takes its place begins anew.
+    `site` distinguishes sites of one owner; other levels have a separate counter. When the owner
+    dies its counter is forgotten, so a new owner starts at the first call.
     """
     key = site, tuple(levels), id(owner)
     found = _counters.get(key)
@@ -54,7 +54,7 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
 
 
 def restart() -> None:
-    """Begin with the first call again, for every site."""
+    """Start again with the first call, for every site."""
     for counter in list(_counters.values()):
         counter.zero_()
 
@@ -70,7 +70,7 @@ def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
 
 
 class _Call(NamedTuple):
-    """What the op is called with; all behind the tables by name."""
+    """The arguments of the op; all those after the tables are passed by name."""
 
     q: Tensor
     k: Tensor

@@ -22,11 +22,11 @@ def code_bytes(
     *,
     value_bytes: int = 1,  # 1 for E4M3, 2 for fp16
 ) -> sympy.Expr:
-    """Return the bytes of q, k and v as codes with their scales, half of what they take in bf16."""
+    """Return the bytes of q, k and v as codes with their scales, half of their bf16 size."""
     padded = sympy.ceiling(sympy.sympify(keys) / BLOCK) * BLOCK
     q = sympy.sympify(batch) * heads * queries * depth
     k = sympy.sympify(batch) * groups * (padded * depth + 4 * padded / BLOCK)
     v = sympy.sympify(batch) * groups * depth * (value_bytes * padded + 8)
-    if value_bytes == 1:  # what rounding took from each block
+    if value_bytes == 1:  # the rounding error of each block
         v += sympy.sympify(batch) * groups * 4 * ((depth + 2) * (padded / BLOCK + 1) + padded)
     return sympy.expand(q + k + v)

@@ -1,7 +1,7 @@
 """memeff::quantized_attention: schema, validation, engines, fake.
 
-Opaque and functional: q, k and v are read and never written to. It serves where no gradient is
-needed and has no backward; asking for one raises instead of leaving a hole in the graph.
+Opaque and functional: q, k and v are read and never written to. It is for use without gradients and
+has no backward pass; asking for a gradient raises instead of silently dropping it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def has_fp8(device: torch.device) -> bool:
 
 
 class _Call(NamedTuple):
-    """What the op is called with."""
+    """The arguments of the op."""
 
     q: Tensor
     k: Tensor
@@ -97,7 +97,7 @@ def _attend(given: _Call) -> tuple[Tensor, Tensor]:
     ahead, behind, scale, with_lse = given.ahead, given.behind, given.scale, given.with_lse
     factor = q.shape[3] ** -0.5 if scale is None else scale
     conditions = Conditions(*tables, ahead, behind, factor, 0.0, False)
-    if q.dtype == torch.float64:  # asks what the formula is, not what codes make of it
+    if q.dtype == torch.float64:  # checks the exact formula, not the codes' result
         out, lse = attention(q, k, v, *tables, ahead=ahead, behind=behind, scale=scale)
         return out, (lse if with_lse else lse[:, :, :0]).float()
     named = given.level, given.granularity, given.smooth

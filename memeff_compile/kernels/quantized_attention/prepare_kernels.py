@@ -1,20 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What turns q, k and v into codes, in four launches.
+"""Kernels that turn q, k and v into codes, in four launches.
 
     _look_kernel     sums and extremes of keys and values, chunk by chunk; sums of some queries,
                      or where these lose their mean, the mean of each block
     _settle_kernel   means, the scales of values and the direction of queries, from the chunks
     _write_kernel    codes of k and v, and sums of values by block
-    _total_kernel    what rounding took from the values of all blocks up to each
+    _total_kernel    the values' rounding errors, summed over all blocks up to each
     _correct_kernel  scores of the queries' means with the keys, where queries lose their mean
 
-All values are looked at, and of the keys every SAMPLE-th: their mean need not be the true one.
-Nothing is accumulated across programs but in `_settle_kernel` and `_total_kernel`, which read what
-others left.
+All values are read, but only every SAMPLE-th key: its mean may be approximate. Only
+`_settle_kernel` and `_total_kernel` accumulate across programs; they read the partial results.
 
-Queries that share a large part, their mean, turn the rounding of a key into an error of its score
-that is alike for all of them. `_aligned` rounds keys so that this part of the error all but
-vanishes: in two channels codes are moved by whole numbers.
+Queries that share a large part, their mean, turn the rounding of a key into the same score error
+for all of them. `_aligned` rounds keys so that this part of the error almost vanishes: in two
+channels it moves codes by whole numbers.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ HUGE = tl.constexpr(3.0e38)
 INFINITE = tl.constexpr(float("inf"))
 LEAST_VALUE = tl.constexpr(1.0e-30)
 LARGEST_E4M3 = tl.constexpr(448.0)
-LEAST_SHARE = tl.constexpr(0.6)  # of the queries' energy in their mean, from which it is heeded
+LEAST_SHARE = tl.constexpr(0.6)  # least share of the queries' energy in their mean to use it
 FINER = tl.constexpr(3.0)  # the mean's size in the first of two channels over that in the second
 MOST_EVENED = tl.constexpr(3.0)  # power of two by which a channel of queries is divided
 LEAST_ENERGY = tl.constexpr(2.0**-16)  # of keys around their mean, in that with it
 MOST_STEPS = tl.constexpr(16.0)  # by which a code is moved
-MOST_SCORE = tl.constexpr(30.0)  # in base 2, that weighs what rounding took from a value
+MOST_SCORE = tl.constexpr(30.0)  # in base 2, of a weight for rounding errors of values
 SAMPLES_TOGETHER = tl.constexpr(32)
 
 
@@ -145,7 +144,7 @@ def _look_kernel(
     # squares of keys
     q_mean_ptr,  # (B * H, query blocks, 2, DEPTH_BLOCK) fp32: sums and sums of squares, or with
     # SMOOTH_Q means and sums of squares around them
-    signs_ptr,  # (DEPTH_BLOCK, DEPTH_BLOCK) bf16: what turns heads
+    signs_ptr,  # (DEPTH_BLOCK, DEPTH_BLOCK) bf16: the rotation of heads
     scale,  # of attention, in base 2
     heads,
     groups,
@@ -232,10 +231,10 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
-    """Return by what queries with these squares are divided in each channel, and keys multiplied.
+    """Return the divisors of queries with these squares, per channel; keys are multiplied by them.
 
-    Both get the same energy in a channel then; on average nothing grows. Powers of two, so that
-    16-bit numbers stay exact.
+    Then queries and keys have the same energy in a channel; the average stays the same. The
+    divisors are powers of two, so 16-bit numbers stay exact.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY
@@ -267,12 +266,12 @@ def _write_turned(x, found_ptr, signs_ptr, C: tl.constexpr):
 def _settle_channels(
     samples_ptr, sums_ptr, signs_ptr, found_ptr, samples, queries, chunks, C: tl.constexpr
 ):
-    """Write by what queries are divided in each channel, the turned mean of keys, a direction.
+    """Write the channels' divisors, the turned mean of keys, and a direction.
 
-    The direction is the sum of sampled queries: as it is, turned, its numbers in two channels,
-    which these are, and a share. Zeros where little of the queries' energy is in their mean. The
-    first channel is that in which the turned sum is largest, the second one where it is a third of
-    that.
+    The direction is the sum of sampled queries. Stored are: the direction, the turned direction,
+    its elements in two channels, the indices of these channels, and a share. The direction is zero
+    if its share of the queries' energy is small. The first channel is the one with the largest
+    turned element; in the second one the element is about a third of that.
     """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     total = tl.zeros((SAMPLES_TOGETHER, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -317,11 +316,11 @@ def _settle_channels(
 
 @triton.jit
 def _settle_kernel(
-    sums_ptr,  # what _look_kernel left
-    samples_ptr,  # the same of queries
+    sums_ptr,  # the result of _look_kernel
+    samples_ptr,  # the same for queries
     signs_ptr,  # the same
     k_mean_ptr,  # (B * G, 6, DEPTH_BLOCK) fp32: the keys' mean; queries' direction; channels of it
-    # turned; by what queries are divided in each, and keys multiplied; the direction, and the mean,
+    # turned; divisors of queries (factors of keys) per channel; the direction, and the mean,
     # turned
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     chunks,
@@ -329,7 +328,9 @@ def _settle_kernel(
     sampled_queries,  # in all of these
     C: tl.constexpr,
 ):
-    """Settle the keys' mean, values' scale and mean, and what is done to channels."""
+    """Compute the keys' mean, the values' scale and mean, and the channels' divisors and
+    direction.
+    """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -351,9 +352,9 @@ def _settle_kernel(
 
 @triton.jit
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
-    """Move `x` in two channels so that what rounding takes from it is all but across `direction`.
+    """Move `x` in two channels so that its rounding error is almost orthogonal to `direction`.
 
-    What whole steps in the first channel leave, those in the second make smaller.
+    Whole steps in the first channel leave a remainder; those in the second reduce it.
     """
     left = tl.sum((x - _whole(x)) * direction[None, :], axis=1)
     steps = _whole(left / at_first)
@@ -377,7 +378,7 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
     if C.HAS_KEY_MASK:
         is_place = _is_counted(place, keys, mask_ptr, C.HAS_KEY_MASK)
         is_loaded = is_place
-    else:  # the last key stands for those after it, which nobody reads
+    else:  # the last key is read in place of those after it; they are never used
         place = tl.minimum(place, keys - 1)
         is_loaded = place >= 0
     if C.TURN:
@@ -396,7 +397,7 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
     if C.HAS_KEY_MASK:
         k = tl.where(is_place[:, None], k, 0.0)
     sizes = tl.max(_size_bits(k), axis=1)
-    if C.TURN:  # one reduction: of two the compiler for 10.0 makes nothing behind a product
+    if C.TURN:  # one reduction: the compiler for 10.0 fails on two after a product
         size = tl.max(tl.ravel(_size_bits(k)), axis=0).to(tl.float32, bitcast=True)
     else:
         size = tl.max(sizes, axis=0).to(tl.float32, bitcast=True)
@@ -426,14 +427,14 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
 
 @triton.jit
 def _key_at(place):
-    """Return the key that stands at a place of 8-bit values, see tiles_kernels._reordered."""
+    """Return the key at a position of 8-bit values, see tiles_kernels._reordered."""
     inside = place % 16
     return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
 
 
 @triton.jit
 def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
-    """Return what the queries' mean gives each of these keys, up to a factor."""
+    """Return the softmax weights that the queries' mean gives these keys, up to a factor."""
     direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
     direction *= tl.load(mean_ptr + 2 * DEPTH_BLOCK + 4)
     of_mean = tl.sum(tl.load(mean_ptr + depth) * direction, axis=0)
@@ -443,9 +444,10 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
-    """Write codes of a block of values and the sum of these, each weighed.
+    """Write codes of a block of values and their weighted sum.
 
-    A weight is 1, or where the queries share a large part, what their mean gives the key.
+    The weight is 1, or the one that the queries' mean gives the key if the queries share a large
+    part.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests
@@ -485,7 +487,7 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
 
 @triton.jit
 def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
-    """Write what the keys' mean adds to every score of a query."""
+    """Write the number that the keys' mean adds to every score of a query."""
     row, group, block = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
@@ -503,10 +505,10 @@ def _write_kernel(
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
     k_mean_ptr,  # (B * G, 6, DEPTH_BLOCK) fp32: the keys' mean; queries' direction; channels of it
-    # turned; by what queries are divided in each, and keys multiplied; the direction, and the mean,
+    # turned; divisors of queries (factors of keys) per channel; the direction, and the mean,
     # turned
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
-    signs_ptr,  # (DEPTH_BLOCK, DEPTH_BLOCK) bf16: what turns heads
+    signs_ptr,  # (DEPTH_BLOCK, DEPTH_BLOCK) bf16: the rotation of heads
     k_codes_ptr,  # (B * G, key blocks * BLOCK, DEPTH_BLOCK) int8
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3 or fp16
     k_scale_ptr,  # (B * G, key blocks) fp32
@@ -563,7 +565,7 @@ def _total_kernel(
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     rest_ptr,  # (B * G, key blocks + 1, DEPTH_BLOCK) fp32: weighed sums of values by block; then,
-    # in steps of their scale, what codes lack of them, up to each block
+    # in steps of their scale, the codes' error in them, up to each block
     counts_ptr,  # (B * G, key blocks + 1) fp32: sums of weights by block
     totals_ptr,  # (B * G, key blocks + 1) fp32: the same up to each block
     weights_ptr,  # (B * G, key blocks * BLOCK) fp32
@@ -571,7 +573,7 @@ def _total_kernel(
     C: tl.constexpr,
     # TOGETHER: blocks
 ):
-    """Add up what rounding took from the values of all blocks up to each."""
+    """Accumulate the values' rounding errors over blocks: one sum for all blocks up to each."""
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,9 +1,9 @@
 """The reference: the arithmetic of the kernels in plain PyTorch, on any device.
 
-Codes are whole numbers held in fp32, whose products fp32 sums exactly; weights and values are
-rounded to their format and multiplied in fp32. Weights are made tile by tile of keys with a running
-maximum, as the kernels do, because what they are rounded to depends on it. The sums inside of a
-tile are exact here; those of tensor cores are not, by a thousandth of what rounding does.
+Codes are whole numbers in fp32, whose products fp32 sums exactly; weights and values are rounded to
+their format and multiplied in fp32. Weights are made tile by tile of keys with a running maximum,
+as the kernels do, because their rounding depends on it. The sums inside a tile are exact here;
+those of tensor cores have an error, a thousandth of the rounding error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FINER = 3.0
 """The size of the queries' mean in the first of two channels over that in the second."""
 
 MOST_EVENED = 3.0
-"""By what power of two a channel of queries is divided at most."""
+"""The largest power of two by which a channel of queries is divided."""
 
 LEAST_ENERGY = 2.0**-16
 """Of sampled keys around their mean, in that with it; a channel with less is not known."""
@@ -51,17 +51,19 @@ MOST_STEPS = 16
 """By how much a code of a key is moved."""
 
 MOST_SCORE = 30.0
-"""The largest score, in base 2, that weighs what rounding took from a value."""
+"""The largest score, in base 2, of a weight for rounding errors of values."""
 
 MOST_REST = 16.0
-"""The most that rounding takes from a value, in steps of its scale: half a step of E4M3 at 448."""
+"""The largest rounding error of a value, in steps of its scale: half a step of E4M3 at 448."""
 
 BLOCK_SCORES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Codes:
-    """q, k and v as codes, in fp32: a number is its code times its scale, plus what is shared."""
+    """q, k and v as codes, in fp32: a number is its code times its scale, plus the subtracted
+    mean.
+    """
 
     # (B, H, M, D) whole numbers, D padded to a power of two where heads are turned, and (B, H, M)
     # with the scale of attention, base 2
@@ -74,11 +76,13 @@ class Codes:
     v_mean: Tensor  # likewise
     # (B, H, blocks, N) scores of the queries' means with the keys, or None
     correction: Tensor | None
-    shift: Tensor  # (B, H, M) what the keys' mean adds to every score of a query
-    # (B, G, blocks + 1, D) what rounding took from the values of all blocks up to each, in steps of
+    shift: Tensor  # (B, H, M) the number that the keys' mean adds to every score of a query
+    # (B, G, blocks + 1, D) the values' rounding errors, summed over all blocks up to each, in steps
+    # of
+
     # their scale, or None
     rest: Tensor | None
-    counts: Tensor  # (B, G, blocks + 1) what these keys weigh, of which `rest` is a sum
+    counts: Tensor  # (B, G, blocks + 1) the sum of the weights of the keys in `rest`
     is_start: bool = False  # whether sums of products start from the correction, in whole steps
 
 
@@ -162,8 +166,8 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 def turned(x: Tensor) -> Tensor:
     """Return the Hadamard transform of each row of (..., D), unscaled, D padded to a power of two.
 
-    A number that is large in one channel becomes many small ones: steps of codes are finer. Both
-    queries and keys are turned, and their scores grow by the number of channels.
+    A large number in one channel is spread over many: so the codes' steps are finer. Both queries
+    and keys are turned, and their scores grow by the number of channels.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     signs = x.new_ones(1, 1)
@@ -173,12 +177,12 @@ def turned(x: Tensor) -> Tensor:
 
 
 def evened_by(q: Tensor, k: Tensor, whole: Tensor, *, sampled: bool = True) -> Tensor:
-    """Return by what queries are divided in each channel, and keys multiplied: (B, G, D).
+    """Return the divisors of queries (factors of keys) per channel: (B, G, D).
 
-    Scores stay, and both get the same energy in a channel, as far as sampled rows say: a few
-    channels in which either is large no longer widen the steps of all. On average nothing grows.
-    Powers of two, so that 16-bit numbers stay exact. `whole` is the energy of sampled keys with
-    their mean; without `sampled` all queries are looked at.
+    Scores do not change, and both get the same energy in a channel, estimated from sampled rows. So
+    a few channels in which one is large no longer widen the steps of all. The average stays the
+    same. The divisors are powers of two, so 16-bit numbers stay exact. `whole` is the energy of
+    sampled keys with their mean; without `sampled`, all queries are read.
     """
     seen = _sampled(q, k.shape[1]) if sampled else q.reshape(*k.shape[:2], -1, q.shape[3])
     ours = seen.square().sum(2)
@@ -190,7 +194,9 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, *, sampled: bool = True) -> T
 
 
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:
-    """Return what the mean query (B, G, D) gives each key (B, G, N), up to a factor."""
+    """Return the softmax weights that the mean query (B, G, D) gives the keys (B, G, N), up to a
+    factor.
+    """
     score = torch.matmul(k, mean[..., None])[..., 0]
     return torch.exp2(score.nan_to_num(0.0).clamp(-MOST_SCORE, MOST_SCORE))
 
@@ -198,9 +204,9 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
     """Move codes of two channels so that their distance from `x` is all but across `direction`.
 
-    Queries that share a large part turn the rounding of a key into an error that is alike for all
-    of them. Two whole numbers take most of it away: steps in the channel where the direction is
-    largest, then finer ones where it is a third of that.
+    If queries share a large part, rounding a key gives all of them the same error. Two whole
+    numbers remove most of it: steps in the channel where the direction is largest, then finer steps
+    in one where it is about a third of that.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -221,7 +227,9 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return sums over all blocks of keys up to each, none first: (B, G, blocks + 1, D)."""
+    """Return sums over all blocks of keys up to each, starting with an empty one: (B, G, blocks +
+    1, D).
+    """
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
     sums = rest.unflatten(2, (-1, BLOCK)).sum(3).cumsum(2)
@@ -237,7 +245,9 @@ def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
 def means(
     k: Tensor, v: Tensor, key_mask: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return what is taken away from keys and values, (B, G, 1, D) each, zeros for nothing."""
+    """Return the means subtracted from keys and values, (B, G, 1, D) each; zeros if not
+    subtracted.
+    """
     sampled = slice(None, None, SAMPLE)
     k_mean = _mean(k[:, :, sampled], None if key_mask is None else key_mask[:, sampled])
     v_mean = _mean(v, key_mask)
@@ -292,8 +302,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys that count; the result is laid out as (B, M, H, D).
 
-    Beside it comes the natural logarithm of the sum of the weights, (B, H, M) fp32, or (B, H, 0)
-    where it is not wanted.
+    Also return the natural logarithm of the sum of the weights, (B, H, M) fp32, or (B, H, 0) if it
+    is not requested.
     """
     batch, heads, queries, depth = q.shape
     out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
@@ -347,9 +357,9 @@ def _attend_block(
 
 
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
-    """Return what rounding took from values on average, (B, G, rows, D), over the blocks in reach.
+    """Return the mean rounding error of values, (B, G, rows, D), over the visible blocks.
 
-    The weights of a query sum to 1: a number that all values lack is missing from the result.
+    The weights of a query sum to 1, so an error that all values share is also in the result.
     """
     assert made.rest is not None
     queries, keys = made.q.shape[2], made.k.shape[2]

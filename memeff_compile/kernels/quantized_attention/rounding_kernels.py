@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Rounding to 8 bits on the device, for the kernels that make codes and those that read them.
 
-A number that is not finite makes its scale nan: int8 has no nan, and without that a code of it
-would come out as an ordinary weight.
+A number that is not finite makes its scale nan: int8 has no nan, and without that its code would
+give an ordinary weight.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _codes_of_rows(x, least, LIMIT: tl.constexpr):
 def _add_turned(found, x, signs_ptr, first, C: tl.constexpr):
     """Add the Hadamard transform of channels from `first` on to `found`.
 
-    Numbers of bf16, times powers of two, are exact in it. Of others PARTS 2 adds what that leaves.
+    It is exact for bf16 numbers times powers of two. For others, PARTS=2 adds the remainder.
     """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     channel = first + tl.arange(0, C.TURNED)

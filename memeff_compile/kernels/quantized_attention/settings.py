@@ -1,4 +1,4 @@
-"""What the op is told about its arithmetic, and which numbers share a scale."""
+"""The op's settings for its arithmetic, and which numbers share a scale."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Keys that share a scale by default, and queries that share a mean where it is taken away."""
+"""Keys that share a scale by default, and queries that share a subtracted mean."""
 
 QUERY_ROWS = 64
-"""Queries that are coded together, where no mean is taken away."""
+"""Queries that are coded together, if no mean is subtracted."""
 
 MOST_CODE = 127
 """The largest number of int8 that is a code."""
@@ -38,10 +38,12 @@ LEVELS = {
 }
 
 PRECISION = ("4b", "8b", "8b+f16", "exact")
-"""Levels, least precise first, and attention that is left as it is."""
+"""Levels, least precise first, and "exact"."""
 
 GRANULARITIES = ("row", "token", "thread", "warp", "block", "tensor")
-"""What shares a scale: by default a query, and a block of keys; the others are the paper's."""
+"""The numbers that share a scale: by default a query, and a block of keys; the others are the
+paper's.
+"""
 
 SMOOTHABLE = "qkv"
 
@@ -51,10 +53,10 @@ class Settings:
     """The arithmetic of one call."""
 
     limit: int = 127  # the largest code of queries and keys, 127 or 7
-    values: str = "e4m3"  # what weights and values are rounded to, a key of `VALUES`
+    values: str = "e4m3"  # number format of weights and values, a key of `VALUES`
     granularity: str = "row"  # one of `GRANULARITIES`
     smooth: str = "kv"  # those of q, k and v that are coded without their means
-    with_lse: bool = True  # whether the logarithms of the sums are wanted
+    with_lse: bool = True  # whether the logarithms of the sums are requested
 
     @property
     def aligns(self) -> bool:
@@ -70,30 +72,26 @@ class Settings:
     def turns(self) -> bool:
         """Whether queries and keys are turned by a Hadamard transform before they are coded.
 
-        Scores stay. In 8 bits, where steps are fine anyway, it takes more time than there is.
+        Scores stay. In 8 bits steps are fine anyway, and the transform would take too much time.
         """
         return self.granularity == "row" and self.limit <= MOST_SMALL
 
     @property
     def steps(self) -> int:
-        """How many times the step of its block a key's own step may be, in whole numbers.
-
-        Products are of int8, whatever the codes: a code of 4 bits times the key's number of steps
-        still is one. So each key has a scale, and the attention kernel reads one per block.
-        """
+        """The largest whole number of block steps that a key's step may be."""
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
     @property
     def starts(self) -> bool:
-        """Whether the scores of the queries' means are what the sums of int32 start from.
+        """Whether the int32 sums start from the scores of the queries' means.
 
-        They have to fit there: with codes of 8 bits, they might not.
+        These have to fit in int32; with codes of 8 bits they might not.
         """
         return self.granularity == "row" and "q" in self.smooth and self.limit <= MOST_SMALL
 
     @property
     def restores(self) -> bool:
-        """Whether what rounding takes from values on average is given back."""
+        """Whether the mean rounding error of values is added back."""
         return self.granularity == "row" and "v" in self.smooth and self.values == "e4m3"
 
 
@@ -101,12 +99,14 @@ class Settings:
 class Values:
     """A number format of weights and values."""
 
-    dtype: torch.dtype | None  # the format; None for fp32, which rounds nothing
-    top: float  # what the largest weight of a tile and of a channel of v is scaled to
+    dtype: torch.dtype | None  # the format; None for fp32, which does not round
+    top: float  # the largest weight of a tile, and of a channel of v, is scaled to this
 
     @property
     def offset(self) -> float:
-        """What the running maximum is lowered by in base 2, so that no weight is above `top`."""
+        """The number, in base 2, by which the running maximum is lowered so that no weight is above
+        `top`.
+        """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
     def rounded(self, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ VALUES = {
     "int8": Values(torch.int8, 127.0),
     "exact": Values(None, 1.0),
 }
-"""What the op serves, `e4m3` and `f16`, and what the reference can compare them with."""
+"""The formats of the op, `e4m3` and `f16`, and those that the reference compares them with."""
 
 
 def settings_for(

@@ -1,6 +1,6 @@
 """How the engine `tiles` cuts the work: tile sizes, warps and stages.
 
-Everything follows from the head dimension and the GPU's kind, never from what tensors hold.
+Everything follows from the head dimension and the GPU's kind, never from values of tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .settings import NARROWEST
 
 @dataclass(frozen=True)
 class Shape:
-    """What the attention kernel is compiled for."""
+    """The sizes that the attention kernel is compiled for."""
 
     rows: int  # queries per tile
     keys: int  # keys per tile; divides `settings.BLOCK`
@@ -39,8 +39,9 @@ MOST_CHUNKS = 32
 PROGRAMS_PER_PROCESSOR = 4
 
 HEADS_TOGETHER = 4
-"""Heads whose tiles are computed at the same time: more of what lies in the L2 cache is shared by
-heads with the same keys, and the short tiles under a causal mask end together."""
+"""Heads whose tiles are computed at the same time: heads with the same keys share more of the L2
+cache, and the short tiles under a causal mask end together.
+"""
 
 _SHAPES: dict[str, dict[int, Shape]] = {
     "hopper": {  # 227 KiB, products of warp groups; the fastest of a sweep on an H200
@@ -62,7 +63,7 @@ _SHAPES: dict[str, dict[int, Shape]] = {
 
 _SHAPES["blackwell"] = _SHAPES["roomy"]
 
-# The same, where masks, ids, corrections or scales of single keys take registers of their own.
+# The same, for kernels whose masks, ids, corrections or scales of single keys take more registers.
 _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
     "hopper": {64: Shape(128, 64, 8, 2), 128: Shape(128, 64, 8, 2), 256: Shape(64, 64, 8, 2)},
     "roomy": {256: Shape(64, 32, 8, 2)},
@@ -83,8 +84,9 @@ def write_warps(wide: int, *, turns: bool) -> int:
 def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False, has_starts: bool = False) -> Shape:
     """Return the tile of the attention kernel.
 
-    With tables masks, ids, corrections or scales of single keys are loaded, not codes alone. With
-    starts the scores of the queries' means are, which only Hopper has room for beside its tiles.
+    With `has_tables`, the kernel also loads masks, ids, corrections or scales of single keys. With
+    `has_starts` it loads the scores of the queries' means; only Hopper has room for these next to
+    its tiles.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
     has_tables = has_tables or (has_starts and kind != "hopper")

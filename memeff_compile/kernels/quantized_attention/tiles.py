@@ -1,12 +1,11 @@
 """The engine `tiles`: codes, then queries against keys, tile by tile. CUDA, sm_80 or later.
 
-Five launches: one looks at keys, values and some queries, a small one settles means and scales, one
-codes keys and values, a small one adds up what rounding took from values, one codes queries and
-attends.
-Masks and ids take one more, which finds the tiles that count, and so do queries without their
-means, whose scores are made before. Nothing waits for the GPU or reads a
-value on the host, and the grids follow from static sizes, so calls can be captured in CUDA graphs.
-There are no atomics: the same inputs give the same bits. q, k and v are read and never written to.
+Five launches: one reads keys, values and some queries; a small one computes means and scales; one
+codes keys and values; a small one sums the rounding errors of values; one codes queries and
+attends. Masks and ids need one more, which finds the tiles that count; so do queries without their
+means, whose scores are computed before. The host never waits for the GPU or reads a value from it,
+and the grids follow from static sizes, so calls can be captured in CUDA graphs. There are no
+atomics: the same inputs give the same bits. q, k and v are read and never written to.
 """
 
 from __future__ import annotations
@@ -45,19 +44,20 @@ class Packed:
     v_scale: Tensor  # (B * G, 2, D) fp32: scale and mean of each channel
     correction: Tensor | None  # (B * H, query blocks, N) fp32, or None
     shift: Tensor | None  # (B * H, M) fp32, or None
-    # (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to each,
+    # (B * G, N / BLOCK + 1, D) fp32: the values' rounding errors, summed over blocks up to each,
+
     # weighed, in steps of their scale; or None
     rest: Tensor | None = None
-    counts: Tensor | None = None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
-    # (B * G, 6, D) fp32, without `q_scale`: the fourth is by what queries are divided
+    counts: Tensor | None = None  # (B * G, N / BLOCK + 1) fp32: sums of weights, with `rest`
+    # (B * G, 6, D) fp32, without `q_scale`: the fourth is the divisors of queries
     k_mean: Tensor | None = None
-    signs: Tensor | None = None  # (D, D) bf16, what turns heads, or None
+    signs: Tensor | None = None  # (D, D) bf16, the rotation of heads, or None
     q_mean: Tensor | None = None  # (B * H, query blocks, 2, D) fp32, with `correction`: the first
     is_scaled_per_key: bool = False  # whether each key has a scale
 
 
 def _require_rows_in_reach(queries: int, keys: int) -> None:
-    """Refuse more rows of codes than the 32-bit coordinates of a descriptor tell apart."""
+    """Refuse more rows of codes than a descriptor's 32-bit coordinates can address."""
     for name, rows in (("queries", queries), ("keys", keys)):
         if rows >= MOST_ROWS:
             raise UnsupportedInputError(
@@ -197,13 +197,15 @@ def _turning(q: Tensor, settings: Settings) -> dict[str, int | bool]:
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return what a kernel is told that is first of several, and those behind it."""
+    """Return the launch options of the first of several kernels, and of those after it."""
     is_early = {"EARLY": starts_early(device)}
     return is_early, ({**is_early, "launch_pdl": True} if is_early["EARLY"] else is_early)
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
-    """Return keys per chunk and chunks, so that the programs that look keep the GPU busy."""
+    """Return keys per chunk and chunks, so that the programs of `_look_kernel` keep the GPU
+    busy.
+    """
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))
     chunk = tiles_of(tiles_of(keys, wanted), shapes.LOOK_KEYS) * shapes.LOOK_KEYS
@@ -271,7 +273,7 @@ def attend(
     given: Conditions,  # the conditions
     settings: Settings,  # the arithmetic
     *,
-    shape: shapes.Shape | None = None,  # the tile, by default what `shape_for` gives
+    shape: shapes.Shape | None = None,  # the tile, by default the result of `shape_for`
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys that count; as `reference.attend`."""
     made = pack(q, k, v, given, settings)
@@ -287,7 +289,7 @@ def attend(
 
 def attend_packed(
     made: Packed,  # the codes
-    q: Tensor,  # what they were made of, for its sizes and dtype
+    q: Tensor,  # their source, for its sizes and dtype
     groups: int,  # of k and v
     keys: int,  # likewise
     given: Conditions,  # the conditions
@@ -305,7 +307,7 @@ def attend_packed(
     lse = made.k_scale.new_empty((batch, heads, queries if settings.with_lse else 0))
     given = key_tiles.within(given, queries, keys)
     is_described = gpu(q.device).has_descriptors
-    # What is not there is not read; something has to stand in its place.
+    # Missing arguments are never read, but some tensor has to be passed.
     asked = made.q_scale, made.k_scale, made.v_scale, made.correction
     asked_too = made.shift, made.rest, made.counts
     with on_device(q):
@@ -353,7 +355,7 @@ def _operands(
 ) -> tuple[Any, ...]:
     """Return the codes of q, k and v, as descriptors of tiles where the GPU loads by them.
 
-    Before these stand q itself, its strides and the scale, of which queries may yet be coded.
+    Before these come q itself, its strides and the scale, in case the kernel codes the queries.
     """
     asked = (made.k_mean, made.q_mean, made.signs)
     there = (made.k_scale if each is None else each for each in asked)

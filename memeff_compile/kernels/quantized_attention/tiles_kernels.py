@@ -2,17 +2,17 @@
 """The kernel of the engine `tiles`: softmax attention over 8-bit codes.
 
 Scores are products of int8 codes, exact in int32. Their scales, one per query and one per block of
-keys (or per key), are folded into the exponent in base 2, so that nothing but one multiply-add
-stands between a score and its weight. Weights are at most 448, the largest number of E4M3: the
-running maximum carries an offset, which the division by their sum takes out again.
+keys (or per key), are folded into the exponent in base 2, so that one multiply-add turns a score
+into the exponent of its weight. Weights are at most 448, the largest number of E4M3: the running
+maximum carries an offset, which the division by their sum takes out again.
 
-Each tile's weights times values are a product of their own, added in fp32: tensor cores that
-multiply 8-bit floats keep about 14 bits of a sum, which does not do for many keys.
+The product of each tile's weights and values is separate and added in fp32: tensor cores that
+multiply 8-bit floats keep about 14 bits of a sum, too few for many keys.
 
-A weight's place in the registers after the first product is not where the second wants it. The
-values' keys are stored in the order of those places instead (`prepare_kernels`), see `_reordered`.
+After the first product, weights are not in the registers where the second one reads them. So the
+values' keys are stored in the order of the weights' registers (`prepare_kernels`): `_reordered`.
 
-UPCAST computes in fp32 what the interpreter cannot do in 8 bits, with the same rounding.
+UPCAST computes in fp32 where the interpreter has no 8-bit arithmetic, with the same rounding.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _reordered(weight, C: tl.constexpr):
 
 @triton.jit
 def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
-    """Load a tile of codes through a descriptor, or by addresses where there are none."""
+    """Load a tile of codes through a descriptor, or by addresses without descriptors."""
     row, column = at
     if C.DESCRIBED:
         found = codes.load([row, column])
@@ -144,9 +144,9 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def _mean_rest(rest_ptr, counts_ptr, first, stop, DEPTH_BLOCK: tl.constexpr):
-    """Return what rounding took from values on average, over blocks from `first` to `stop`.
+    """Return the mean rounding error of values, over blocks from `first` to `stop`.
 
-    The weights of a query sum to 1: a number that all values lack is missing from the result.
+    The weights of a query sum to 1, so an error that all values share is also in the result.
     """
     depth = tl.arange(0, DEPTH_BLOCK)
     stop = tl.maximum(first, stop)
@@ -157,14 +157,14 @@ def _mean_rest(rest_ptr, counts_ptr, first, stop, DEPTH_BLOCK: tl.constexpr):
     return tl.minimum(tl.maximum(mean, -MOST_REST), MOST_REST)
 
 
-# Sizes stay numbers at 1, too: what Triton unrolls for a single key reads values too early.
+# Sizes stay variables even if they are 1: unrolled for a single key, Triton reads values too early.
 @triton.jit(do_not_specialize=["ahead", "behind", "together", "keys", "key_blocks"])
 def _quantized_attention_kernel(
     q,  # (B, H, M, D) `key_tiles.Rows`, with CODES_QUERIES
     scale,  # of attention, in base 2, the same
-    k_mean_ptr,  # (B * G, 6, D) fp32, the same: by what queries are divided is the fourth
+    k_mean_ptr,  # (B * G, 6, D) fp32, the same: the fourth is the divisors of queries
     q_mean_ptr,  # (B * H, query blocks, 2, D) fp32, the same, with HAS_CORRECTION: the first of two
-    signs_ptr,  # (D, D) bf16, the same, with TURN: what turns heads
+    signs_ptr,  # (D, D) bf16, the same, with TURN: rotates heads
     q_codes,  # (B * H * M, D) int8: room for them with CODES_QUERIES
     k_codes,  # (B * G * N, D) int8, N a multiple of KEY_BLOCK
     v_codes,  # (B * G * D, N) E4M3 in the order of `_reordered`, or fp16
@@ -172,10 +172,10 @@ def _quantized_attention_kernel(
     k_scale_ptr,  # (B * G, N / KEY_BLOCK) fp32, or (B * G, N) with SCALE_PER_KEY
     v_scale_ptr,  # (B * G, 2, D) fp32: scale and mean of each channel
     correction_ptr,  # (B * H, query blocks, N) fp32, with HAS_CORRECTION
-    shift_ptr,  # (B * H, M) fp32: what the keys' mean adds to the scores, with WITH_LSE
-    rest_ptr,  # (B * G, N / KEY_BLOCK + 1, D) fp32: what rounding took from the values of all
+    shift_ptr,  # (B * H, M) fp32: the keys' mean's part in the scores, with WITH_LSE
+    rest_ptr,  # (B * G, N / KEY_BLOCK + 1, D) fp32: rounding errors of the values of all
     # blocks up to each, weighed, in steps of their scale, with HAS_REST
-    counts_ptr,  # (B * G, N / KEY_BLOCK + 1) fp32: what these weigh, the same
+    counts_ptr,  # (B * G, N / KEY_BLOCK + 1) fp32: sums of weights, the same
     tables,  # `key_tiles.Tables`
     bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
     out_ptr,  # (B, M, H, D)
@@ -209,7 +209,8 @@ def _quantized_attention_kernel(
     place = row.to(tl.int64) * queries + query
     if C.EARLY:
         tl.extra.cuda.gdc_wait()
-    if C.CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
+    # through memory: otherwise a product would keep unloaded operands in registers
+    if C.CODES_QUERIES:
         q_rows = (q.ptr + (batch * q.batch + head.to(tl.int64) * q.head), q.row)
         wide = tl.arange(0, C.DEPTH_BLOCK)
         evened_ptr = k_mean_ptr + (group * 6 + 3) * C.DEPTH_BLOCK

@@ -1,7 +1,7 @@
 """Attention in low bits under a mask that is stored: for comparisons, not for speed.
 
-The op takes what masks say, which a compiler reads off the graph. Whoever compares levels on calls
-that have already happened holds the mask itself.
+The op takes a mask's conditions, which a compiler reads from the graph. A comparison of levels on
+recorded calls has only the mask itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attend_under_mask(
     scale: float | None = None,  # of the scores
     level: str = "8b",  # a level of the op
 ) -> Tensor | None:
-    """Return attention at a level, or None where it is not served, as where the mask is a bias."""
+    """Return attention at a level, or None if it is not supported, as if the mask is a bias."""
     if supports(q, k, v, level=level) is not None:
         return None
     ahead = 0 if is_causal else None

@@ -1,7 +1,7 @@
 """Linears with ternary weights in two bits, and activations in 8 or 4 (BitNet b1.58 and a4.8).
 
 A model trained with ternary weights multiplies -1, 0 and 1, one scale for the whole matrix; its
-activations are integers with one scale per token. A compiler sees dense matrices of bf16 there.
+activations are integers with one scale per token. A compiler would use dense bf16 matrices there.
 
     ternary_linear_pack              weights -> 2-bit codes, four to a byte
     ternary_linear_repack            the layout of transformers' BitNet checkpoints -> ours

@@ -1,6 +1,6 @@
 """Bytes before and after, as formulas in N (rows), K (columns) of a weight and M tokens.
 
-They count what a linear keeps from its forward for its backward.
+They count the memory that a linear keeps from its forward for its backward pass.
 """
 
 from __future__ import annotations

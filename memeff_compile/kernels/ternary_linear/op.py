@@ -1,8 +1,8 @@
 """memeff::ternary_linear and its parts: schemas, validation, engines, fakes, gradients.
 
-Activations and weights are quantised by ops of their own, so that linears of one input share its
-codes. `ternary_linear_product` takes the input and the weight beside their codes: it reads neither,
-but its gradients are theirs, as a straight-through estimator has it.
+Separate ops quantise activations and weights, so that linears of one input share its codes.
+`ternary_linear_product` also takes the input and the weight themselves: it does not read them, but
+gives them its gradients, as a straight-through estimator does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENGINES = {
 
 
 class _Linear(NamedTuple):
-    """What `ternary_linear` is called with."""
+    """The arguments of `ternary_linear`."""
 
     x: Tensor
     packed: Sequence[Tensor]
@@ -57,7 +57,7 @@ class _Linear(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """What `ternary_linear_product` is called with."""
+    """The arguments of `ternary_linear_product`."""
 
     x: Tensor
     weight: Sequence[Tensor]
@@ -74,7 +74,7 @@ class _Product(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """What `ternary_linear_product_backward` is called with."""
+    """The arguments of `ternary_linear_product_backward`."""
 
     grad: Sequence[Tensor]
     codes: Tensor
@@ -92,7 +92,7 @@ class _Gradients(NamedTuple):
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
     """Say in a sentence why a linear of x (..., K) cannot be served, or return None.
 
-    There may be no weight (N, K), where there is only the packed one, and no bias (N,).
+    The weight (N, K) is None if only the packed one exists; the bias (N,) may be None.
     """
     given = [("x", x, 1), ("weight", weight, 2), ("bias", bias, 1)]
     for name, tensor, rank in given:
@@ -358,7 +358,9 @@ def _product(given: _Product) -> list[Tensor]:
 
 
 def _checked_product(given: _Product) -> list[Tensor]:
-    """Multiply what was checked, in Inductor's code when it was compiled."""
+    """Multiply checked operands; Inductor's code calls this with operands checked at compile
+    time.
+    """
     x, _, *coded = given[:5]
     engine, added = _engine(x), dict(zip(given.biased, given.bias, strict=True))
     settings = {"dtype": given.dtype, "is_step": given.is_step, "leading": x.shape[:-1]}
@@ -421,14 +423,14 @@ def _fake_product_backward(given: _Gradients) -> list[Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weight, codes, scale, _, packed, weight_scale, bias, biased, _, *steps = inputs
-    ctx.set_materialize_grads(False)  # a result nobody differentiates gives its weight no gradient
+    ctx.set_materialize_grads(False)  # a result without a gradient gives its weight no gradient
     ctx.save_for_backward(codes, scale, *packed, *weight_scale)
     ctx.columns, ctx.steps, ctx.biased = x.shape[-1], steps, list(biased)
     ctx.dtypes = (x.dtype, [w.dtype for w in weight], [b.dtype for b in bias])
 
 
 def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients; none at all for the weight and bias of a result that has none."""
+    """Return the gradients; None for the weight and bias of a result without a gradient."""
     needs, count = ctx.needs_input_grad, len(grad)
     given = {place: each.contiguous() for place, each in enumerate(grad) if each is not None}
     of_x = needs[0] and bool(given)

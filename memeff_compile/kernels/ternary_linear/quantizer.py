@@ -1,7 +1,7 @@
 """How activations become integers: one closed list, so that graphs and modules name the same thing.
 
 A quantiser takes a statistic of each token, makes a scale of it, and rounds. `scale` is codes per
-unit (a value is code / scale), or the size of a step where the model spells it so (code * scale).
+unit (a value is code / scale), or the size of a step if the model uses that form (code * scale).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PER_WORD = 16
 class Kind:
     """One way to quantise a token."""
 
-    levels: float  # what the statistic is mapped to, in codes
+    levels: float  # the code that the statistic is mapped to
     low: int  # the range of the codes
     high: int  # likewise
     is_mean: bool = False  # the statistic is the mean of the absolute values, else their maximum
     is_float: bool = False  # codes are twice the eight magnitudes of E2M1, not every integer
     keeps_half: bool = False  # the smaller half of a token, by absolute value, becomes zero first
-    text: str = ""  # what reports and error messages call it
+    text: str = ""  # its name in reports and error messages
 
 
 KINDS = {
@@ -37,7 +37,7 @@ KINDS = {
 }
 
 FP4_THRESHOLDS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
-"""Where the codes 0, 1, 2, 3, 4, 6, 8, 12 meet; a tie goes to the one with an even last bit."""
+"""The boundaries between the codes 0, 1, 2, 3, 4, 6, 8, 12; a tie goes to the even last bit."""
 FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
@@ -46,7 +46,7 @@ class Quantizer:
     """A kind and the details in which spellings of it differ."""
 
     kind: str = "int8"  # a key of `KINDS`
-    eps: float = 1e-5  # what keeps the statistic off zero
+    eps: float = 1e-5  # keeps the statistic above zero
     adds_eps: bool = False  # eps is added to the statistic; otherwise it bounds it from below
     # the scale is the size of a step, statistic / levels, and x is divided by it; otherwise it is
     # levels / statistic, and x is multiplied by it
@@ -60,7 +60,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a token goes through before it is quantised."""
+    """The ops on a token before it is quantised."""
 
     # if given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU
     up: torch.Tensor | None = None
@@ -78,7 +78,7 @@ def words_for(columns: int) -> int:
 
 
 def kept(columns: int) -> int:
-    """Return how many entries of a token stay, at the least, where half of it is dropped."""
+    """Return the least number of elements of a token that stay if half of it is dropped."""
     return max(1, columns // 2)
 
 

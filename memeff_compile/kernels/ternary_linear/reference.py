@@ -50,13 +50,15 @@ def unpack_codes(packed: Tensor, columns: int) -> Tensor:
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Bring the layout of transformers, (N / 4, K) uint8, rows N / 4 apart in a byte, to ours."""
+    """Convert the layout of transformers, (N / 4, K) uint8 with rows N / 4 apart in a byte, to this
+    one.
+    """
     codes = torch.cat([packed >> 2 * j & 3 for j in range(4)]).to(torch.int8) - 1
     return pack_codes(codes)
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Order (M, K) int8 codes as packed weights are: (M, 4, 4 * words), zeros behind K."""
+    """Order (M, K) int8 codes like packed weights: (M, 4, 4 * words), zeros after K."""
     rows, columns = codes.shape
     words = words_for(columns)
     wide = codes.new_zeros((rows, words * PER_WORD))
@@ -85,7 +87,9 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def enter(x: Tensor, entry: Entry) -> Tensor:
-    """Return what is quantised: x, gated and normalised as the entry says, in its own dtype."""
+    """Return the tensor to quantise: x, gated and normalised as the entry says, in the dtype of
+    x.
+    """
     if entry.up is not None:
         x = x.relu().square() * entry.up
     if entry.norm is not None:
@@ -98,7 +102,7 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """Quantise each token (row) of x, (M, K): codes (M, K) int8 and scale (M,) float32.
 
-    A token that holds what is no number, or from which no scale can be made, has the scale nan.
+    A token that contains nan, or that gives no valid scale, has the scale nan.
     """
     kind = KINDS[quantizer.kind]
     values = x.to(compute_dtype(x.dtype, is_native=quantizer.is_native))

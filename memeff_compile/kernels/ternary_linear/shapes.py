@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_VECTORS = 4
-"""Tokens that the kernel without tensor cores takes at once."""
+"""Tokens that the kernel without tensor cores processes at once."""
 MAX_GROUP = 3
 """Matrices that one launch multiplies with the same tokens."""
 MAX_COLUMNS = 1 << 15
-"""Columns that a program holds of one token."""
+"""Columns of one token that a program processes."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class TileShapes:
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for `tokens` <= 4: the fastest of a sweep, or what is near it.
+    """Return the launch for `tokens` <= 4: the fastest of a sweep, or close to it.
 
-    A row of weights has so many words of 32 bits; rows are those of all matrices of the launch.
+    `words` are the 32-bit words of a row of weights; `rows` those of all matrices of the launch.
     """
     wide = 1 << (words - 1).bit_length()
     if tokens == 1 and wide == 256 and 16 * processors < rows <= 32 * processors:
@@ -61,7 +61,7 @@ WORDS_OF_ONE_LAUNCH = 1_250_000
 
 
 def quantizes_first(words: int, rows: int) -> bool:
-    """Return whether a kernel of its own quantises up to four tokens, before the product."""
+    """Return whether a separate kernel quantises up to four tokens, before the product."""
     return words * rows > WORDS_OF_ONE_LAUNCH
 
 
@@ -76,7 +76,7 @@ def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorS
 def tile_shapes(
     tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
 ) -> TileShapes:
-    """Return the launch for more tokens: the fastest of a sweep, or what is near it.
+    """Return the launch for more tokens: the fastest of a sweep, or close to it.
 
     A row of weights has `width` bytes; on Hopper the sums of 128 x 128 fit four warps.
     """

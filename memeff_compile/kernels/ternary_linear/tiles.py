@@ -1,6 +1,6 @@
 """The engine `tiles`: launches of the Triton kernels. CUDA, sm_80 or later.
 
-Nothing waits for the GPU or reads a value on the host, so calls can be captured in CUDA graphs.
+The host never waits for the GPU or reads a value from it, so calls can be captured in CUDA graphs.
 Sums are of integers and so the same in any order: the same inputs give the same bits, whatever the
 tiles.
 """
@@ -37,7 +37,7 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """Return the kernels: Triton is imported once there is something to run."""
+    """Return the kernels; Triton is imported only when a kernel runs."""
     from . import tiles_kernels
 
     return tiles_kernels
@@ -60,7 +60,7 @@ def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
 def _settings(
     quantizer: Quantizer, dtype: torch.dtype, columns: int, is_cuda: bool
 ) -> dict[str, Any]:
-    """Return what a kernel has to know of a quantiser."""
+    """Return the properties of a quantiser that a kernel needs."""
     kind = KINDS[quantizer.kind]
     rounded = torch.tensor(quantizer.eps, dtype=torch.float32).to(
         dtype if quantizer.is_native else torch.float32
@@ -111,7 +111,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def _entering(x: Tensor, entry: Entry) -> tuple[Any, ...]:
-    """Return the argument of a kernel that says what x goes through."""
+    """Return the kernel argument that describes the ops on x before quantisation."""
     up = x if entry.up is None else _with_unit_stride(entry.up)
     norm = x if entry.norm is None else entry.norm.contiguous()
     return x, x.stride(0), up, up.stride(0), norm
@@ -152,7 +152,7 @@ def quantize(
 
 @dataclass(frozen=True, eq=False)
 class QuantizePlan:
-    """What a quantiser gives its kernel: numbers, and constants of the compiler."""
+    """The launch arguments of a quantiser: numbers, and compile-time constants."""
 
     numbers: tuple[int | float, ...]
     constants: dict[str, Any]
@@ -325,7 +325,7 @@ def product(
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What the launches of a product are made of: all of it follows from sizes."""
+    """The parameters of a product's launches; they follow from sizes only."""
 
     grid: tuple[int, int]  # of the kernel that multiplies
     constants: dict[str, Any]  # likewise

@@ -3,13 +3,13 @@
 
 A word of packed weights holds the codes of 16 columns, four fields of two bits in each of four
 bytes. Masked to one field it is four codes 0, 1, 2, ready for an integer product with four bytes of
-the activations' plane of that field. Codes stand one too high: the sum of a token's own codes is
-taken off at the end.
+the activations' plane of that field. Weight codes are stored plus one, so the sum of a token's
+codes is subtracted at the end.
 
 Launch with enable_fp_fusion=False: a product and the rounding that follows are two steps, as in
 PyTorch, and not one.
 
-BYTEWISE spells integer products out: the interpreter, which has no assembler, sets it.
+BYTEWISE computes integer products byte by byte: set by the interpreter, which has no assembler.
 
 Axis letters: rows are those of the weights (N), tokens those of the activations (M), words and
 bytes run over the columns.
@@ -31,7 +31,7 @@ def _rounded(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def _scale_of_token(
-    x,  # (COLUMNS,) fp32, zeros behind the last column
+    x,  # (COLUMNS,) fp32, zeros after the last column
     columns,
     eps,
     eps_rounded,
@@ -41,7 +41,7 @@ def _scale_of_token(
     if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
         statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
-    else:  # as integers, so that what is no number is the largest
+    else:  # as integers, so that nan is the largest
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         statistic = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     if C.ADDS_EPS:
@@ -59,10 +59,10 @@ def _scale_of_token(
 
 @triton.jit
 def _larger_half(x, kept, LOW_BIT: tl.constexpr):
-    """Set to zero what is smaller than the `kept` largest absolute values.
+    """Set all but the `kept` largest absolute values to zero.
 
-    The bits of the least value that stays are found from the top down, two at a time: one sum has
-    the counts for all three of their values.
+    The bits of the smallest kept value are found from the top down, two at a time: one sum has the
+    counts for all three of their values.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
@@ -103,7 +103,7 @@ def _codes_of_token(x, scale, C: tl.constexpr):
 
 @triton.jit
 def _checked(scale):
-    """Return the scale, nan where it is none."""
+    """Return the scale, or nan if it is not valid."""
     return tl.where((scale > 0.0) & (scale < float("inf")), scale, float("nan"))
 
 
@@ -137,7 +137,7 @@ def _entering_token(
 
 @triton.jit
 def _quantized_token(
-    entering,  # the token and what it meets, as of `_entering_token`
+    entering,  # the token and its operands, as in `_entering_token`
     columns,
     numbers,
     COLUMNS: tl.constexpr,  # a power of two
@@ -169,7 +169,7 @@ def _ternary_quantize_kernel(
     sums_ptr,  # (M,) int32
     columns,
     words,
-    numbers,  # eps of the norm; of the quantiser what is kept, eps, and eps rounded
+    numbers,  # eps of the norm; of the quantiser: kept elements, eps, and eps rounded
     C: tl.constexpr,  # IS_CHAINED: the next kernel may start, and waits before it reads
     # IS_EARLY: started while the kernel before may still be running
 ):
@@ -221,7 +221,7 @@ def _ternary_pack_kernel(
     else:
         value = value * scale
     value = _rounded(value, DTYPE)
-    # Half rounds to zero; what is no number is neither above nor below.
+    # Half rounds to zero; nan is neither above nor below.
     code = tl.where(value > 0.5, 2, tl.where(value < -0.5, 0, 1))
     field = tl.arange(0, 16)
     shift = (field // 4) * 2 + (field % 4) * 8
@@ -311,7 +311,7 @@ def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr)
 
 @triton.jit
 def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
-    """Load rows of packed weights, whole; zeros behind the last."""
+    """Load rows of packed weights, whole; zeros after the last."""
     row = begin + tl.arange(0, ROWS)
     return tl.load(
         packed_ptr + row.to(tl.int64)[:, None] * words + word[None, :],
@@ -322,7 +322,7 @@ def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
 
 @triton.jit
 def _factor(scale, weight_scale, C: tl.constexpr):
-    """Return what an integer product is worth."""
+    """Return the factor of an integer product."""
     by_token = scale
     by_weight = weight_scale.to(tl.float32)
     if not C.IS_STEP:
@@ -340,7 +340,7 @@ def _plane(codes_ptr, place, word, words):
 
 @triton.jit
 def _sum_with(found, added_ptrs, mask):
-    """Add what is there, after the rounding of the product."""
+    """Add the residual, after the product was rounded."""
     added = tl.load(added_ptrs, mask=mask, other=0.0)
     return found.to(added.dtype).to(tl.float32) + added.to(tl.float32)
 
@@ -358,7 +358,7 @@ def _ternary_vectors_kernel(
     tiles,  # of ROWS * TILES rows
     columns,
     words,
-    numbers,  # eps of the norm; of the quantiser what is kept, eps, and eps rounded
+    numbers,  # eps of the norm; of the quantiser: kept elements, eps, and eps rounded
     C: tl.constexpr,
     # TILES: of ROWS rows, one after the other: the token is quantised once
     # WORDS: a power of two

@@ -1,9 +1,9 @@
-"""Which attention of a model may run in low bits: measured on the user's own inputs.
+"""Measures which attention of a model may run in low bits, on the user's inputs.
 
-The model runs as it is. Each call of PyTorch's attention is computed a second time at every level,
-on the very queries, keys and values, and compared with what the call returned; the call's own
-result goes on, so that no error of one layer reaches the next. SageAttention2 chooses like this,
-per layer and, for diffusion models, per time step: the worst decide, not the mean.
+The model runs unchanged. Each call of PyTorch's attention is computed a second time at every level,
+on the same queries, keys and values, and compared with the call's result. The model continues with
+the call's result, so that no error of one layer reaches the next. SageAttention2 chooses like this,
+per layer and, for diffusion models, per time step: the worst score decides, not the mean.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = 1
 EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
 SHARED_LEVELS = ("4b", "8b")
-"""Levels with a share, unless others are given."""
+"""Levels with a share, unless you choose others."""
 LEAST_SCORE = 0.98
 
 _Found: TypeAlias = "dict[str, dict[str, list[list[float]]]]"
@@ -45,7 +45,7 @@ class Calibration(VerbReport, dict[str, Any]):
 
     Keys: `levels`, for each site a level or a list of levels by call; `scores`, for each site and
     level the mean and standard deviation over inputs, and the worst, by call; `min_score`, or
-    where a share of calls was asked for `share`.
+    `share`, if a share of calls was requested.
     """
 
     def __str__(self) -> str:
@@ -79,8 +79,8 @@ class Calibration(VerbReport, dict[str, Any]):
     def plot(self, path: str | Path) -> None:
         """Draw the mean over calls and the standard deviation of each level's scores by site.
 
-        The ending of `path` says the format, SVG if it has none. CalibrationError where matplotlib
-        is not installed.
+        The ending of `path` sets the format, SVG if it has no ending. Raise CalibrationError if
+        matplotlib is not installed.
         """
         scores, tried = self._scores()
         series = {level: [_spread(found[level]) for found in scores.values()] for level in tried}
@@ -119,23 +119,21 @@ def calibrate_attention(
     levels: Sequence[str] | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention of a model at each level, and choose for each the first that will do.
-
-    A score is cosine similarity x (1 - relative L1) of a level's result and the call's own. The
-    worst over inputs counts. A site is the path of the module that calls attention, with `#1` for
-    the second attention inside of one call of it, and so on; a module that is called several times
-    for one input, as in the steps of a diffusion model, has a score and a level for each call.
-
-    Args:
-        model: It runs eagerly, without gradients, and is left as it was.
-        inputs: For each run a mapping of keyword arguments, a tuple or list of arguments, or the
-            one argument; a mapping or tensor by itself is that of one run.
-        min_score: The least score that will do, between 0 and 1; 0.98 without `share`.
-        share: The share of all calls, those with the worst scores in the first of two levels, that
-            gets the second one, as SageAttention2 chooses; in the place of `min_score`.
-        levels: Those to choose among, in this order, by default `8b` and `8b+f16`; where none will
-            do it is `exact`. With `share` two, by default `4b` and `8b`; the second may be `exact`.
-        run: What runs the model on one input, if it is not `model(input)`: a whole sampling loop.
+    """Score each attention of a model at each level, and choose for each the first level that is
+    good enough. A score is cosine similarity x (1 - relative L1) of a level's result and the call's
+    result. The worst over inputs counts. A site is the path of the module that calls attention,
+    with `#1` for the second attention inside of one call of it, and so on; a module that is called
+    several times for one input, as in the steps of a diffusion model, has a score and a level for
+    each call. Args: model: It runs eagerly, without gradients, and is not changed. inputs: For each
+    run a mapping of keyword arguments, a tuple or list of arguments, or the one argument; a mapping
+    or tensor by itself is that of one run. min_score: The least acceptable score, between 0 and 1;
+    0.98 without `share`. share: The share of all calls, those with the worst scores in the first of
+    two levels, that gets the second one, as SageAttention2 chooses; instead of `min_score`.
+        levels: Those to choose among, in this order, by default `8b` and `8b+f16`; if none is good
+            enough, `exact` is chosen. With `share` two, by default `4b` and `8b`; the second may be
+            `exact`.
+        run: Function that runs the model on one input, if it is not `model(input)`: a whole
+        sampling loop.
 
     Returns:
         A table for `memeff.attention`, printable, and storable as JSON.
@@ -181,7 +179,7 @@ def calibrate_attention(
 def _levels(
     min_score: float | None, share: float | None, levels: Sequence[str] | None
 ) -> Sequence[str]:
-    """Return the levels to choose among, or raise where the arguments do not go together."""
+    """Return the levels to choose among, or raise if the arguments do not fit together."""
     for name, number in (("min_score", min_score), ("share", share)):
         if number is not None and not 0.0 <= number <= 1.0:
             raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")
@@ -207,10 +205,10 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Begin with the first call again, for all levels by call: after a loop that was broken off.
+    """Start again with the first call, for all levels by call: after a loop that was interrupted.
 
     A table that lists levels by call is followed call by call, and from the start again after the
-    last. Loops that always make as many calls as calibration saw need nothing.
+    last. Loops that always make as many calls as calibration saw do not need this.
 
     Example: memeff_compile.restart_attention_calls()
     """

@@ -1,1 +1,1 @@
-"""KV caches as objects, and what they do to a model."""
+"""KV caches as objects, and their effects on a model."""

@@ -1,8 +1,8 @@
-"""What a lossy KV cache does to a model's answers, measured on the user's own inputs.
+"""Measures how a lossy KV cache changes a model's answers, on the user's inputs.
 
 The model runs twice on each input: with an exact cache, and with the prompt in a `KVCache` that
-answers the last tokens of the input, which are given, not generated. The difference of the next
-token's probabilities is what counts; how alike neighbouring layers are says what merging can do.
+predicts the last tokens of the input, which are given, not generated. The report compares the next
+token's probabilities. The similarity of neighbouring layers shows whether merging them can work.
 
 Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
 """
@@ -38,7 +38,7 @@ _KINDS = ("keys", "values")
 
 @dataclass(frozen=True)
 class FidelityReport(VerbReport):
-    """What `fidelity_report` found; printable, and storable as JSON.
+    """The result of `fidelity_report`; printable, and storable as JSON.
 
     Attributes:
         settings: of the cache that was compared with an exact one.
@@ -46,12 +46,12 @@ class FidelityReport(VerbReport):
             between their rows, the cosine that one in twenty stays below, and a histogram of
             `BINS` from -1 to 1.
         attention: for each call of attention that both runs made, the `mean` and the `worst` cosine
-            between its results; empty where the model calls no scaled_dot_product_attention.
+            between its results; empty if the model calls no scaled_dot_product_attention.
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
             `kl_worst`, `agreement`, the share of tokens with the same most likely one, and
-            `loss_exact`, `loss` of the tokens that came.
+            `loss_exact`, `loss` of the actual tokens.
         memory: `bytes` of the cache, `before` of keys and values in the model's dtype, `ratio`.
-        merged: as `KVCache.merged` says it, of the last input.
+        merged: `KVCache.merged` of the last input.
     """
 
     settings: dict[str, Any]
@@ -97,8 +97,8 @@ class FidelityReport(VerbReport):
     def plot(self, path: str | Path) -> None:
         """Draw how alike neighbouring layers are: mean cosine, the middle nine tenths of the rows.
 
-        The ending of `path` says the format, SVG if it has none. CalibrationError where matplotlib
-        is not installed.
+        The ending of `path` sets the format, SVG if it has no ending. Raise CalibrationError if
+        matplotlib is not installed.
         """
         names = ["-".join(map(str, pair["layers"])) for pair in self.pairs]
         series: dict[str, list[Spread]] = {"keys": [], "values": []}
@@ -121,10 +121,10 @@ def fidelity_report(
 
     Args:
         model: a causal language model of transformers; it runs eagerly, without gradients, in eval
-            mode, and is left in the mode it was in.
+            mode, and its mode is restored.
         inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, where prompts are
-            padded on the left, ``attention_mask``; or a list of these. Long ones: what lies in the
-            last `recent` tokens is exact in every cache.
+            padded on the left, ``attention_mask``; or a list of these. Use long ones: the last
+            `recent` tokens are exact in every cache.
         bits: as for `KVCache`.
         merge: as for `KVCache`.
         steps: tokens at the end of an input whose predictions are compared, 2 at least.
@@ -217,7 +217,7 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 class _Gathered:
-    """Figures of all inputs, by what they are of."""
+    """Figures of all inputs, by kind."""
 
     def __init__(self) -> None:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
@@ -227,7 +227,7 @@ class _Gathered:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
-        """Note how alike the rows of neighbouring layers are."""
+        """Record the similarity of neighbouring layers' rows."""
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())
         for at, (lower, upper) in enumerate(pairwise(layers)):
@@ -235,12 +235,12 @@ class _Gathered:
                 continue
             for kind in lower:
                 found = F.cosine_similarity(lower[kind].float(), upper[kind].float(), dim=-1)
-                if mask is not None:  # without what is padding
+                if mask is not None:  # without padding
                     found = found[mask.bool()[:, None, -found.shape[2] :].expand_as(found)]
                 self._add(found, kind, at)
 
     def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
-        """Note how far the answers are apart."""
+        """Record the distance between the answers."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl")
         self._add(wanted.argmax(-1) == got.argmax(-1), "same")
@@ -252,7 +252,7 @@ class _Gathered:
                 self._add(cosine, "attention", place)
 
     def report(self, settings: dict[str, Any], merged: list[dict[str, Any]]) -> FidelityReport:
-        """Return what was gathered."""
+        """Return the report of the gathered figures."""
         whole = {of: torch.cat(parts) for of, parts in self.parts.items()}
         cosines = [found for of, found in whole.items() if of[0] == "attention"]
         attention = [{"mean": float(c.mean()), "worst": float(c.min())} for c in cosines]

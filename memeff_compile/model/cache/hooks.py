@@ -14,7 +14,7 @@ from memeff_compile.system import Hooks, Request
 
 
 class CacheHooks(Hooks):
-    """Give a model's `generate()` caches, and compile it in place for every length of them."""
+    """Let a model's `generate()` use caches, and compile it in place for every length of them."""
 
     def wants(self, request: Request) -> bool:
         return request.kv_cache is not None

@@ -1,8 +1,8 @@
 """A KV cache of few bits for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
-Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay as they came. Layers
-that only see a window of tokens stay exact. Without the backend a step rebuilds keys and values and
-is right; with it, attention reads the codes themselves (passes/compress_kv_cache.py).
+Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay exact. Layers with a
+sliding window stay exact. Without the backend a step rebuilds keys and values and is right; with
+it, attention reads the codes themselves (passes/compress_kv_cache.py).
 
 Needs transformers, which is imported with this module.
 """
@@ -44,19 +44,18 @@ from memeff_compile.model.cache.run_ahead import let_run_ahead
 from memeff_compile.model.changes import require_module
 
 Untyped: TypeAlias = Any
-"""What has no type here: a config, a model or a layer of transformers, a setting of a cache."""
+"""Objects without a type here: a config, a model or a layer of transformers, a setting of a
+cache.
+"""
 
 _POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
-"""Ways of generating that leave a cache as they got it, but for what is in it."""
+"""Ways of generating that change only the contents of a cache."""
 
 
 class KVCache(Cache):
-    """A KV cache of few bits, to pass as ``past_key_values``; ``cache`` since transformers 5.24.
-
-    Args:
-        config: the model's config.
-        max_cache_len: tokens there is room for. More raise on a CPU; on a GPU, where nothing may
-            wait for the host, logits are not-a-number from there on.
+    """A low-bit KV cache, to pass as ``past_key_values``; ``cache`` since transformers 5.24. Args:
+    config: the model's config. max_cache_len: the most tokens it can hold. More raise on a CPU; on
+    a GPU, which must not wait for the host, logits are nan from there on.
         bits: 16 (exact), 8, 4, 3 or 2.
         scheme: ``kivi``, a scale and zero per channel of keys and per token of values, or
             ``per_head``, one scale per token and head.
@@ -65,13 +64,12 @@ class KVCache(Cache):
         keep_first: so many of a sequence's first tokens stay exact: most models attend to them
             from everywhere.
         attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
-            that `keep_first` counts from the first token and padding has no say in scales.
+            that `keep_first` counts from the first token and scales ignore padding.
         merge: None, ``"minicache"``, or a `MiniCache` that says how: neighbouring layers share the
-            directions of their older tokens. Lossy far beyond the codes where layers are not alike;
-            warns unless it is given what `fidelity_report` says of your model.
+            directions of their older tokens. Much lossier than the codes if layers are not alike;
+            warns unless you pass the result of `fidelity_report` for your model.
 
-    Raises:
-        UnsupportedInputError: A setting or a model that cannot be served; the sentence says why.
+    Raises: UnsupportedInputError: A setting or a model is not supported; the message says why.
 
     Example:
         cache = memeff_compile.KVCache(model.config, max_cache_len=32768, bits=4)
@@ -137,9 +135,9 @@ class KVCache(Cache):
     def merged(self) -> list[dict[str, Any]]:
         """Return a line per pair of layers that share directions; waits for the device.
 
-        It has the numbers of its `layers`, `merged` tokens, the mean number of rows that are `kept`
-        as they came per sequence and head, first tokens aside, and `left_over`, rows per sequence
-        and head that were to be kept and found no room.
+        It has the numbers of its `layers`, `merged` tokens, the mean number of rows `kept`
+        unchanged per sequence and head, without first tokens, and `left_over`, rows per sequence
+        and head that should have been kept but had no room.
         """
         found = []
         for layer in self.layers:
@@ -166,9 +164,8 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token be a step behind no tokens, which is compiled anyway.
-
-        Only a cache that can be compiled has a mask then, which leaves out what is not filled.
+        """Let a prompt of one token run as a step after zero tokens, which is compiled anyway. Only
+        a cache that can be compiled then has a mask, which excludes empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
@@ -177,8 +174,8 @@ class KVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of every layer; a negative number says how many.
 
-        UnsupportedInputError, and none are removed, where a layer cannot remove as many, or sees a
-        window of tokens.
+        If a layer cannot remove as many, or has a sliding window, raise UnsupportedInputError and
+        remove none.
         """
         remove = remaining(tokens_to_remove)
         if remove == 0:
@@ -225,7 +222,9 @@ class KVCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether every layer can remove its last tokens; transformers' own say so from 5.17 on."""
+        """Whether every layer can remove its last tokens; transformers' layers say this from 5.17
+        on.
+        """
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
     def exact_tensors(self) -> list[Tensor]:
@@ -234,12 +233,12 @@ class KVCache(Cache):
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
     def windows(self) -> list[WindowLayer]:
-        """Return the layers that see a window of tokens."""
+        """Return the layers with a sliding window."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no layer of ours has tokens."""
+        """Whether no layer of this cache has tokens."""
         return all(layer.is_empty for layer in self.layers if isinstance(layer, InPlace))
 
     @property
@@ -270,7 +269,7 @@ def _warn_once(text: str) -> None:
 
 
 def _kept_exact(layers: list[Untyped], bits: int) -> str:
-    """Say which layers that were asked to be in few bits stay exact; "" where none does."""
+    """Return in words which layers stay exact although low bits were requested; "" if none does."""
     ours = [n for n, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     coded = [n for n in ours if isinstance(layers[n], CodedLayer)]
     exact = [n for n in ours if n not in coded]
@@ -296,7 +295,7 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return what a layer of any kind has in memory; what layers share once."""
+    """Return the tensors of a layer of any kind; shared tensors appear once."""
     if isinstance(layer, InPlace):
         return list(layer.tensors())
     held = [((layer, name), getattr(layer, name, None)) for name in ("keys", "values")]
@@ -425,9 +424,9 @@ _HOOK = "_prepare_cache_for_generation"
 
 @dataclasses.dataclass
 class _Hook:
-    """What generate() calls in the place of the model's own method, and what it was before.
+    """Replacement of a model's method that generate() calls; remembers the original.
 
-    It holds the model itself, so that copies of the model, pickled ones too, have hooks of theirs.
+    It holds the model itself, so that copies of the model, pickled ones too, have separate hooks.
     """
 
     model: Any
@@ -474,16 +473,16 @@ class _Hook:
         if generation_config.compile_config is not None:
             return None
         if getattr(model, "_compiled_call_impl", None) is not None:
-            # What generate() would compile around it has nothing left to compile.
+            # The function that generate() would compile is compiled already.
             generation_config.disable_compile = True
         elif model.device.type == "cuda":
-            # generate() compiles decoding by itself; Inductor alone would build the dense view.
-            # Without a mode: the backend records each step, and nothing else, as a CUDA graph.
+            # generate() compiles decoding by itself; Inductor alone would build the dense view. No
+            # mode is set: the backend records each step, and only that, as a CUDA graph.
             generation_config.compile_config = CompileConfig(backend="memeff", mode="default")
         return None
 
     def undo(self) -> None:
-        """Let the model make the caches it made before, as far as that is not undone as well."""
+        """Let the model make its original caches again, unless that was undone as well."""
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)
@@ -499,7 +498,7 @@ class _Hook:
     def _cache(
         self, config: Untyped, mode: Untyped, batch_size: int, tokens: int, mask: Tensor | None
     ) -> KVCache:
-        """Return an empty cache; one that was used before, where nobody can hold its tensors."""
+        """Return an empty cache; reuse an earlier one if its tensors are no longer in use."""
         model = self.model
         sequences = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
 
@@ -522,25 +521,16 @@ class _Hook:
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
-    """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
-
-    A call that names a cache of its own, or ``use_cache=False``, gets what it asks for. Lengths
-    come in buckets, and a cache that generate() does not return is used again in later calls. On a
-    GPU generate() compiles decoding by itself; where nothing else is asked for, that is with the
-    backend. Uses nest: the latest one that is not undone counts. Copies of the model keep it.
-
-    Args:
-        model: a model of transformers that generates, also with PEFT's adapters or compiled.
-        bits: as for `KVCache`.
-        max_cache_len: tokens there is room for; by default what each call needs, rounded up.
-        settings: as for `KVCache`.
-
-    Returns:
-        What undoes it: call it, or use it in a ``with`` statement; a report as well.
-
-    Raises:
-        UnsupportedInputError: The model does not generate, is an encoder-decoder or has a cache of
-            its own, or a setting cannot be served.
+    """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included. A call that
+    passes its cache, or ``use_cache=False``, is not changed. Lengths are rounded up to buckets, and
+    a cache that generate() does not return is used again in later calls. On a GPU generate()
+    compiles decoding by itself, with this backend unless you choose another one. The most recent
+    `use_kv_cache_` applies until you undo it. Copies of the model keep the setting. Args: model: a
+    model of transformers that generates, also with PEFT's adapters or compiled. bits: as for
+    `KVCache`. max_cache_len: the most tokens it can hold; by default the tokens that each call
+    needs, rounded up. settings: as for `KVCache`. Returns: An object that undoes it: call it, or
+    use it in a ``with`` statement. It is also a report. Raises: UnsupportedInputError: The model
+    does not generate, is an encoder-decoder or brings its cache, or a setting is not supported.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

@@ -1,7 +1,7 @@
-"""The layers that a `KVCache` is made of, and what they share: exact ones, and ones in codes.
+"""The layers of a `KVCache`, exact and coded ones, and their common base.
 
-Needs transformers, which nothing else of the package does; it is imported here, and with a sentence
-where it is missing.
+This module needs transformers, as no other module does; if it is missing, the import raises with a
+sentence.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ CACHE_NAME = "cache" if "cache" in _NAMES else OLDER_CACHE_NAME
 
 
 def refuse(sentence: str) -> None:
-    """Raise an error that says what was seen and what is needed."""
+    """Raise an error with a sentence that names the input and the requirement."""
     raise UnsupportedInputError(f"KVCache: {sentence}")
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return what a tensor and the buffer it is written to have in common."""
+    """Return the properties that a tensor and the buffer it is written to must share."""
     batch, heads, _, depth = tensor.shape
     return batch, heads, depth, tensor.dtype, tensor.device
 
@@ -70,11 +70,11 @@ def remaining(tokens_to_remove: int) -> int:
 
 
 Place: TypeAlias = tuple[object, str]
-"""What has a tensor as an attribute, and the attribute's name."""
+"""The owner of a tensor, and the attribute's name."""
 
 
 class InPlace(CacheLayerMixin):
-    """What the layers of a KVCache share: tensors that are changed in place, never moved."""
+    """The common base of a KVCache's layers: tensors are changed in place, never moved."""
 
     is_compileable = True
     is_sliding = False
@@ -85,12 +85,14 @@ class InPlace(CacheLayerMixin):
     held: Sequence[str]
     """Names of its tensors that have an entry per sequence."""
     long: Sequence[str] = ()
-    """Names of its tensors whose third size grows with the cache; the first's is its length."""
+    """Names of its tensors whose third size grows with the cache; the first tensor's is its
+    length.
+    """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new tokens; return them where they are all there is, else all tokens."""
+        """Write new tokens; return them if they are all tokens, otherwise all tokens."""
         new = key_states, value_states
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
             refuse(
@@ -107,7 +109,9 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """`max_cache_len`; where a tensor has it, its size, of which compiled code takes any."""
+        """`max_cache_len`; as the size of a tensor if it is one, so that compiled code accepts
+        any.
+        """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
         return self.max_cache_len
@@ -125,10 +129,10 @@ class InPlace(CacheLayerMixin):
         """Return all keys and values, those that were just written among them."""
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse what does not fit what is there, before anything is written.
+        """Refuse tokens that do not fit the cache, before any are written.
 
-        How many tokens there are already is asked where the host knows it: not on a GPU, and not in
-        a compiled graph.
+        The number of tokens in the cache is checked only if the host knows it: not on a GPU, and
+        not in a compiled graph.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -148,23 +152,25 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have an entry per sequence, once they are there."""
+        """Yield the tensors that have an entry per sequence, once they exist."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors, without what layers share."""
+        """Bytes of its tensors, without those that layers share."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last `remove` tokens cannot be removed, or None, as where any can be."""
+        """Return why the last `remove` tokens cannot be removed, or None; this layer can remove
+        any.
+        """
         return None
 
     @abstractmethod
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens, which `keeps` has nothing against."""
+        """Remove the last tokens, after `keeps` allowed it."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; a negative number says how many."""
@@ -188,16 +194,15 @@ class InPlace(CacheLayerMixin):
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def offload(self) -> None:
-        """Refuse: the tensors stay where they are."""
+        """Refuse: the tensors keep their addresses."""
         refuse("offloading is not supported; the cache is small because it is coded.")
 
     prefetch = offload
 
 
 class AsTheyCome(InPlace, StaticLayer):
-    """A layer whose keys and values stay as they come, each in the dtype that it comes in.
-
-    Autocast makes two dtypes of them: keys are rotated in fp32, values come in 16 bits.
+    """A layer that stores keys and values unchanged, each in its dtype. Under autocast these
+    differ: keys are rotated in fp32, values have 16 bits.
     """
 
     keys: Any
@@ -222,7 +227,7 @@ class ExactLayer(AsTheyCome):
         self.is_empty = True
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse more tokens, too, than there is room for behind those that are there."""
+        """Also refuse more tokens than there is room for after the existing ones."""
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -259,12 +264,12 @@ class ExactLayer(AsTheyCome):
 
 
 class WindowLayer(AsTheyCome):
-    """A layer that sees a window of tokens, and has room for some more of them.
+    """A sliding-window layer with room for some more tokens than the window.
 
-    New tokens are written behind the others. Where there is no room the window moves to the front,
-    once in as many steps as there is room beside it; masks say which tokens are seen. How far it is
-    filled is counted on the host, for masks, and on the device, for the places that are written to.
-    In a cache that is no longer than that, no token ever leaves the layer.
+    New tokens are appended. When there is no room, the window moves to the front; the more spare
+    room, the rarer that is. Masks select the visible tokens. The fill level is counted on the host,
+    for masks, and on the device, for write positions. If the cache is not longer than this layer,
+    no token ever leaves it.
     """
 
     buffers = held = long = "keys", "values"
@@ -314,8 +319,8 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write to all places at once, where the layer is, as exact layers do. With a copy_ in its
-        place the prompts of all layers were there at a GPU's peak, by a snapshot of its memory.
+        """Write to all positions at once with index_copy_, as exact layers do. With copy_, a memory
+        snapshot showed the prompts of all layers at the GPU's peak.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -323,7 +328,7 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """The tokens that stay where the window moves: what the next one sees of those here."""
+        """The tokens that stay when the window moves: those that the next token will see."""
         return min(self.filled - _NONE, self.window - 1)
 
     def _latest(self, kept: int) -> tuple[Tensor, Tensor]:
@@ -331,9 +336,10 @@ class WindowLayer(AsTheyCome):
         return self.keys.index_select(2, places), self.values.index_select(2, places)
 
     def make_room(self, new: int) -> None:
-        """Move the window to the front where so many tokens do not fit behind those that are here.
+        """Move the window to the front if ``new`` tokens do not fit after the existing ones.
 
-        Done before a compiled step, so that there is one step: that which writes behind the others.
+        This runs before a compiled step, so that there is only one compiled step: the one that
+        appends.
         """
         if self.is_empty or self.filled + new <= self.room + _NONE or self.kept + new > self.room:
             return
@@ -345,7 +351,7 @@ class WindowLayer(AsTheyCome):
         self.filled = kept + _NONE
 
     def require_room(self, new: int) -> None:
-        """Refuse more tokens than a cache has room for that is no longer than the window."""
+        """Refuse more tokens than fit, if the cache is not longer than the window."""
         there = self.total - _NONE
         if self.holds_all and there + new > self.max_cache_len:
             behind = f"{there} tokens and {new} more" if there else f"{new} tokens"
@@ -373,7 +379,7 @@ class WindowLayer(AsTheyCome):
         return self.total - _NONE
 
     def keeps(self, remove: int) -> str | None:
-        """Return why the last tokens cannot be removed: what was before them has left."""
+        """Return why the last tokens cannot be removed (earlier tokens have left), or None."""
         if self.total - _NONE == self.here or self.here - remove >= self.window - 1:
             return None
         return (
@@ -399,7 +405,7 @@ _NONE = 2
 
 
 def room_of(window: int) -> int:
-    """Return the room of a layer that sees so many tokens: a sixteenth more, 16 at least."""
+    """Return how many tokens a layer with such a window can hold: a sixteenth more, at least 16."""
     return window + max(16, window // 16)
 
 
@@ -422,7 +428,7 @@ class CodedLayer(InPlace):
         self.settings = settings  # of `Layout`, without the depth, which the first keys tell
         self.starts = starts
         self.is_empty = True
-        self.layout: op_folder.Layout | None = None  # what it is made of, once it is known
+        self.layout: op_folder.Layout | None = None  # its tensors, once their shapes are known
 
     def pool(self) -> list[Tensor]:
         """Return the tensors in the order in which the ops take them."""
@@ -510,11 +516,11 @@ class CodedLayer(InPlace):
 
 
 class Starts:
-    """Where each sequence starts, and the places of the tokens that are kept: shared by layers."""
+    """The start of each sequence, and the positions of kept tokens: shared by layers."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
-        self.span: Tensor  # nothing for each token that there is room for
+        self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
         self._shape: tuple[int, ...] = ()
         if attention_mask is not None and attention_mask.dim() != 2:
             refuse(
@@ -524,9 +530,9 @@ class Starts:
         self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
-        """Start over with other sequences, in the tensors that are there; refused, or all of it.
+        """Start over with other sequences, in the existing tensors; on an error nothing is changed.
 
-        `held` is how many sequences the layers have tensors for.
+        `held` contains the batch sizes of the layers' tensors.
         """
         other = Starts(attention_mask)
         for sequences in held:
@@ -536,7 +542,7 @@ class Starts:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
-        """Make the places for layers of this shape and length, unless they are there."""
+        """Allocate the positions for layers of this shape and length, unless they exist."""
         if self._shape == shape:
             return
         if self._shape:
@@ -550,7 +556,7 @@ class Starts:
         self.span = torch.empty(0, 0, tokens, device=device)
 
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the places of the tokens that are kept."""
+        """Return the positions of the kept tokens."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
         return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
 

@@ -1,5 +1,5 @@
-"""use_low_bit_heads_: train, or run, a model whose attention sees queries, keys and values in few
-bits, so that it is used to a cache that stores them so (`KVCache(scheme="per_head")`).
+"""use_low_bit_heads_: train, or run, a model whose attention gets queries, keys and values in few
+bits, so that it adapts to a cache that stores such codes (`KVCache(scheme="per_head")`).
 
 BitNet a4.8, table 3. Needs transformers, which is imported when the verb is called.
 """
@@ -52,7 +52,7 @@ class _Heads:
 
 
 class Undo(VerbReport, AbstractContextManager["Undo"]):
-    """What a verb returns that changes a model: call it, or leave its ``with`` block, to undo."""
+    """Result of a function that changes a model: call it, or leave its ``with`` block, to undo."""
 
     def __init__(self, undo: Callable[[], None], verb: str, what: str) -> None:
         self.undo = undo
@@ -81,18 +81,16 @@ def use_low_bit_heads_(
     first: int = 0,
     first_bits: int = 4,
 ) -> Undo:
-    """Let a model's attention see its heads in few bits; gradients pass straight through.
+    """Give a model's attention low-bit heads; gradients pass through unchanged.
 
     Queries, keys and values are rounded after their rotary embedding, one scale per token and head.
     The paper's settings are ``key_value=4``; ``query=4, key_value=4``; and
     ``query=4, key_value=3, first=1``.
 
-    Args:
-        model: of transformers, with an attention function chosen by name: any but "eager".
-        query: bits of queries: 16 (as they are), 8, 4, 3 or 2.
-        key_value: of keys and values.
-        first: so many tokens keep `first_bits`: those at position 0 and on, so pad on the right.
-        first_bits: their bits.
+    Args: model: of transformers, with an attention implementation other than "eager". query: bits
+        of queries: 16 (as they are), 8, 4, 3 or 2. key_value: of keys and values. first: number of
+        first tokens that keep `first_bits`, counted from position 0: pad on the right. first_bits:
+        their bits.
 
     Returns:
         Undo: call it, or use it as a context manager.

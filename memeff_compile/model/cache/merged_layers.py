@@ -1,8 +1,8 @@
 """The layers of a KVCache that share directions, two and two.
 
 The lower layer of a pair is read before the upper layer's keys and values exist. So a single token
-goes into the lower layer's window at once, and the upper layer's append merges what is due of
-both; of several tokens, the lower layer's wait for the upper's.
+goes into the lower layer's window at once, and the upper layer's append merges complete groups of
+both. Several tokens of the lower layer wait for those of the upper one.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from memeff_compile.model.cache.minicache import MiniCache
 
 
 class Pair:
-    """What the two layers of a pair share, and the tokens of the lower one that wait."""
+    """The state that the two layers of a pair share, and the lower layer's waiting tokens."""
 
     def __init__(self, numbers: tuple[int, int], merge: MiniCache, keep_first: int) -> None:
         # numbers of the layers; first tokens of a sequence that stay as they come
         self.numbers, self.merge, self.keep_first = numbers, merge, keep_first
         self.shape: tuple[int, ...] | None = None
-        self.span: Tensor  # nothing for each token that there is room for
+        self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
         # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield what is shared, once it is there."""
+        """Yield the shared tensors, once they exist."""
         if self.shape is not None:
             for name in op_folder.SHARED:
                 yield (self, name), getattr(self, name)
 
     def torn(self) -> str:
-        """Return what to say where tokens still wait that a pass left behind."""
+        """Return the error text for tokens left waiting by an interrupted forward pass."""
         lower, upper = self.numbers
         return (
             f"a forward pass ended between layers {lower} and {upper}, which are merged: layer "
@@ -66,8 +66,8 @@ class MergedLayer(CodedLayer):
         max_cache_len: int,
         settings: dict[str, Any],
         starts: Starts,
-        pair: Pair,  # what it shares with the other
-        lower: MergedLayer | None = None,  # the earlier of the two, where this is the later
+        pair: Pair,  # the state that it shares with the other
+        lower: MergedLayer | None = None,  # the earlier of the two, if this is the later
     ) -> None:
         super().__init__(max_cache_len, settings, starts)
         self.pair, self.lower = pair, lower
@@ -75,7 +75,7 @@ class MergedLayer(CodedLayer):
         self.settled = "merged" if settings["bits"] == op_folder.PLAIN else "in codes"
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors with an entry per sequence; what is shared comes with the lower."""
+        """Yield the tensors with an entry per sequence; shared ones come with the lower layer."""
         if self.is_initialized and not self.is_upper:
             yield from self.pair.tensors()
         yield from super().tensors()
@@ -85,11 +85,11 @@ class MergedLayer(CodedLayer):
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors that the view and attention take."""
+        """Return the tensors that the ops for view and attention take."""
         return op_folder.pool_of([tensor for _, tensor in self.pair.tensors()], self.own())
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Make its own tensors, and what is shared with the first of the two."""
+        """Make its tensors, and the shared ones with the first of the two."""
         shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
@@ -117,7 +117,9 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse new tokens, too, where a pass has left the two layers with different ones."""
+        """Also refuse new tokens if an interrupted pass has left the two layers with different
+        ones.
+        """
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)
@@ -125,7 +127,8 @@ class MergedLayer(CodedLayer):
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write single tokens into the window, or leave several to the upper layer.
 
-        The upper layer writes its own and what waits of the lower, and merges what is due.
+        The upper layer writes its tokens and the waiting ones of the lower, and merges complete
+        groups.
         """
         if not self.is_upper:
             if key_states.shape[2] != 1:

@@ -1,8 +1,8 @@
-"""Caches that generate() is handed again, so that they stay where they are from call to call.
+"""Reuses the caches of generate(), so that their addresses stay the same from call to call.
 
-A CUDA graph of a step holds for the addresses of its cache, and compiled code for its sizes. So
-sizes come in buckets, tensors are allocated before the first prompt runs, and a cache that nobody
-holds any more is emptied and handed out again.
+A CUDA graph of a step depends on the addresses of its cache, and compiled code on its sizes. So
+sizes are rounded up to buckets, tensors are allocated before the first prompt runs, and a cache
+that is no longer in use is emptied and used again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Kept:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds the cache that was handed out."""
+        """Whether the cache that was handed out is no longer in use."""
         return self.handed_out() is None
 
 
@@ -56,13 +56,13 @@ class Pool:
         _pools.add(self)
 
     def clear(self) -> None:
-        """Let go of all caches; those in use live on with who uses them."""
+        """Release all caches; those in use live on with their users."""
         with self._lock:
             self._kept.clear()
 
     def take(
         self,
-        kind: Hashable,  # what caches have in common that can stand for each other
+        kind: Hashable,  # key of caches that can replace each other
         tokens: range,  # the lengths that serve
         mask: Tensor | None,  # of padding, for the cache
         make: Callable[[], Made],  # makes one, with the mask, for the first of these lengths
@@ -87,7 +87,7 @@ class Pool:
             return made
 
     def __reduce__(self) -> Any:  # noqa: ANN401
-        """Pickle and copy nothing of it."""
+        """Pickle and copy an empty pool."""
         return Pool, ()
 
 
@@ -107,8 +107,8 @@ def is_cut_elsewhere(model: Any) -> bool:  # noqa: ANN401
 
 
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
-    """Return key-value heads and head dimension of this process's cache; None where that is not
-    known, and the first keys tell.
+    """Return key-value heads and head dimension of this process's cache; None if they are only
+    known from the first keys.
     """
     if is_cut_elsewhere(model):
         return None
@@ -130,7 +130,7 @@ def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
 
 
 def allocate(cache: Any, model: Any, sequences: int) -> None:  # noqa: ANN401
-    """Allocate a cache's tensors for a model, where their sizes are known beforehand."""
+    """Allocate a cache's tensors for a model, if their sizes are known beforehand."""
     shapes = head_shapes(model)
     if shapes is None or torch.is_autocast_enabled(model.device.type):
         return

@@ -1,9 +1,9 @@
 """generate() that does not wait for each token: the host prepares a step while the GPU runs one.
 
 generate() asks after each token whether all sequences have ended, and waits for the GPU to know;
-then the GPU waits for the host. transformers can ask one step late (`DeferredStopCheck`) and takes
-the step too many back, but does so on one kind of device alone. Here it does on a GPU too, for the
-caches that `use_kv_cache_` hands out; what it answers of any other cache stays as it is.
+then the GPU waits for the host. transformers can ask one step late (`DeferredStopCheck`) and
+discards the extra step, but only on one kind of device. With this module it also does so on a GPU,
+for the caches that `use_kv_cache_` makes; other caches are not affected.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def may_be_late(loop: Mapping[str, Any]) -> bool:
-    """Return whether a step too many would be seen by nobody, from the names of generate()'s loop.
+    """Return whether one extra step is unobservable, judged from generate()'s local variables.
 
-    Where its length alone ends it there is none. Otherwise it would draw a random number more, and
-    ask processors and criteria once more, whose own state we do not know.
+    If the length alone ends the loop there is no extra step. Otherwise an extra step would draw one
+    more random number and call processors and criteria once more, whose state is unknown.
     """
     names = ("stopping_criteria", "logits_processor", "generation_config", "synced_gpus")
     if not all(name in loop for name in names) or loop["synced_gpus"]:
@@ -68,7 +68,7 @@ def may_be_late(loop: Mapping[str, Any]) -> bool:
 
 
 def _is_theirs(asked: object) -> bool:
-    """Return whether a processor or criterion is transformers' own, and runs nobody's function."""
+    """Return whether a processor or criterion is transformers' and calls no user function."""
     kind = type(asked)
     is_theirs = kind.__module__.partition(".")[0] == "transformers"
     return is_theirs and kind.__name__ != "PrefixConstrainedLogitsProcessor"

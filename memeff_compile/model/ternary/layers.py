@@ -44,9 +44,9 @@ def codes_per_unit(weight: Tensor) -> Tensor:
 class TernaryLinear(nn.Linear):
     """A linear that rounds its weight to -1, 0, 1 and its input to few bits, and trains.
 
-    The weight stays a parameter in full precision. In the forward it is divided by the mean of its
-    absolute values and rounded; tokens are quantised as `kind` says. Gradients pass straight
-    through both, and what is kept for the backward is two bits per weight and a byte per input.
+    The weight stays a parameter in full precision. The forward pass divides it by the mean of its
+    absolute values and rounded; tokens are quantised as `kind` says. Gradients pass through both
+    unchanged. The backward pass keeps two bits per weight and a byte per input.
 
     Attributes:
         kind: "int8", "int4", "fp4" or "topk8"; may be set at any time.
@@ -133,7 +133,7 @@ class PackedTernaryLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Say what to do instead where a model reads the weight past the linear."""
+        """Explain the way out if a model reads the weight without calling the linear."""
         if name == "weight":
             raise AttributeError(
                 "A packed ternary linear has no weight in full precision, and this model reads it "

@@ -1,8 +1,8 @@
 """Packed ternary models in transformers' save_pretrained and from_pretrained.
 
-config.json says which linears are packed, and from_pretrained makes them so before it loads. Needs
-transformers, and is imported while transformers loads its own quantizers: its models are not there
-yet, and whatever is heavy is imported when a packed model is.
+config.json lists the packed linears, and from_pretrained creates them before it loads weights.
+Needs transformers, and is imported while transformers loads its own quantizers: its models are not
+there yet, and whatever is heavy is imported when a packed model is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METHOD = "memeff_ternary"
 
 
 class PackedTernaryConfig(QuantizationConfigMixin):
-    """What config.json says of a packed model, by the paths of its linears."""
+    """The entry of a packed model in config.json, by the paths of its linears."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class PackedTernaryConfig(QuantizationConfigMixin):
         self.norm_eps = norm_eps or {}
 
     def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
-        """Read as a dictionary too, which a config handed to from_pretrained is taken for."""
+        """Also readable as a dictionary, as from_pretrained treats a config that you pass."""
         return getattr(self, name, default)
 
 
@@ -48,7 +48,8 @@ class PackedTernaryQuantizer(HfQuantizer):
     """Puts packed linears where a saved model had them; their codes are loaded as any buffer."""
 
     quantization_config: PackedTernaryConfig
-    requires_calibration = True  # transformers' word for: only what was packed before is loaded
+    # transformers' name for "loads only models that were packed before"
+    requires_calibration = True
     is_trainable = False
     is_compileable = True
 
@@ -57,10 +58,11 @@ class PackedTernaryQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-        """Return what is written, and bring the mark in the model's config up to date.
+        """Return the tensors to save, and update the entry in the model's config.
 
-        A weight without elements stands beside the codes of one linear: where this quantizer is
-        not known, transformers would draw dense weights at random, and stops at its shape instead.
+        One linear also gets a weight without elements next to its codes: if this quantizer is not
+        registered, transformers would draw random dense weights; the weight's shape makes it raise
+        instead.
         """
         for path, linear in _packed(model).items():
             if not isinstance(linear.norm, _norm() | None):
@@ -98,7 +100,7 @@ class PackedTernaryQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **_: object) -> nn.Module:
         for path, linear in _packed(model).items():
             for name, value in linear.named_buffers(recurse=False):
-                # What lies on a disk has no value here, and is what was found.
+                # A file system path has no meaning here, and the checkpoint's value is kept.
                 if not (value.is_meta or getattr(value, "_is_hf_initialized", False)):
                     raise UnsupportedInputError(
                         f"The checkpoint has no {path}.{name}, and the config says that this "
@@ -109,19 +111,21 @@ class PackedTernaryQuantizer(HfQuantizer):
         return model
 
 
-# Not by transformers' decorators, which refuse a name that an earlier import of ours has taken.
+# Not by transformers' decorators, which refuse a name that an earlier import has taken.
 AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = PackedTernaryConfig
 AUTO_QUANTIZER_MAPPING[METHOD] = PackedTernaryQuantizer
 
 
 def know(model: nn.Module) -> set[nn.Module]:
-    """Let every model of transformers in a packed one save what it is; return these models."""
+    """Make every transformers model inside a packed one save its quantizer entry; return these
+    models.
+    """
     from transformers import PreTrainedModel
 
     marked: dict[int, PackedTernaryConfig] = {}  # by config, by the outermost of its models
     holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _packed(m)]
     for module in cast("list[Any]", holders):
-        # What a checkpoint of BitNet was read by is not to be undone when this is written.
+        # Saving must not undo the quantizer that a BitNet checkpoint was loaded with.
         if (steps := getattr(module, "_weight_conversions", None)) is not None:
             module._weight_conversions = [s for s in steps if not _of_a_quantizer(s)]
         config = id(module.config)
@@ -148,7 +152,7 @@ def _packed(model: nn.Module) -> dict[str, PackedTernaryLinear]:
 
 
 def _mark(model: Any) -> PackedTernaryConfig:  # noqa: ANN401
-    """Say in a model's config what the linears of the dense model do not say by themselves."""
+    """Record in a model's config the properties of the linears that the dense model lacks."""
     marked = PackedTernaryConfig()
     for path, linear in _packed(model).items():
         marked.linears[path] = linear.kind

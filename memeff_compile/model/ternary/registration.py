@@ -1,7 +1,7 @@
-"""Registers packed ternary models behind transformers' own quantizers, whenever it loads them.
+"""Adds packed ternary models to transformers' quantizers, whenever these are imported.
 
-`from_pretrained` finds a quantizer in a table alone, and importing us does not import transformers:
-the table is filled now if it is there, and otherwise as soon as it is.
+`from_pretrained` finds a quantizer only in a table, and importing memeff_compile does not import
+transformers. So the table is extended now if it exists, and otherwise as soon as it does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _QUANTIZERS = "transformers.quantizers.auto"
 
 
 class _BesideQuantizers(MetaPathFinder):
-    """Finds that one module as others do, and adds to what runs when it is loaded."""
+    """Import finder for that one module, which also runs the registration when it is loaded."""
 
     is_asking = False  # another finder, which may ask all of them in turn
 
@@ -50,7 +50,7 @@ class _BesideQuantizers(MetaPathFinder):
 
 def _register() -> None:
     name = "memeff_compile.model.ternary.pretrained"
-    with suppress(ImportError):  # of a transformers that is older than what we need
+    with suppress(ImportError):  # of a transformers that is too old
         if name in sys.modules:  # transformers was loaded again
             reload(sys.modules[name])
         else:

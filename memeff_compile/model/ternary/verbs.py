@@ -1,4 +1,4 @@
-"""ternarize_ and pack_ternary_: models with ternary weights, made and packed in place."""
+"""ternarize_ and pack_ternary_: convert models to ternary weights and pack them, in place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ROLES = {
         "down_proj w2 fc2 fc_out lin2 dense_4h_to_h mlp.c_proj output.dense DenseReluDense.wo"
     ),
 }
-"""Ends of module paths, by what the projection does; the longest that fits counts."""
+"""Ends of module paths, by the projection's role; the longest match counts."""
 
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
 
@@ -67,27 +67,19 @@ def ternarize_(
     kinds: Mapping[str, str] | None = None,
     skip: Iterable[str] = (),
 ) -> Model:
-    """Turn the linears of a model into ternary ones that train, in place; return the model.
-
-    `verb_report(model)` says which, and how each quantises its tokens.
-
-    Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
-    dicts of the model remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears
-    whose weight is also an embedding's stay dense. On a model that is ternary already it only sets
-    how tokens are quantised: that is the second stage of BitNet a4.8 (see `TernaryStages`).
-
-    Args:
-        model: Any module; linears of the exact class `nn.Linear` are changed.
-        recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 into attention, gate and up; the
-            larger half of attention's output in INT8; INT8 into down) or "a4.8-fp4" (FP4 in the
-            place of INT4 and of the half).
-        kinds: Overrides, or names that the recipe does not know: patterns of module paths to
-            "int8", "int4", "fp4" or "topk8". The first that fits counts.
-        skip: Patterns of module paths to leave dense.
-
-    Raises:
-        OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, nothing
-            was found to change, or a linear has hooks or parametrisations, which would be lost.
+    """Turn the linears of a model into trainable ternary ones, in place; return the model.
+    `verb_report(model)` lists them, and how each quantises its tokens. Parameters stay the same
+    objects under the same names, so that optimizers, checkpoints and state dicts of the model
+    remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears whose weight is
+    also an embedding's stay dense. On a ternary model it only changes how tokens are quantised:
+    that is the second stage of BitNet a4.8 (see `TernaryStages`). Args: model: Any module; linears
+    of the exact class `nn.Linear` are changed. recipe: "b1.58" (INT8 tokens everywhere), "a4.8"
+    (INT4 into attention, gate and up; the larger half of attention's output in INT8; INT8 into
+    down) or "a4.8-fp4" (FP4 instead of INT4 and of the half). kinds: Overrides, or names that the
+    recipe does not know: patterns of module paths to "int8", "int4", "fp4" or "topk8". The first
+    that fits counts. skip: Patterns of module paths to leave dense. Raises: OptionError: The recipe
+    or a kind is unknown, a linear has no role in the recipe, there is no linear to change, or a
+    linear has hooks or parametrisations, which would be lost.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8")  # doctest: +SKIP
@@ -203,7 +195,7 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -> None:
-    """Put new modules in the place of old ones, wherever these stand; `what` names an old one."""
+    """Replace modules by new ones wherever they are used; `what` names an old one."""
     if model in made:
         raise OptionError(
             f"The model is itself a {what}, which cannot be replaced in place. Put it into a "
@@ -270,7 +262,7 @@ class TernaryStages:
         return {"done": self.done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the given number of steps, in the stage they belong to."""
+        """Continue after the given number of steps, in the stage they belong to."""
         self.done = state["done"]
         self._set_stage()
 
@@ -286,26 +278,23 @@ class TernaryStages:
 
 @torch.no_grad()
 def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> Model:
-    """Hold the ternary weights of a model in two bits each, in place; return it, for inference.
+    """Store the ternary weights of a model in two bits each, in place; return it, for inference.
 
-    `verb_report(model)` says which, and the bytes.
-
-    The full-precision weights are given up: an eighth of the memory of bf16 remains. Served are the
-    linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
-    online and offline, and the packed `BitLinear`. The two of transformers disagree about what
-    their scale means, a factor or a divisor; here it always divides. Models of transformers are
-    saved by `save_pretrained` and come packed from `from_pretrained`, once memeff_compile is
-    imported. State dicts can be saved and loaded: make the model, `ternarize_` and `pack_ternary_`
-    it, and load.
+    `verb_report(model)` lists them, and the bytes. The full-precision weights are freed: an eighth
+    of the memory of bf16 remains. It packs the linears that `ternarize_` makes, and those of
+    transformers' BitNet models: `AutoBitLinear`, online and offline, and the packed `BitLinear`. In
+    transformers the scale is a factor in one class and a divisor in the other; here it always
+    divides. Models of transformers are saved by `save_pretrained` and come packed from
+    `from_pretrained`, once memeff_compile is imported. State dicts can be saved and loaded: make
+    the model, `ternarize_` and `pack_ternary_` it, and load.
 
     Args:
         model: Any module with such linears.
         layers: Classes of your own: subclasses of nn.Linear that quantise weights by their mean
             absolute value, and tokens as "int8", "int4", "fp4" or "topk8".
 
-    Raises:
-        OptionError: Nothing was found to pack, or a linear has hooks or parametrisations.
-        UnsupportedInputError: A weight that should hold -1, 0 and 1 holds something else.
+    Raises: OptionError: There is no linear to pack, or a linear has hooks or parametrisations.
+        UnsupportedInputError: A weight has other values than -1, 0 and 1.
 
     Example:
         >>> memeff_compile.pack_ternary_(model)  # doctest: +SKIP
@@ -333,7 +322,7 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
 
 def _save_as_packed(model: nn.Module) -> None:
-    """Let models of transformers in it be saved as they are, and refuse where it would be lost."""
+    """Let transformers models inside be saved unchanged, and refuse if packing would be lost."""
     known: set[nn.Module] = set()
     for module in model.modules():
         is_saved = callable(getattr(type(module), "save_pretrained", None))

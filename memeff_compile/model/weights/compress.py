@@ -2,8 +2,8 @@
 
 A compressed weight is a `CodedWeight` in the place of the parameter, under the same name. It reads
 as the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
-them. One weight is coded at a time and its dense memory given up at once, so that the model never
-takes more than it did, plus one tensor.
+them. One weight is coded at a time and its dense memory is freed immediately, so the model never
+takes more than its dense size plus one tensor.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ LARGEST_SHARE = 0.9
 """A weight stays dense if its code takes more than this share of it."""
 
 SKIPPED = ("lm_head", "embed_out", "output_projection")
-"""Modules left dense unless asked for: heads, whose losses the backend fuses on dense weights."""
+"""Modules left dense by default: heads, whose losses the backend fuses on dense weights."""
 
 MIN_SIZE = 1 << 20
-"""Elements of the smallest weight that is compressed unless asked for."""
+"""Elements of the smallest weight that is compressed by default."""
 
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """What became of one weight."""
+    """The result for one weight."""
 
     name: str  # as in `named_parameters()`
     shape: tuple[int, ...]
@@ -79,17 +79,17 @@ class CompressionReport(VerbReport):
 
     @property
     def left_dense(self) -> tuple[CompressedWeight, ...]:
-        """The weights that were looked at and left dense."""
+        """The candidates that were left dense."""
         return tuple(each for each in self.weights if not each.codec and not each.before)
 
     @property
     def compressed_before(self) -> tuple[CompressedWeight, ...]:
-        """The weights that were compressed already, and left as they were."""
+        """The weights that were compressed already, and were not changed."""
         return tuple(each for each in self.weights if each.before)
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the compressed weights as they were."""
+        """Bytes of the compressed weights in dense form."""
         return sum(each.bytes_before for each in self.compressed)
 
     @property
@@ -153,33 +153,22 @@ def compress_(
     inputs: Iterable[Any] | Tensor | Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> CompressionReport:
-    """Compress the weights of a model's linears in place.
-
-    Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Every bit of them comes
-    back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
-    order. Call it before an optimizer is made and before the model is compiled.
-
-    Args:
-        model: any module, also under PEFT; on the device where it will run.
-        codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
-        mantissa: mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no
-            longer require gradients.
-        block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
-        skip: names of modules to leave dense, with everything inside them; a name matches the last
-            parts of a path, and `*` and `?` match as in file names.
-        min_size: leave smaller weights dense, in elements.
-        inputs: of the lossy modes: what the model is called with, for each run a mapping of keyword
-            arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
-            itself is that of one run. Weights are then rounded so that products by such inputs
-            lose less, in as many bits. The model runs eagerly, without gradients, in eval mode.
-        progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
-
-    Returns:
-        What became of each weight.
-
-    Raises:
-        OptionError: The codec, mantissa or block is not one there is, or inputs are none or not
-            looked at.
+    """Compress the weights of a model's linears in place. Compressed are bf16 weights that nothing
+    but `nn.Linear` modules owns. Every bit of them comes back where `mantissa` is 7; products with
+    a few tokens, which decode on the way, sum in another order. Call it before an optimizer is made
+    and before the model is compiled. Args: model: any module, also under PEFT; on the device where
+    it will run. codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest). mantissa:
+    mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no longer require
+    gradients. block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
+    skip: names of modules to leave dense, with everything inside them; a name matches the last
+    parts of a path, and `*` and `?` match as in file names. min_size: leave smaller weights dense,
+    in elements. inputs: for the lossy modes: the model's arguments, for each run a mapping of
+    keyword arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
+    itself is that of one run. Weights are then rounded so that products by such inputs lose less,
+    in as many bits. The model runs eagerly, without gradients, in eval mode. progress: show a bar
+    (with tqdm, if it is installed); None: on a terminal only. Returns: The result for each weight.
+    Raises: OptionError: The codec, mantissa or block does not exist, or inputs are empty or not
+    used.
 
     Example:
         >>> linear = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
@@ -220,17 +209,17 @@ def compress_(
 
 
 def compression_report(model: nn.Module) -> CompressionReport | None:
-    """Return what the last `compress_` of a model returned, or None if there was none.
+    """Return the report of a model's last `compress_`, or None.
 
-    The model is what `compress_` or `compile(weights=...)` was given, or what `compile` returned.
+    The model is the argument of `compress_` or `compile(weights=...)`, or the result of `compile`.
     """
     return cast("CompressionReport | None", verb_report(model, "compress_"))
 
 
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
-    """Compress a model that is about to be compiled; a warning says where nothing was.
+    """Compress a model before it is compiled; warn if no weight was compressed.
 
-    OptionError where it is no model, but a function, whose weights are not known.
+    Raise OptionError for a function, whose weights are not known.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -245,10 +234,7 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 
 @torch.no_grad()
 def decompress_(model: nn.Module) -> Changes:
-    """Put dense weights back in the place of a model's compressed ones; return how many, and which.
-
-    The number is a report too: `print` it.
-    """
+    """Replace a model's compressed weights by dense ones; return how many, and which."""
     require_module(model, "decompress_")
     found: dict[str, str] = {}
     before = after = 0
@@ -310,7 +296,7 @@ class _Rounding:
         self.grams: dict[str, Tensor] = {}
 
     def of(self, place: _Place) -> Tensor | None:
-        """Return a weight rounded, or None where that cannot be; weights come in their order."""
+        """Return a rounded weight, or None if that is not possible; weights come in their order."""
         if self.waiting and place is self.waiting[0]:
             count = self.groups.pop(0)
             group, self.waiting = self.waiting[:count], self.waiting[count:]
@@ -379,7 +365,7 @@ def _reason(
 
 
 def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
-    """Return why a sharded weight is left as it is, or "" if this rank's shard is to be coded."""
+    """Return why a sharded weight is not compressed, or "" if this rank's shard is to be coded."""
     local = compat.local_part(weight)
     if _is_cut_once(weight):
         return _unfit_shard(weight, codec, min_size)
@@ -407,7 +393,7 @@ def _unfit_shard(weight: Tensor, codec: str, min_size: int) -> str:
 
 
 def _is_cut_once(weight: Tensor) -> bool:
-    """Return whether a weight is cut for tensor parallelism, and by nothing else."""
+    """Return whether a weight is split for tensor parallelism, and in no other way."""
     mesh: Any = getattr(weight, "device_mesh", None)
     return mesh is not None and mesh.ndim == 1 and compat.is_tensor_parallel(weight)
 
@@ -440,7 +426,7 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:
-    """Encode a weight, or what it was rounded to, unless its code is hardly smaller."""
+    """Encode a weight, or its rounded values, unless its code is hardly smaller."""
     weight = compat.local_part(place.parameter) if rounded is None else rounded
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
@@ -459,7 +445,7 @@ def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> C
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
-    """Put a parameter in the place of another, for everyone who holds it."""
+    """Replace a parameter by another, in every module that has it."""
     if compat.tensor_hooks(place.parameter):
         raise CodedWeightError(
             f"hooks are registered on {place.name} and would be lost; remove them first, those of "
@@ -479,7 +465,7 @@ def _put(place: _Place, value: nn.Parameter) -> None:
 
 
 def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
-    """Make a tensor what this process holds of a weight; say whether it was possible."""
+    """Make a tensor this process's part of a weight; return whether it was possible."""
     old = place.parameter
     if compat.is_dtensor(old) and not compat.is_tensor_parallel(old):
         return _put_shard(place, local)
@@ -491,7 +477,7 @@ def _put_local(place: _Place, local: Tensor, trains: bool) -> bool:
 
 
 def _put_shard(place: _Place, local: Tensor) -> bool:
-    """Make a tensor this rank's shard of a weight that FSDP2 holds; say whether it was possible."""
+    """Make a tensor this rank's shard of an FSDP2 weight; return whether it was possible."""
     for _, module, attribute in place.owners:
         parameters: dict[str, Any] = module._parameters
         old = parameters[attribute]
@@ -503,7 +489,7 @@ def _put_shard(place: _Place, local: Tensor) -> bool:
 
 
 def _keep_attributes(old: Tensor, new: Tensor) -> None:
-    """Give a parameter the attributes that others have set on the one it stands for."""
+    """Copy attributes that other code has set on the replaced parameter."""
     for name, attribute in vars(old).items():
         if name not in vars(new) and name not in OWN_ATTRIBUTES:
             setattr(new, name, attribute)
@@ -517,7 +503,7 @@ def watch_state_dict(module: nn.Module) -> None:
 def _decode_in_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Give dense tensors under the usual names, unless the parameters themselves are asked for."""
+    """Give dense tensors under the usual names, unless the parameters themselves are requested."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):

@@ -1,8 +1,8 @@
 """A file of compressed weights: safetensors, loaded straight into a model without a dense copy.
 
-Every part of a compressed weight is a tensor of a plain dtype under `<name>.<part>`; what is not
-compressed is stored as it is. One string of the file's metadata says format version, codec, shape
-and checksum of each weight.
+Every part of a compressed weight is a tensor of a plain dtype under `<name>.<part>`; other tensors
+are stored unchanged. One string of the file's metadata says format version, codec, shape and
+checksum of each weight.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
         model: a model that `compress_` was called on.
         path: the file to write.
 
-    Returns:
-        What was written, a report; as a number, how many compressed weights.
+    Returns: A report of the written weights; as a number, how many are compressed.
 
-    Raises:
-        CodedWeightError: Nothing in the model is compressed.
-        MemeffError: The package safetensors is missing.
+    Raises: CodedWeightError: No weight of the model is compressed. MemeffError: The package
+        safetensors is missing.
     """
     require_module(model, "save_compressed")
     coded = compressed_weights(model)
@@ -90,8 +88,7 @@ def load_compressed_(
         path: the file that `save_compressed` wrote.
         device: where weights of a model on the meta device go; by default the CPU.
 
-    Returns:
-        What was read, a report; as a number, how many compressed weights.
+    Returns: A report of the loaded weights; as a number, how many are compressed.
 
     Raises:
         CodedWeightError: The file is of another version, damaged, or of another model.

@@ -1,15 +1,15 @@
 """optim_in_backward: each weight is updated as soon as its gradient is there (LOMO).
 
 One gradient and one dense weight are alive at a time. A compressed weight is decoded, updated and
-encoded again on the spot, so that its code is the only copy there is. The update is that of the
-optimizer that the factory makes, on the same bits as with dense weights. Plain SGD on a GPU decodes
-and updates in the gradient's memory, in one kernel, where nobody else holds that memory.
+encoded again at once, so that its code is the only copy. The factory's optimizer computes the
+update, on the same bits as with dense weights. Plain SGD on a GPU decodes and updates in the
+gradient's memory, in one kernel, if that memory has no other owner.
 
-A parameter that FSDP2 holds in shards is updated when its gradient has been reduced, on the stream
-that reduced it. That is once in a backward: autograd adds up the gathered weight's gradient first.
+A parameter sharded by FSDP2 is updated when its gradient has been reduced, on the stream of the
+reduction. That is once in a backward: autograd adds up the gathered weight's gradient first.
 
-The host does not wait for the GPU in between. Whether a new value fitted into the room that its
-lists have is looked at later; one that did not is copied to memory of the host by the GPU itself.
+The host does not wait for the GPU in between. Whether a new value fitted into its lists is checked
+later; the GPU copies one that did not to a spill buffer in host memory.
 """
 
 from __future__ import annotations
@@ -52,23 +52,25 @@ Factory = Callable[[nn.Parameter], Optimizer]
 TRAINING_ROOM = Room(share=0.01, least=512)
 """Spare room in lists: weights move, and lists that grow are new memory and a new compilation."""
 MOST_ROOM = Room(share=0.16, least=8192)
-"""What it is doubled up to, for all weights, wherever one has outgrown its lists: each time
-compiled code, which knows their lengths, is made again, so that this has to be rare."""
+"""The spare room of all weights is doubled up to this when a weight outgrows its lists. Compiled
+code depends on the lists' lengths and has to be compiled again each time, so this has to be rare.
+"""
 
 UNSETTLED = 2
-"""Weights whose dense values are kept where the host has no memory that the GPU can write to."""
+"""Weights whose dense values are kept if the host has no memory that the GPU can write to."""
 REFUGES = 4
 """Times the largest weight: memory of the host that values can go to."""
 LARGEST_TOGETHER = 1 << 24
-"""Weights of a piece of the model that are updated in one launch, in all; larger ones keep the GPU
-busy for longer than a launch takes the host, and are updated one by one."""
+"""Elements of weights that one launch updates together. Larger weights keep the GPU busy for longer
+than a launch takes on the host, and are updated one by one.
+"""
 
 
 class _Queue:
-    """New values of which is not known yet whether they fitted, oldest first.
+    """New values that are not yet known to fit, oldest first.
 
-    One that does not fit is copied, by the GPU, to a ring of host memory, and encoded anew from
-    there. The host is ahead of the GPU by as many weights as that ring has room for.
+    The GPU copies one that does not fit to a ring of spill buffers in host memory, from which it is
+    encoded again. The host runs ahead of the GPU by as many weights as that ring has room for.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -86,7 +88,7 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a place in the ring for so many weights; wait until there is one."""
+        """Return a part of the ring for so many elements; wait until one is free."""
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -97,7 +99,7 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return where `count` elements are free: what is taken reaches from tail to head."""
+        """Return where `count` elements are free: those in use reach from tail to head."""
         if not self._waiting:
             return 0
         tail = self._waiting[0][1]
@@ -108,9 +110,8 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Expect gradients of these parameters: they are all there, and come one after the other.
-
-        Those that one launch can update wait for each other.
+        """Expect gradients of these parameters: they all exist, and come one after the other. Those
+        that one launch can update are collected.
         """
         with self.lock, compat.without_torch_function():
             self._encode()
@@ -141,7 +142,7 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Encode the weights that have come together; where room cannot be made they wait on."""
+        """Encode the collected weights; if no room can be made they stay collected."""
         with self.lock:
             together = self._together
             if together is not None:
@@ -188,8 +189,8 @@ class _Update:
         self.name, self.queue, self.parameter, self.shard = name, queue, parameter, shard
         self.seen = 0  # gradients since the last update
         self.is_coded = isinstance(parameter, CodedWeight)
-        # What the optimizer holds: the weight itself, or a dense stand-in that is filled for the
-        # time of a step.
+        # The optimizer's parameter: the weight itself, or a dense stand-in that is filled during a
+        # step.
         self.held = parameter
         self.room = 0  # that a new value takes in the ring
         if isinstance(parameter, CodedWeight):
@@ -210,7 +211,7 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """Have the optimizer hold the weight, which was cast and is dense since."""
+        """Let the optimizer use the weight itself, which was cast and has been dense since."""
         state = self.optimizer.state
         if self.held in state:
             state[self.parameter] = state.pop(self.held)
@@ -219,7 +220,7 @@ class _Update:
 
     @torch.no_grad()
     def run(self, max_norm: float | None) -> None:
-        """Update the weight with the gradient it has, and give the gradient up."""
+        """Update the weight with its gradient, and free the gradient."""
         self.seen = 0
         with compat.without_torch_function():
             if self.parameter.grad is None:
@@ -254,8 +255,8 @@ class _Update:
             self._empty()
 
     def _store(self, coded: CodedWeight, held: list[Tensor], by: Step | None = None) -> None:
-        """Encode the new value in a list, or what a step along the gradient in it makes; what fails
-        while room is made leaves the old one.
+        """Encode the new value in a list, or the result of a step along the gradient in it; if
+        making room fails, the old value stays.
         """
         with self.queue.lock:
             place = self.queue.place_for(self.room)
@@ -264,7 +265,7 @@ class _Update:
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
-    """Scale the gradient in a list down to a norm, in its memory if nobody else holds that."""
+    """Scale the gradient in a list down to a norm, in place if its memory has no other owner."""
     norm = torch.linalg.vector_norm(held[0], dtype=torch.float32)
     factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
     if compat.is_sole_owner(held):
@@ -278,7 +279,7 @@ _BEYOND = ("momentum", "nesterov", "maximize", "differentiable", "fused")
 
 
 def plain_step(optimizer: Optimizer) -> Step | None:
-    """Return the step of an optimizer that is SGD and nothing else; None for any other."""
+    """Return the step of an optimizer that is plain SGD; None for any other."""
     if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
         return None
     (group,) = optimizer.param_groups
@@ -319,8 +320,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
     """The optimizers of a model whose weights are updated during the backward.
 
     It is an optimizer for everything that expects one: a scheduler sets learning rates through its
-    `param_groups`, one per parameter; `state_dict` saves and restores all of them. `step` has
-    nothing left to do.
+    `param_groups`, one per parameter; `state_dict` saves and restores all of them. `step` only
+    checks.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self._hooks = {update.name: self._hooked(update) for update in self._updates}
 
     def __str__(self) -> str:
-        """Return what is updated, a report; `repr` has the groups."""
+        """Return the number of updated weights, as a report; `repr` has the groups."""
         often = f", once in {self.accumulate} backwards" if self.accumulate > 1 else ""
         clipped = f", gradients clipped to {self.max_norm}" if self.max_norm is not None else ""
         return (
@@ -356,9 +357,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return json.dumps({"summary": self.summary, "optimizers": kinds}, indent=indent)
 
     def _hooked(self, update: _Update) -> RemovableHandle:
-        # A weight that is moved gets other attributes, and its hooks do not run any more.
-        # It keeps this optimizer. The hook does not: what it holds no garbage collector sees, and
-        # a model that was given up would stay in memory with all of its state.
+        # A weight that is moved gets other attributes, and its hooks do not run any more. It keeps
+        # this optimizer. The hook does not: the garbage collector does not see references of hooks,
+        # so a deleted model would stay in memory with all of its state.
         parameter: Any = update.parameter
         parameter.updated_in_backward = Mark(parameter, self._queue.announce, keeps=(self, update))
         optimizer_of, update_of = weakref.ref(self), weakref.ref(update)
@@ -389,11 +390,12 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Check that the weights were updated during the backward: what is left to do is to use
-        gradients that were given by hand.
+        """Check that the weights were updated in the backward pass; apply gradients that were set
+        by hand.
 
-        MemeffError where a gradient is left, since the hook of its weight did not run. A closure
-        computes the loss again, as of any optimizer; its backward updates.
+        Raise MemeffError if a gradient is left because the hook of its weight did not run. A
+        closure computes the loss again, as with any optimizer; its backward pass updates the
+        weights.
         """
         with torch.enable_grad():
             result = None if closure is None else closure()
@@ -404,7 +406,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return result
 
     def _update_by_hand(self) -> None:
-        """Use gradients that are still there, which were given by hand; complain of any others."""
+        """Use remaining gradients that were set by hand; raise for any others."""
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
@@ -425,7 +427,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Give all lists more room, side by side, where a weight has outgrown its own."""
+        """Give all lists more room, packed together, if a weight has outgrown its lists."""
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
         if anew > self._times_anew:
@@ -447,22 +449,24 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The states of all optimizers, by what they hold."""
+        """The states of all optimizers, by their parameters."""
         every = (update.optimizer.state for update in self._updates)
         return defaultdict(dict, {held: own for each in every for held, own in each.items()})
 
     @state.setter
     def state(self, made: defaultdict[Tensor, Any]) -> None:
-        """Leave the states where they are: torch's constructor makes an empty one."""
+        """Keep the existing states: torch's constructor sets an empty one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every optimizer, as any optimizer's, and the names of what it is of:
+        """Return the state of every optimizer in the usual form, with the names of the parameters:
         torch.distributed.checkpoint can save and load it.
         """
         return {**super().state_dict(), "names": [update.name for update in self._updates]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned for the same model; MemeffError for any other."""
+        """Restore the result of `state_dict` of the same model; raise MemeffError for another
+        model.
+        """
         names = [update.name for update in self._updates]
         groups = state_dict.get("param_groups", ())
         if len(groups) != len(names) or state_dict.get("names", names) != names:
@@ -493,26 +497,21 @@ class BackwardOptimizer(VerbReport, Optimizer):
 def optim_in_backward(
     model: nn.Module, factory: Factory, *, accumulate: int = 1, max_norm: float | None = None
 ) -> BackwardOptimizer:
-    """Update every trainable weight during the backward, as soon as its gradient is there.
-
-    After `loss.backward()` the weights are updated and there are no gradients any more. Global-norm
-    clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
-    the gradient of each parameter by its own norm.
-
-    Args:
-        model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
-        factory: makes the optimizer of one parameter.
-        accumulate: gradients per update, counted per parameter: one that a backward does not
-            reach is updated later than the others. With more than one, gradients are kept dense in
-            between, which takes back the memory they would have saved.
+    """Update every trainable weight during the backward, as soon as its gradient is there. After
+    `loss.backward()` the weights are updated and all gradients are freed. Global-norm clipping is
+    therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips the gradient
+    of each parameter by its own norm. Args: model: compressed or dense, or some of both; sharded by
+    FSDP2 if dense, and not under DDP. factory: makes the optimizer of one parameter. accumulate:
+    gradients per update, counted per parameter: one that a backward pass does not reach is updated
+    later. With more than one, gradients are kept dense in between, which takes back the memory they
+    would have saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
 
     Returns:
         An optimizer for schedulers, checkpoints and training loops.
 
-    Raises:
-        OptionError: An argument, or what the factory returns, cannot be used.
-        MemeffError: Several processes train together, and FSDP2 does not shard every weight.
+    Raises: OptionError: An argument, or the factory's result, cannot be used. MemeffError: Several
+        processes train together, and FSDP2 does not shard every weight.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)

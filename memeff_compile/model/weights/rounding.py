@@ -1,10 +1,10 @@
-"""Weights rounded with their inputs in view: less of their products is lost, in the same codes.
+"""Rounds weights by their inputs: products lose less precision, with the same codes.
 
-Rounding each weight to the nearest number that keeps so many bits of the mantissa makes the error
-of the weight least. What a model pays for is the error of products, which inputs weigh: the error
-of a column is given to the columns behind it by the inverse of the inputs' Gram matrix (Frantar et
-al. 2022, 2210.17323), before these are rounded. What comes out has so few bits already, and coding
-keeps every one of them.
+Rounding each weight to the nearest number that keeps so many bits of the mantissa minimises the
+error of the weight. The model's quality depends on the error of products, which inputs weight: the
+error of a column is spread over later columns by the inverse of the inputs' Gram matrix (Frantar et
+al. 2022, 2210.17323), before these are rounded. The result has that number of bits already, and
+coding keeps all of them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from memeff_compile.model.runs import call, evaluating
 
 DAMPED = 0.01
-"""What is added to the diagonal of a Gram matrix, of its mean."""
+"""Added to the diagonal of a Gram matrix, relative to its mean."""
 
 AT_ONCE = 64
-"""Columns whose errors reach those behind them together."""
+"""Columns whose errors are spread over later columns in one step."""
 
 GRAM_BYTES = 2 << 30
-"""Gram matrices that are held at a time; the model is run anew for more."""
+"""Gram matrices in memory at a time; the model runs again for more."""
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield how many of the linears of such widths have their Gram matrices made in each run."""
+    """Yield, for each run, how many of the linears of these widths get their Gram matrices."""
     count = held = 0
     for width in widths:
         if count and held + 4 * width * width > GRAM_BYTES:
@@ -92,8 +92,8 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
     """Round a weight (V, D) to numbers that a code keeps, with products by such inputs in view.
 
-    The largest number of a block, which the others are divided by, stays and stays the largest.
-    None where inputs are all zero or not finite, or the weight is not.
+    The largest number of a block, by which the others are divided, is not changed and stays the
+    largest. None if inputs are all zero or not finite, or the weight is not finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())

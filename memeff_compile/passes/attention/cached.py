@@ -1,4 +1,4 @@
-"""What every pass asks of a call of attention over a cache before its op takes the place."""
+"""Conditions that every pass checks on attention over a cache before replacing the call."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..graph.base import Decline, GraphPass
 from ..graph.canonical import Call, aten, read_one
 from ..graph.graph_info import GraphInfo, node_name
 
-MAX_CHAIN = 8  # steps that are followed from what attention takes to the cache
+MAX_CHAIN = 8  # steps that are followed from the operands of attention to the cache
 
 
 @dataclass
 class CachedSite:
-    """One attention over a cache: its call, and what only it needed."""
+    """One attention over a cache: its call, and the nodes that only this call needs."""
 
     node: Node
     call: Call
@@ -44,7 +44,7 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return how Inductor should compile the graph: tuned, where every product has one row.
+    """Return how Inductor should compile the graph: with tuning, if every product has one row.
     Libraries read the weights of such a step at three quarters of the memory's speed; as sums that
     it writes and tunes itself, Inductor reads them faster.
     """
@@ -78,7 +78,7 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
 
 
 def held_scale(call: Call) -> float | None:
-    """Return the scale as a number, and hold it and the dropout to what they are."""
+    """Return the scale as a number, and guard that scale and dropout keep their values."""
     for name in ("dropout_p", "scale"):
         compat.hold_constant(call.args[name])  # symbols where everything is dynamic
     scale = compat.known_number(call.args["scale"])

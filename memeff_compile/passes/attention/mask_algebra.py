@@ -1,12 +1,12 @@
-"""What an attention mask says, as a formula over batch, query and key index.
+"""An attention mask as a formula over batch, query and key index.
 
 A tensor is described by its shape and by one scalar, a function of the tensor's own index: integers
 are sums of axes, sizes and reads of other tensors (:class:`Linear`), truth values are formulas over
 such sums, and numbers are told apart by cases. Views, broadcasts and gathers are then substitutions
-of axes, and nothing is ever computed from data.
+of axes, and values of tensors are never read.
 
-What is decided is proved from the sizes, symbolic ones included; :mod:`mask_forms` says which of
-the known forms a formula is.
+Every decision is proved from the sizes, symbolic ones included; :mod:`mask_forms` says which of the
+known forms a formula is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The value of a graph's node at an index; ``moment`` tells reads of changing memory apart."""
+    """The value of a graph's node at an index; ``moment`` distinguishes reads of memory that
+    changes.
+    """
 
     node: Node
     at: tuple[Linear, ...]
@@ -92,11 +94,11 @@ class Linear:
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the least value over a tensor of this shape, or None where a read decides."""
+        """Return the least value over a tensor of this shape, or None if it depends on a read."""
         return self._bound(shape, lambda times: times < 0)
 
     def highest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the largest value over a tensor of this shape, or None where a read decides."""
+        """Return the largest value over a tensor of this shape, or None if it depends on a read."""
         return self._bound(shape, lambda times: times > 0)
 
     def _bound(self, shape: Sequence[Size], reaches_end: Callable[[int], bool]) -> Size | None:
@@ -150,7 +152,7 @@ class Flag(_OfRead):
 
 @dataclass(frozen=True)
 class Not:
-    """Negation, of a flag or an equality: everything else is negated by its parts."""
+    """Negation of a flag or an equality; all other formulas are negated part by part."""
 
     part: Formula
 
@@ -169,16 +171,16 @@ TRUE, FALSE = Fixed(True), Fixed(False)
 
 
 class TooLarge(Exception):
-    """A formula has grown beyond what is worth reading."""
+    """A formula has grown too large to be worth reading."""
 
 
 def at_least_zero(total: Linear) -> Formula:
-    """Return ``total >= 0``, decided at once where it is the same everywhere."""
+    """Return ``total >= 0``, as TRUE or FALSE if it is the same for all indices."""
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
-    """Return ``total == 0``, decided at once where it is the same everywhere."""
+    """Return ``total == 0``, as TRUE or FALSE if it is the same for all indices."""
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
 
 
@@ -266,7 +268,7 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return the cases, those of one value joined and impossible ones left out."""
+    """Return the cases: equal values joined, impossible ones removed."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -288,13 +290,13 @@ def combined(left: Cases, right: Cases, operation: Callable[[float, float], floa
 
 
 def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
-    """Return where the number is as wanted."""
+    """Return the formula for the indices at which the number fulfils the condition."""
     return either(*(condition for condition, value in given.cases if wanted(value)))
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return which keys a mask lets through, by truth or by adding zero, where what it adds to
-    others is as low as `MASKED`; None for a bias that does more than to mask.
+    """Return which keys a mask keeps: where it is true, or where it adds zero and adds to all other
+    keys a number as low as `MASKED`. Return None for a bias that does more than mask.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -306,7 +308,7 @@ def allowed_by(scalar: Scalar) -> Formula | None:
 
 
 def values_taken(scalar: Scalar) -> frozenset[float]:
-    """Return what a mask adds where it takes keys away; nothing for a mask of truth values."""
+    """Return the numbers that a mask adds to removed keys; an empty set for a boolean mask."""
     if not isinstance(scalar, Cases):
         return frozenset()
     return frozenset(value for _, value in scalar.cases if value != 0)
@@ -373,5 +375,5 @@ def reads_in(scalar: Any) -> set[Read]:
 
 
 def same_axes(rank: int) -> dict[int, Linear]:
-    """Return what changes no axis where it is substituted."""
+    """Return the substitution that changes no axis."""
     return {place: axis(place) for place in range(rank)}

@@ -1,8 +1,8 @@
-"""What a mask's formula asks for, condition by condition: what sizes say of it, what tables say.
+"""The conditions of a mask's formula: those on sizes, and those read from tables.
 
 :func:`form_of` sorts the parts of a formula into bounds between query and key, tables of keys,
-equalities of ids, and the rest. Everything that is claimed is proved from the sizes, symbolic ones
-included; what cannot be proved stays a part of the form's ``rest``.
+equalities of ids, and the rest. Every claim is proved from the sizes, symbolic ones included; an
+unproved condition stays a part of the form's ``rest``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Form:
-    """What a mask says, condition by condition; a key counts where all of them hold."""
+    """The conditions of a mask; a key counts if all of them hold."""
 
     causal: Size | None = None  # o where ``key <= query + o`` is asked for, None where it is not
     window: Size | None = None  # w where ``key > query - w`` is asked for, None where it is not
@@ -34,26 +34,28 @@ class Form:
     tables: tuple[Formula, ...] = ()  # asked of the key, and of the row of the batch (padding)
     # equalities of a sum of the query's and a sum of the key's (packed sequences, chunks)
     ids: tuple[Ids, ...] = ()
-    queries: tuple[Formula, ...] = ()  # asked of the query, and of the row of the batch
+    queries: tuple[Formula, ...] = ()  # conditions on the query, and on the row of the batch
     length: bool = False  # whether a tensor says how many keys there are (a static cache)
     shifted: bool = False  # whether a tensor says from which key on it is causal
-    positions: bool = False  # whether sums read from tensors are compared that no index says
-    rest: tuple[Formula, ...] = ()  # everything else that is asked for
-    empty: bool = False  # whether some query attends to nothing, or may: no proof of the contrary
+    positions: bool = (
+        False  # whether it compares sums read from tensors that are no function of an index
+    )
+    rest: tuple[Formula, ...] = ()  # all other conditions
+    empty: bool = False  # whether a query may attend to no key (true unless the contrary is proved)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but sizes decides, and leaves every query a key."""
+        """Whether the mask depends on sizes only and leaves every query a key."""
         return not (self.reads_data or self.positions or self.rest or self.empty)
 
     @property
     def reads_data(self) -> bool:
-        """Whether tables are asked, or a tensor's length."""
+        """Whether the mask depends on tables, or on a tensor's length."""
         return bool(self.tables or self.ids or self.queries or self.length or self.shifted)
 
     @property
     def is_packed(self) -> bool:
-        """Whether parts of one row are told apart."""
+        """Whether a row contains several sequences (packing)."""
         return self.positions or bool(self.ids)
 
     @property
@@ -71,7 +73,7 @@ class Form:
 
     @property
     def conditions(self) -> list[str]:
-        """What is asked, in words."""
+        """The conditions in words."""
         plain = self.causal is None or compat.statically_true(self.causal == 0)
         said = [
             (self.causal is not None, f"causal{'' if plain else ', shifted'}"),
@@ -151,7 +153,7 @@ def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
-    """Split a sum into what the query decides and what the key decides; both in no term."""
+    """Split a sum into a part of the query and a part of the key; None if one term has both."""
     mine, theirs = Linear(total.constant), Linear()
     for term, times in total.terms.items():
         one = Linear(0, {term: times})
@@ -166,7 +168,9 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with the stricter of two bounds; where neither is, the new one is a rest."""
+    """Return the form with the stricter of two bounds; if neither is stricter, add the new one to
+    ``rest``.
+    """
     before = getattr(form, name)
     if before is None or compat.statically_true(value <= before):
         changed: dict[str, Any] = {name: value}
@@ -206,7 +210,9 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether the key at a query's own index, or as far on as it may look, always counts."""
+    """Return whether the key at a query's index, or the furthest one ahead that it may see, always
+    counts.
+    """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
         if shift is None:
@@ -220,7 +226,7 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
 
 
 def key_table(form: Form, rank: int) -> Formula:
-    """Return which keys count in which row of the batch; TRUE where no table is asked."""
+    """Return which keys count in which row of the batch; TRUE if there is no table."""
     if form.keys is None:
         return algebra.both(*form.tables)
     bound = algebra.at_least_zero(-axis(rank - 1) + (form.keys - 1))
@@ -228,10 +234,10 @@ def key_table(form: Form, rank: int) -> Formula:
 
 
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
-    """Compare positions by index where equal ids say that they run on without a break.
+    """Compare positions by index where equal ids mean that they are consecutive.
 
-    ``positions`` has for a read of ids the position at the same index: where two ids of a row are
-    equal, the positions between them go up by one. The last two axes are query and key.
+    ``positions`` maps a read of ids to the position at the same index: between two equal ids of a
+    row, positions increase by one. The last two axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """
@@ -257,7 +263,7 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
-    """Return the two reads of ``read - other``, in both orders; nothing for any other sum."""
+    """Return the two reads of ``read - other``, in both orders; an empty list for any other sum."""
     terms = list(total.terms.items())
     if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
         return []

@@ -1,8 +1,8 @@
 """Reads a mask's part of the graph as a formula: an abstract interpreter, one rule per ATen op.
 
-What an op does is read through :mod:`canonical`; a node that no rule can read becomes a read of
-that node's own value, which is always true of it. Memory that anything in the graph writes to is
-never taken for what it was computed as.
+Ops are read through :mod:`canonical`. A node that no rule can read becomes a read of that node's
+value, which is always correct. If anything in the graph writes to a tensor, the tensor is never
+replaced by the formula that computed it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _require(holds: bool) -> None:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor as a function of its own index."""
+    """A tensor as a function of its index."""
 
     shape: tuple[Size, ...]
     scalar: Scalar
@@ -52,7 +52,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a mask lets through, and what it adds to the scores of the others."""
+    """Which keys a mask keeps, and the number it adds to the scores of the others."""
 
     formula: Formula  # which keys count
     added: frozenset[float] = frozenset()  # the numbers; empty for a mask of truth values
@@ -66,7 +66,7 @@ class MaskReader:
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return what is known of a tensor's node."""
+        """Return the value of a node, as far as it can be read."""
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
@@ -97,7 +97,7 @@ class MaskReader:
 
     def _counted_breaks(self, node: Node) -> Value | None:
         """Return P where ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``: equal ids in a row
-        mean that P goes up by one from each to the next.
+        mean that P increases by one from each to the next.
         """
         if node.graph is not self.info.gm.graph:
             return None if self.parent is None else self.parent._counted_breaks(node)
@@ -139,7 +139,9 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Read what a body is given by the graph around it, a piece of a model by one before."""
+        """Read an input that the graph around a body, or an earlier partition of the model, passes
+        in.
+        """
         if self.parent is None:
             return handed_over(node)
         given = self.info.argument_of(node)
@@ -155,7 +157,9 @@ class MaskReader:
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and the tensors it is computed from, operands first, without known ones."""
+    """Return ``node`` and the tensors it is computed from that were not read yet, operands
+    first.
+    """
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False)]
@@ -232,7 +236,7 @@ class _Operands:
         self.shape: tuple[Size, ...] = tuple(result.shape)
 
     def given(self, name: str) -> Any:
-        """Return an argument as it stands in the call."""
+        """Return an argument unchanged."""
         return self._call.args[name]
 
     def plain(self, name: str) -> Any:
@@ -248,7 +252,7 @@ class _Operands:
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
-        """Return anything that stands where a tensor may stand."""
+        """Return any argument that may be a tensor."""
         if given is PREVIOUS and self._previous is not None:
             return self._previous
         if isinstance(given, Node):
@@ -300,7 +304,7 @@ def _filled(fill: Any, given: _Operands) -> Value:
 
 
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
-    """Make the rule of a tensor that is full of a number, by default of the one that is given."""
+    """Make the rule of a tensor filled with a number, by default the call's argument."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
@@ -317,7 +321,7 @@ def _cast(given: _Operands) -> Value:
 
 
 def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a scalar as it is after a cast."""
+    """Return a scalar after a cast."""
     if _fits(scalar, dtype):
         _require(not isinstance(scalar, (Unknown, Magnitude)))
         _require(dtype.is_floating_point or not isinstance(scalar, Cases))
@@ -474,7 +478,7 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Make the rule of a comparison from what it says of ``left - right``."""
+    """Make the rule of a comparison from its formula for ``left - right``."""
 
     def rule(given: _Operands) -> Value:
         shape, left, right = _pair(given)
@@ -621,7 +625,7 @@ def _where(given: _Operands) -> Value:
 
 
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
-    """Read a choice by the names of the condition and of what stands where it holds, or not."""
+    """Read a choice, given the names of the condition and of its two branches."""
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
@@ -632,7 +636,7 @@ def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
 
 
 def _triangle(sign: int) -> Callable[[_Operands], Value]:
-    """Make the rule of tril (1) or triu (-1)."""
+    """Make the rule of tril (sign 1) or triu (-1)."""
 
     def rule(given: _Operands) -> Value:
         value = given.value()
@@ -730,15 +734,17 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return what is known of an input that an earlier piece of the model has made."""
+    """Return the value of an input that an earlier partition of the model made, if it was
+    recorded.
+    """
     notes = compat.notes_between_pieces()
     value: Value | None = None if notes is None else notes.get(compat.example_value(node))
     return value
 
 
 def hand_over(info: GraphInfo) -> None:
-    """Note for later pieces of the model what its sizes alone say of a tensor this one returns, and
-    forget what is noted of memory that this piece may write to; all of it where this fails.
+    """Record for later partitions what the sizes prove about a tensor that this one returns. Forget
+    records of memory that this partition may write to, or all records if recording fails.
     """
     notes = compat.notes_between_pieces()
     if notes is None:

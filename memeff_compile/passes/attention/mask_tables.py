@@ -1,7 +1,7 @@
-"""Writes what a mask's formula asks of keys and queries as small tensors: one row per sequence.
+"""Writes a mask's conditions on keys and queries as small tensors: one row per sequence.
 
 A mask is queries x keys; a table of its keys is one number per key. The tables are computed from
-the nodes that the mask was computed from, right behind the last of them, once for all layers.
+the nodes that the mask was computed from, right after the last of them, once for all layers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Table:
     along: int  # the axis of the scores it runs along: that of the queries or of the keys
     sizes: tuple[Size, Size]  # the sizes of the batch and of that axis
     device: torch.device  # where
-    anchor: Node | None  # the node behind which it is written; None for the beginning of the graph
+    anchor: Node | None  # the node after which it is written; None for the beginning of the graph
     level: GraphInfo  # the graph it is written in
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
-        """Return the table's node at the editor's level; it is written once for all who ask."""
+        """Return the table's node at the editor's level; it is written once for all users."""
         sizes = tuple(map(str, self.sizes))
         key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
         owner = editor
@@ -49,8 +49,8 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return behind which node of which level a table can be written, or None: behind the last node
-    it reads, or the last moment at which one was read whose memory changes.
+    """Return the node, and its level, after which a table can be written, or None. That is after
+    the last node it reads, or at the last read of memory that changes later.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info
@@ -75,7 +75,7 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
 
 
 def behind(editor: Editor, anchor: Node | None) -> Node:
-    """Return the node in front of which stands what is inserted behind ``anchor``."""
+    """Return the node before which to insert so that the new nodes follow ``anchor``."""
     node = anchor.next if anchor is not None else next(iter(editor.graph.nodes))
     while node.op in ("placeholder", "get_attr"):
         node = node.next
@@ -163,7 +163,7 @@ class _Writer:
         return found if is_truth else self.editor.cast(found, torch.int64)
 
     def _selected(self, node: Node, at: Sequence[Linear]) -> tuple[Node, list[Linear]]:
-        """Take the axes away at which a number stands."""
+        """Remove the axes that are indexed by a number."""
         left: list[Linear] = []
         for place in reversed(range(len(at))):
             constant = at[place].constant
@@ -174,7 +174,7 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor where its own axes are the table's, in order; None where not."""
+        """Return the tensor if its axes are the table's, in order; else None."""
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

@@ -1,8 +1,8 @@
-"""What attention takes, as a call takes it: a node of the graph, and the views that are missing.
+"""Operands of attention: a node of the graph, and the views that turn it into the call's form.
 
 Products name their axes in any order and may leave axes out (batch and heads in one, keys without
 heads). PyTorch's call and memeff::attention want batch, heads, length and depth. The views are
-inserted where a site is rewritten; until then they are known by their shape.
+inserted when a site is rewritten; until then only their shapes are stored.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """The sizes that the steps are given."""
+        """The arguments of the steps."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 
     @property
     def unexpanded(self) -> Operand | None:
-        """The operand before its one head was expanded, or None where it was not."""
+        """The operand before its single head was expanded, or None if it was not."""
         if not self.steps or self.steps[-1][0] is not aten.expand.default:
             return None
         before = replace(self, steps=self.steps[:-1])
@@ -102,12 +102,11 @@ class Placed:
 def placed(
     info: GraphInfo, given: Sequence[Given], result: str, sizes: dict[str, Any], *, may_split: bool
 ) -> Placed | None:
-    """Return operands as a call takes them, or None where their sizes do not go together.
+    """Return operands in the call's form, or None if their sizes do not match.
 
-    Args:
-        result: the axes of the chain's result.
-        sizes: of the scores' axes; those of batch and heads, if anything has these apart.
-        may_split: whether batch and heads in one may be taken apart as the operands have them.
+    Args: result: the axes of the chain's result. sizes: of the scores' axes; batch and heads
+        separately, if any tensor has separate axes for them. may_split: whether a joint axis of
+        batch and heads may be split as in the operands.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:
@@ -153,7 +152,7 @@ def _placed(
 
 
 def _arranged(operand: Operand, axes: str, sizes: dict[str, Any], wanted: str) -> Operand:
-    """Return an operand with the wanted axes; those that it lacks, or has once, are expanded."""
+    """Return an operand with the wanted axes; missing axes, or axes of size one, are expanded."""
     present = "".join(axis for axis in wanted if axis in axes)
     if present != axes:
         operand = operand.then(aten.permute.default, [axes.index(axis) for axis in present])
@@ -180,8 +179,8 @@ def _result_steps(result: str, *, is_split: bool) -> tuple[Step, ...]:
 
 
 def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
-    """Follow transposes back until axes stand as wanted; return the node, its axes, and the way.
-    Where no node has them so, the operand stays as it is.
+    """Follow transposes back until axes are in the wanted order; return the node, its axes, and the
+    nodes passed. If no node has that order, the operand is returned unchanged.
     """
     node, axes, way = given.node, given.axes, list[Node]()
     wanted = given.wanted.replace(BATCH + HEADS, FOLDED) if FOLDED in axes else given.wanted
@@ -198,7 +197,7 @@ def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
 
 
 def permutation(node: Any, rank: int) -> list[int] | None:
-    """Return which axis of its operand each axis of a transposed tensor is, or None."""
+    """Return, for each axis of a transposed tensor, the axis of its operand; or None."""
     call = call_of(node, aten.transpose.int, aten.permute.default)
     if call is None:
         return None

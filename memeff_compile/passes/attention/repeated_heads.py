@@ -1,4 +1,4 @@
-"""Keys and values that were copied once per query head, read back to what was copied."""
+"""Keys and values that were copied once per query head, traced back to the original."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..graph.canonical import aten, call_of, read_one
 from ..graph.graph_info import GraphInfo, same_shape
 
 _MERGES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
-# What hands on what it is given; the result of index_copy_ is the cache it wrote to.
+# Ops that return their operand; the result of index_copy_ is the cache it wrote to.
 _SAME = (aten.index_copy_.default, aten.contiguous.default, aten.alias.default)
-REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of what repeats heads
+REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of a chain that repeats heads
 
 
 def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
-    """Return the nodes that repeat heads and end in ``node``, what they repeat, how often."""
+    """Return the nodes that repeat heads and end in ``node``, the repeated node, and the count."""
     call = read_one(node)
     if call is None:
         return None

@@ -1,12 +1,13 @@
-"""Finds attention in a graph: calls of scaled_dot_product_attention, and chains that spell it out.
+"""Finds attention in a graph: calls of scaled_dot_product_attention, and chains that write it
+explicitly.
 
     scores = matmul(q, k.transpose(-1, -2)) * scale
     scores = tanh(scores / softcap) * softcap [+ mask]
     out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
 
 A product is read however it is written (:mod:`..graph.products`), with batch and heads as two axes
-or folded into one. In-place writes to the scores are steps of the chain. A chain is taken whole:
-nothing else may use what stands between its two products.
+or folded into one. In-place writes to the scores are steps of the chain. A chain is matched whole:
+no other node may use a value between its two products.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_STEPS = 10
 
 @dataclass
 class Site:
-    """One attention: what goes in, how it is masked and scaled, and the nodes that spell it."""
+    """One attention: its inputs, mask and scale, and the nodes that compute it."""
 
     node: Node  # the node that has the result
     query: Operand
@@ -40,20 +41,20 @@ class Site:
     value: Operand
     mask: Node | None = None
     takes_away: bool = False  # whether it is true where a key is taken away, as in ``masked_fill``
-    # what takes the place of masked scores; None where the mask is added or a call's own
+    # the number that masked scores become; None if the mask is added or is the call's
     fill: float | None = None
     masked_in: torch.dtype | None = None  # the dtype in which a chain adds its mask or fills it in
-    softcap: float = 0.0  # what caps the scores; 0 for nothing
+    softcap: float = 0.0  # the cap of the scores; 0 for no cap
     causal: bool = False
     scale: Any = None
     grouped: bool = False
     # whether the mask is of scores whose batch and heads are one axis
     mask_is_folded: bool = False
-    # what gives a call's result the axes of the chain's
+    # views that give a call's result the axes of the chain's
     result_steps: tuple[Step, ...] = ()
     product: Node | None = None  # the chain's first product; None for a call
-    unread: Node | None = None  # what baddbmm was given and does not add to the product
-    between: list[Node] = field(default_factory=list)  # all that a chain is; empty for a call
+    unread: Node | None = None  # the operand that baddbmm does not add to the product
+    between: list[Node] = field(default_factory=list)  # the nodes of the chain; empty for a call
     # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
     # scale, the softcap and the dropout of a config are symbols
     numbers: list[Node] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Site:
 
     @property
     def inputs(self) -> list[Node]:
-        """The operands' nodes, and the mask where there is one."""
+        """The operands' nodes, and the mask if there is one."""
         return [*(operand.node for operand in self.operands), *_nodes(self.mask)]
 
     @property
@@ -77,7 +78,7 @@ class Site:
 
 
 def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
-    """Yield every attention of a graph, and what looks like one and cannot be served."""
+    """Yield every attention of a graph, and a decline for each that cannot be served."""
     for node in info.visit(info.gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -117,14 +118,14 @@ def _nodes(*values: Any) -> list[Node]:
 
 
 def dropout_active(node: Node | None, hint: str = "") -> Decline:
-    """Return the answer where weights are dropped."""
+    """Return the decline for attention with dropout."""
     said = "attention dropout is active, and another kernel would drop other weights"
     return Decline("dropout_active", said, hint or "train with an attention dropout of 0", node)
 
 
 @dataclass
 class _Walk:
-    """The way from a softmax to a product: its steps, and how the axes of the scores lie there."""
+    """The nodes from a softmax to a product: the steps, and the positions of the scores' axes."""
 
     info: GraphInfo
     axes: str
@@ -161,7 +162,7 @@ _VIEWS = named("transpose permute view reshape flatten unflatten")
 
 @dataclass
 class _Weights:
-    """What becomes of the softmax: the product with the values."""
+    """The softmax's weights: their product with the values."""
 
     node: Node
     value: Given
@@ -171,7 +172,7 @@ class _Weights:
 
 @dataclass
 class _Scores:
-    """What the softmax is of: the product of queries and keys, scaled and masked."""
+    """The softmax's operand: the product of queries and keys, scaled and masked."""
 
     node: Node
     query: Given
@@ -268,7 +269,7 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 
 def axes_order(node: Node, seen: str) -> Decline:
-    """Return the answer where the axes of scores are none that this pass reads."""
+    """Return the decline for scores whose axes are in an order that this pass does not read."""
     said = f"{seen}; this pass reads (batch, heads, queries, keys) and (batch, queries, keys)"
     return Decline("axes_order", said, "let the last two axes of the scores be queries, keys", node)
 
@@ -321,7 +322,7 @@ def _passes_on(node: Node, weights: Node, walk: _Walk) -> bool:
 
 
 def _alike(info: GraphInfo, node: Node) -> list[Node]:
-    """Return users with results of the same last two sizes: steps of which nothing is known."""
+    """Return users whose results have the same last two sizes: steps that may be anything."""
     return [user for user in node.users if _is_floating(user) and _same_pairs(info, node, user)]
 
 
@@ -369,7 +370,7 @@ def _dropout(node: Node) -> Any:
 
 
 def weights_used(user: Node, hint: str) -> Decline:
-    """Return the answer where something else than the product with the values reads weights."""
+    """Return the decline if a node other than the product with the values reads the weights."""
     if written_by(user):
         return _unknown_step(user)
     said = f"the attention weights are also used by `{node_name(user)}`, so they have to be there"
@@ -379,7 +380,7 @@ def weights_used(user: Node, hint: str) -> Decline:
 def _follow_scores(
     softmax: Node, scores: Any, walk: _Walk, dtype: torch.dtype | None
 ) -> _Scores | Decline | None:
-    """Read what a softmax, which may compute in another dtype, is of."""
+    """Read the operand of a softmax, which may compute in another dtype."""
     info = walk.info
     if not _leads_to_product(info, scores):
         return None
@@ -412,8 +413,8 @@ def _follow_scores(
 
 
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
-    """Return the in-place writes to scores before their reader, last first; or what else uses
-    them than these and the reader.
+    """Return the in-place writes to scores before their reader, last first; a Decline if another
+    node uses the scores.
     """
     others = [user for user in scores.users if user is not reader]
     for user in others:
@@ -474,7 +475,7 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Read the product that the scores begin with."""
+        """Read the product that makes the scores."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -523,21 +524,21 @@ class _Factors:
         self.is_negative ^= factor < 0
 
     def result(self) -> tuple[float, float]:
-        """Return the scale of the products and the softcap, 0 for none."""
+        """Return the scale of the products and the softcap, 0 for no cap."""
         if self.cap is None:
             return self.product(), 0.0
-        if self.cap in self.divided:  # divided by the cap: what is left is the scale, unrounded
+        if self.cap in self.divided:  # divided by the cap, this leaves the scale, unrounded
             self.divided.remove(self.cap)
             return self.product(), self.cap
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return what is multiplied by so far; under a tanh that is the cap."""
+        """Return the product of all factors up to here; under a tanh that is the cap."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
 def _leads_to_product(info: GraphInfo, node: Any) -> bool:
-    """Return whether a product is on the way back, over steps that may be those of scores."""
+    """Return whether a product is found going back, over steps that scores may have."""
     seen: set[Node] = set()
     stack = [(node, 0)]
     while stack:
@@ -600,13 +601,13 @@ def _number(given: Any) -> float | None:
 
 
 def _is_zero(node: Node) -> bool:
-    """Return whether a tensor is full of zeros, as one that is handed to baddbmm may be."""
+    """Return whether a tensor contains only zeros, such as the one passed to baddbmm."""
     call = read_one(node)
     return call is not None and call.op.overloadpacket in named("zeros new_zeros zeros_like")
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return how scores are masked, without the dtype where later casts make it infinite."""
+    """Return how scores are masked, without the dtype if later casts make it infinite."""
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max
     is_seen = all(torch.finfo(dtype).max >= reach for dtype in casts)

@@ -1,15 +1,15 @@
-"""Attention whose mask scaled_dot_product_attention cannot say -> memeff::attention, which can.
+"""Rewrites attention with masks that SDPA has no argument for into memeff::attention.
 
     before: mask = (arange(S) <= arange(S)[:, None]) & attention_mask[:, None, None, :]
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
 The op takes bounds between query and key, one table of keys, one equality of ids, and a softcap. A
-form is said so only where it says the same, cell by cell; what a query without keys gets is the
-original's, or the place is left alone.
+mask is passed this way only if the arguments mean the same in every cell. A query without keys gets
+the original's result; otherwise the pass declines.
 
 Any other mask of a call is read when the kernel runs, tile by tile: one that arrives as an input,
-one that adds numbers. Which tiles are empty is found on the GPU, once per mask for all layers.
+one that adds numbers. The GPU determines which tiles are empty, once per mask for all layers.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _MOST_STEPS_TO_AN_INPUT = 40
 
 @dataclass(frozen=True)
 class Said:
-    """What the op is told."""
+    """The arguments of the op."""
 
-    ahead: Size | None = None  # how far ahead of a query a key may stand; None for any
-    behind: Size | None = None  # how far behind it
+    ahead: Size | None = None  # how far ahead of a query a key may be; None for no bound
+    behind: Size | None = None  # how far before it
     key_mask: Table | None = None  # which keys count
-    ids: tuple[Table, Table] | None = None  # what a query and its key must have in common
-    softcap: float = 0.0  # what caps the scores, 0 for nothing
-    empty_rows: str = "zeros"  # what a query without keys gets: "zeros" or "mean"
-    reads_mask: bool = False  # whether the mask itself is told, and nothing else
+    ids: tuple[Table, Table] | None = None  # tables that must be equal for a query and its key
+    softcap: float = 0.0  # the cap of the scores; 0 for no cap
+    empty_rows: str = "zeros"  # the result of a query without keys: "zeros" or "mean"
+    reads_mask: bool = False  # whether the op takes the mask itself, and no other argument
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
-    """Return what the op is told in the place of a mask, or why not: a sentence where the mask is
-    to blame, a decline where its empty rows are.
+    """Return the op's arguments that replace a mask, or why there are none: a sentence if the mask
+    is the reason, a decline if its empty rows are.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can say it"
@@ -80,7 +80,7 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
-    """Return the table of keys and those of ids; None where one cannot be written."""
+    """Return the table of keys and those of ids; None if one cannot be written."""
     query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
@@ -114,7 +114,9 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return what query and key must have in common; a table of queries is one, as all keys are."""
+    """Return the pairs that must be equal for query and key; a table of queries is compared
+    with 1.
+    """
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))
@@ -122,7 +124,7 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 
 
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
-    """Return what a query without keys gets from the original, or why that is not known."""
+    """Return the original's result for a query without keys, or why it is not known."""
     if not form.empty or mask is None:
         return "zeros"
     if not site.between:
@@ -151,7 +153,7 @@ def _unknown_rows(why: str) -> Decline:
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
-    """Return why the op would not serve a site or not be fast there, or an empty string."""
+    """Return why the op would not support a site or not be fast there, or an empty string."""
     query, key, value = (operand.value for operand in site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"
@@ -201,8 +203,8 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_added(info: GraphInfo, site: Site) -> str:
-    """Return why the op would not add a site's mask when it runs, or "": what the graph computes
-    itself and adds (ALiBi, T5) hides nothing as a rule, so that no tile is skipped.
+    """Return why the op would not add a site's mask when it runs, or "". A bias that the graph
+    computes and adds (ALiBi, T5) usually hides no key, so that no tile could be skipped.
     """
     if _input_behind(info, site.mask) is None:
         return "the graph computes what is added, and PyTorch's kernels add it as fast"
@@ -210,7 +212,7 @@ def why_not_added(info: GraphInfo, site: Site) -> str:
 
 
 def _input_behind(info: GraphInfo, node: Any) -> Node | None:
-    """Return the input that a node is a view of, or None where the graph computes it."""
+    """Return the input that a node is a view of, or None if the graph computes it."""
     while isinstance(node, Node) and (node := _levels_of(info, node)[-1][1]).op != "placeholder":
         info = next(level for level in info.outward() if node.graph is level.gm.graph)
         call = read_one(node)
@@ -227,7 +229,7 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return what a node is at its level and, where it is given from outside, at those around."""
+    """Return a node at its level and, if it is passed in, at the levels around."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -239,7 +241,7 @@ def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
 
 
 def handed_in(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether an earlier piece of the model has made a mask that this one reads."""
+    """Return whether an earlier partition of the model made a mask that this one reads."""
     source = _input_behind(info, mask)
     return source is not None and handed_over(source) is not None
 
@@ -291,7 +293,9 @@ def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
 
 
 def _with_four_axes(editor: Editor, node: Node) -> Node:
-    """Return a mask over batch, heads, queries and keys, one along what it is expanded over."""
+    """Return a mask over batch, heads, queries and keys; axes that it is expanded over have
+    size 1.
+    """
     while compat.example_value(node).dim() < 4:
         node = editor.call(aten.unsqueeze.default, node, 0)
     for place, stride in enumerate(compat.example_value(node).stride()):
@@ -312,7 +316,7 @@ def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
-    """Say what was recovered, from what, and which tensors are not built."""
+    """Return the report's sentence: what was recovered, and which tensors are not built."""
     query, key, result = site.query.value, site.key.value, info.value(site.node)
     ids = said.ids[0] if said.ids else None
     told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]
@@ -347,7 +351,7 @@ def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tens
 
 
 def name_of(info: GraphInfo, node: Node) -> str:
-    """Return the name of the input that a node is a view of, or "" where it is of none."""
+    """Return the name of the input that a node is a view of, or "" if there is none."""
     source = _input_behind(info, node)
     level = next((each for each in info.outward() if source in each.positions), info)
     root = None if source is None else level.root_placeholder(source)

@@ -1,7 +1,7 @@
-"""What PyTorch's own kernels of attention take, who chooses them, and how their results lie.
+"""Which calls PyTorch's attention kernels take, which kernel it chooses, and the result's layout.
 
-A call of scaled_dot_product_attention is written only where one of its fused kernels would serve
-it, and what comes out is laid out as it was wherever something behind it may see the difference.
+A call of scaled_dot_product_attention is written only if one of its fused kernels would serve it.
+Its result gets the original's layout if any later node may see the difference.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LARGEST_HEAD = 256
 def why_not_grouped(info: GraphInfo, site: Site) -> str:
     """Return why the call without a mask would be slow on unexpanded keys, or an empty string.
 
-    On a CPU PyTorch's one fused kernel takes them, in every floating dtype, at the speed of
-    expanded ones or better. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
-    to 256 in steps of 8; the memory-efficient kernel does not, and what is left is slow.
+    On a CPU PyTorch's single fused kernel supports them in every floating dtype, and is not slower
+    than with expanded ones. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
+    to 256 in steps of 8; the memory-efficient kernel does not, and the remaining one is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -62,7 +62,7 @@ def why_not_fused(info: GraphInfo, site: Site) -> str:
 
 
 def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: Any) -> str:
-    """Return why no fused kernel serves heads of these sizes where the result is, or nothing."""
+    """Return why no fused kernel serves heads of these sizes on the result's device, or ""."""
     if info.checkpoints_for_nothing:
         return "PyTorch compiles no fused kernel into a checkpoint whose graph has no gradient"
     device = where_it_runs(result.device).type
@@ -82,7 +82,7 @@ def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: 
 
 @functools.cache
 def _has_narrow_statistics() -> bool:
-    """Say whether float64 attention on a CPU is told to have float32 statistics: torch 2.11."""
+    """Return whether float64 attention on a CPU has float32 statistics, as in torch 2.11."""
     query = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
     statistics = aten._scaled_dot_product_flash_attention_for_cpu.default(query, query, query)[1]
     return bool(statistics.dtype != query.dtype)
@@ -93,7 +93,9 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return why attention stays where the graph, or one around it, switches kernels itself."""
+    """Return why attention is not rewritten if the graph, or one around it, selects kernels
+    itself.
+    """
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None
@@ -102,7 +104,7 @@ def kernels_chosen(
 
 
 def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
-    """Copy the result where its layout differs and something behind it may depend on the layout."""
+    """Copy the result if its layout differs and a later node may depend on the layout."""
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):
         return new
@@ -113,7 +115,7 @@ def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
     copied = editor.call(aten.contiguous.default, editor.call(aten.permute.default, new, order))
     back = [order.index(place) for place in range(len(order))]
     copied = editor.call(aten.permute.default, copied, back)
-    # Along an axis of one a stride says nothing.
+    # Along an axis of size one the stride has no meaning.
     strides = zip(before.stride(), compat.example_value(copied).stride(), strict=True)
     wide = [not compat.statically_true(size == 1) for size in before.shape]
     pairs = [pair for pair, counts in zip(strides, wide, strict=True) if counts]

@@ -1,1 +1,1 @@
-"""What every pass stands on: reading a graph, editing it, and running the passes in order."""
+"""The base of every pass: reading a graph, editing it, and running the passes in order."""

@@ -1,4 +1,4 @@
-"""What a pass is, and the three answers it can give about a place in the graph."""
+"""The interface of a pass, and the three answers it can give about a match in the graph."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .graph_info import GraphInfo, node_name
 
 @dataclass(frozen=True)
 class Decline:
-    """A place a pass looked at and left alone: the code, a sentence, a way out, and where. Places
-    with the same answer are one record where ``sites`` counts them.
+    """A match that a pass declined: the code, a sentence, a way out, and the node. Equal declines
+    become one record if ``sites`` counts them.
     """
 
     code: str
@@ -31,7 +31,7 @@ class Decline:
     hint: str = ""
     node: Node | None = None
     sites: int = 0
-    action: Action = "declined"  # or "note", of what need not be a place for the pass
+    action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
         """Return the answer as that of one block of many: equal ones are one record of all."""
@@ -39,7 +39,7 @@ class Decline:
 
 
 def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
-    """Return the answer where something writes in place to what a rewrite would read later."""
+    """Return the answer for an in-place write to memory that a rewrite would read later."""
     sentence = f"`{node_name(write)}` writes in place to {what}"
     return Decline("mutated", sentence, "use the out-of-place form", node)
 
@@ -53,15 +53,19 @@ class Gain:
     sizes: Mapping[str, int]
 
 
-Note = tuple[Action, str, str]  # what else a rewrite did, for the report: action, code, sentence
-NOTED = "defer_logits"  # the pass in whose name notes are: they tell what becomes of logits
+Note = tuple[
+    Action, str, str
+]  # further entries of a rewrite for the report: action, code, sentence
+NOTED = (
+    "defer_logits"  # the pass that these notes are filed under: they say how logits are returned
+)
 
 
 @dataclass
 class Done:
-    """What a rewrite did, for the report, and what the backend must do around the graph. Places
-    that ``sites`` counts are one record if equal; ``inductor`` holds config keys under which
-    Inductor serves the graph best, behind the user's own.
+    """Result of a rewrite: entries for the report, and what the backend has to do for the graph.
+    Equal matches that ``sites`` counts become one record. ``inductor`` holds Inductor settings that
+    suit the graph; the user's own settings override them.
     """
 
     node: Node
@@ -75,15 +79,14 @@ class Done:
 
 
 class GraphPass(ABC):
-    """One entry of the compiler: finds places, judges each, rewrites the good ones.
+    """One entry of the compiler: finds matches, checks each one and rewrites those that pass.
 
     ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline
     verifies the result and rolls the match back when an edit is refused. A match is what ``find``
     yields: a node, or whatever ``places`` can read.
 
-    Attributes:
-        name: in reports, in ``memeff.skip`` and in ``memeff.strict``.
-        when: whether a pass given in ``memeff.passes`` runs before ours or after them.
+    Attributes: name: in reports, in ``memeff.skip`` and in ``memeff.strict``. when: whether a pass
+        given in ``memeff.passes`` runs before or after the built-in ones.
     """
 
     name: str
@@ -95,14 +98,14 @@ class GraphPass(ABC):
 
     @abstractmethod
     def find(self, info: GraphInfo) -> Iterable[Any]:
-        """Yield matches and, for places that look alike but cannot be served, Declines."""
+        """Yield matches, and Declines for candidates that cannot be served."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
-        """Return why ``match`` must be left alone, or None."""
+        """Return why ``match`` must not be rewritten, or None."""
         return None
 
     def gain(self, info: GraphInfo, match: Any) -> Gain | None:
-        """Return the bytes the rewrite saves, or None where the graph alone does not decide."""
+        """Return the bytes the rewrite saves, or None if they do not depend on the graph alone."""
         return None
 
     def places(self, match: Any) -> Sequence[Node]:
@@ -110,7 +113,7 @@ class GraphPass(ABC):
         return [match]
 
     def anchor(self, match: Any) -> Node:
-        """Return the node that stands for ``match`` in reports."""
+        """Return the node that represents ``match`` in reports."""
         return self.places(match)[0]
 
     @abstractmethod
@@ -126,19 +129,20 @@ class GraphPass(ABC):
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:
-        """Return whether what the rewrite of ``match`` inserts waits for other processes, so that
-        an error in it has to end the run: a process that went on without it would be waited for.
+        """Return whether the nodes that the rewrite of ``match`` inserts wait for other processes.
+        An error there has to end the run: if one process skipped the rewrite, the others would wait
+        for it.
         """
         return False
 
     def parts(self, match: Any) -> Sequence[Any]:
-        """Return matches of one place each that ``match`` is made of, if it is of several."""
+        """Return the single matches that ``match`` consists of, if it has several."""
         return ()
 
     def identity(self) -> str:
-        """Return what tells this pass from others, and its versions apart, in caches on disk: the
-        text of the files of its classes, and its attributes. Override it where a rewrite depends on
-        more. A pass without a file is known to its own process alone.
+        """Return a key that identifies this pass, and its version, in caches on disk. It is made of
+        the source of its classes and its attributes. Override it if a rewrite depends on more. A
+        pass without a source file is identified within its own process only.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:

@@ -1,13 +1,13 @@
-"""One spelling for every node: reads a Dynamo node as the ATen calls it stands for.
+"""One form for every node: reads a Dynamo node as the equivalent ATen calls.
 
 Dynamo records what the user typed: ``x.float()``, ``x.to(torch.float32)`` and ``x.to(dtype=...)``
 are three different nodes. Every pass reads through :func:`read`, which gives the pre-dispatch ATen
-calls with arguments bound by schema name and defaults filled, so a pass knows one spelling of each
-idea.
+calls with arguments bound by schema name and defaults filled, so a pass needs to know one spelling
+only.
 
 Reading never changes the graph. Two tiers: a table (names, then schemas) that costs microseconds,
-and :func:`trace`, which runs the one node on fake operands under ``make_fx`` and is the table's
-judge in the tests. A node neither tier can read is None: whoever asked declines.
+and :func:`trace`, which runs the one node on fake operands under ``make_fx`` and which the tests
+compare the table with. A node that neither tier can read gives None, and the caller declines.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Read ``node`` by the table; None when the table does not know it. ``x.float()`` is read as
-    ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
-    """
+    """Read ``node`` by the table; None if it has no entry."""
     if node.op not in ("call_function", "call_method"):
         return None
     try:
@@ -72,7 +70,7 @@ def read(node: Node) -> Reading | None:
 
 
 def read_one(node: Any) -> Call | None:
-    """Read ``node`` as exactly one call, or None; what is no node is none."""
+    """Read ``node`` as exactly one call; return None if it is not a node or not one call."""
     reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
 
@@ -94,7 +92,7 @@ def read_write(node: Node) -> Call | None:
 
 
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
-    """Read ``x[mask] = value`` where the mask goes along all axes, or the last ones after ``:``."""
+    """Read ``x[mask] = value`` if the mask covers all axes, or the last ones after ``:``."""
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))
     written, where = compat.example_value(target), compat.example_value(mask)
@@ -111,7 +109,7 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Follow calls of some ops back to what they were given; the nodes passed join ``way``."""
+    """Follow calls of some ops back to their first operand; the nodes passed join ``way``."""
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)
@@ -133,7 +131,7 @@ _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "s
 
 @dataclass(frozen=True)
 class Argument:
-    """What the schema of an op says of an argument; asked of PyTorch once."""
+    """One argument of an op's schema; PyTorch is asked once per op."""
 
     name: str
     kind: Any  # its type
@@ -274,7 +272,7 @@ def _cast(dtype: torch.dtype) -> _Reader:
 
 
 def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read every form of ``Tensor.to`` as a dtype cast when the device stays where it is."""
+    """Read every form of ``Tensor.to`` as a dtype cast if the device does not change."""
     _require(args and _is_tensor(args[0]))
     source, result = compat.example_value(args[0]), compat.example_value(node)
     kinds = (torch.dtype, torch.device, str, bool)
@@ -286,7 +284,7 @@ def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _loss(op: OpOverload, *smoothing: str) -> _Reader:
-    """Read a loss of torch.nn.functional, whose reduction has names and older arguments."""
+    """Read a loss of torch.nn.functional, whose reduction is a name or older arguments."""
     names = "input target weight size_average ignore_index reduce reduction".split()
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
@@ -383,10 +381,12 @@ def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``127 / x`` as what PyTorch does, ``reciprocal(x) * 127``; others as ``div``."""
+    """Read ``127 / x`` as PyTorch computes it, ``reciprocal(x) * 127``; other quotients as
+    ``div``.
+    """
     if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
-        # bind() knows nodes alone as tensors, so the number is bound beside the operand.
+        # bind() takes only nodes for tensors, so the number is bound separately from the operand.
         scaled = bind(aten.mul.Scalar, (args[1], args[0]), {})
         return (inverse, Call(aten.mul.Tensor, {"self": PREVIOUS, "other": scaled.args["other"]}))
     return (_bind_packet(aten.div, args, kwargs),)
@@ -414,7 +414,7 @@ def _einsum(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read ``x.T`` and ``x.mT``: Dynamo records getattr, since torch 2.14 ops of their own."""
+    """Read ``x.T`` and ``x.mT``: Dynamo records getattr; since torch 2.14, separate ops."""
     _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()
     if args[1] in ("T", aten.numpy_T) and rank == 2:
@@ -505,7 +505,7 @@ _CUTS = named(
 
 
 def _axes_taken(item: Any) -> int:
-    """Return how many axes an index goes along: a mask along all of its own."""
+    """Return how many axes an index consumes; a boolean mask consumes as many as it has."""
     value = compat.example_value(item) if _is_tensor(item) else None
     return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
 
@@ -552,7 +552,7 @@ _OPERATORS = (
 """Python's operators, as in `operator` and as methods, and the ATen ops of other names."""
 
 _WRITES = frozenset("masked_fill add sub mul div".split())
-"""Ops whose in-place forms passes look through."""
+"""Ops whose in-place forms passes read like the out-of-place ones."""
 
 _IN_PLACE: dict[Any, str] = {
     operator.iadd: "add_",
@@ -638,7 +638,7 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 
 def trace(node: Node) -> Reading | None:
     """Read ``node`` by running it alone on fake operands, in milliseconds, or return None: the
-    judge of the table, and the way out where it has no entry.
+    table's test oracle, and the fallback for nodes without an entry.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):

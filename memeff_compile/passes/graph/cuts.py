@@ -1,9 +1,10 @@
-"""Pieces of a graph, for gradients that come block by block and not all at once.
+"""Splits a graph into partitions, so that gradients arrive block by block, not all at once.
 
 A compiled graph is one node to autograd: its backward returns every gradient together, and an
-optimizer in the backward would run behind all of them. Where `optim_in_backward` updates weights,
-the graph is cut between the model's blocks, as Dynamo does for the buckets of DDP, and each piece
-is compiled by itself. What crosses a cut is an output of one piece and an input of others.
+optimizer in the backward would run after all of them. Where `optim_in_backward` updates weights,
+the graph is cut between the model's blocks, as Dynamo does for the buckets of DDP, and each
+partition is compiled separately. A value that crosses a cut is an output of one partition and an
+input of others.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from .module_names import clean_module_path, module_stack
 from .structure import structure
 
 MOST = 64
-"""Pieces, about: one has as large a share of the gradients at least."""
+"""Approximate number of partitions: each gets at least this share of the gradients."""
 
 _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 
 def starts(info: GraphInfo) -> tuple[Node, ...]:
-    """Return the nodes of a whole graph, as it is now, that begin another piece: none as a rule.
-
-    A cut lies where another block of the model begins, and gradients of updated weights come on
-    both sides of it. Graphs with writes, values of unknown sizes, and pieces of DDP stay whole.
+    """Return the nodes of a whole graph, in its current state, at which a new partition starts;
+    usually there are none. A cut lies where another block of the model begins, if both sides
+    produce gradients of updated weights. Graphs with writes, with values of unknown size, or
+    already split by DDP are not cut.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -105,7 +106,7 @@ def block_of(node: Node) -> str:
 
 
 def said(info: GraphInfo, at: Sequence[Node]) -> Record:
-    """Say that the graph is compiled in pieces."""
+    """Report that the graph is compiled in partitions."""
     total = format_bytes(sum(_updated(info).values()))
     sentence = (
         f"compiled in {len(at) + 1} pieces, cut between blocks of the model, for its weights are "
@@ -115,7 +116,7 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Say that the graph stays whole, for the search for blocks failed."""
+    """Report that the graph stays whole because the search for blocks failed."""
     why = f"not cut into blocks: searching for them failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "cuts_failed", why, hint)

@@ -23,7 +23,7 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """An edit would have changed what a consumer sees; the match is rolled back."""
+    """An edit would have changed a value that a consumer can see; the match is rolled back."""
 
 
 class Editor:
@@ -31,7 +31,9 @@ class Editor:
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
-        self._undo: list[Callable[[], object]] = []  # what takes back each edit, in order
+        self._undo: list[
+            Callable[[], object]
+        ] = []  # one function per edit that undoes it, in order
         self._touched: dict[Node, None] = {}  # nodes that are new or were given other operands
         self._outer: Editor | None = None
         self._at: tuple[Node, Node, Region] | None = None
@@ -46,7 +48,8 @@ class Editor:
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
         """Insert before ``node``; new nodes take source line and module path of ``like``.
-        ``region`` is what holds there, by default as at ``node``, which may switch gradients off.
+        ``region`` gives the autograd and autocast state there (default: that of ``node``); inserted
+        nodes may switch gradients off.
         """
         before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:
@@ -55,14 +58,14 @@ class Editor:
             self._at = before
 
     def call(self, op: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Insert a call; compute its example value in the region where it stands."""
+        """Insert a call; compute its example value under the autograd and autocast state there."""
         with self._inserting():
             node = self._adopted(self.graph.call_function(op, args, kwargs))
         node.meta["example_value"] = self._evaluate(node, args, kwargs)
         return node
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
-        """Return a node's value in a dtype: the node itself where it has it."""
+        """Return a node's value in a dtype: the node itself if it has that dtype."""
         is_same = compat.example_value(node).dtype == dtype
         return node if is_same else self.call(torch.ops.aten.to.dtype, node, dtype)
 
@@ -104,7 +107,9 @@ class Editor:
         return node
 
     def size(self, value: int | torch.SymInt) -> int | Node:
-        """Return a size as an argument: a number, or what computes it; else EditRefused."""
+        """Return a size as an argument: a number, or the node that computes it; else
+        EditRefused.
+        """
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 
     def _size_of(self, formula: sympy.Expr) -> Any:
@@ -121,7 +126,7 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return what this match or an earlier one has built under this key, or build it."""
+        """Return the node that this match or an earlier one built under this key, or build it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._undo.append(partial(self.info.shared.pop, key))
@@ -165,7 +170,7 @@ class Editor:
         return node
 
     def _adopted(self, node: Node) -> Node:
-        """Record a new node; give it the source line, module path and region of its place."""
+        """Record a new node; give it the source line, module path and region of its position."""
         assert self._at is not None
         _, like, region = self._at
         self._inserted(node)
@@ -176,13 +181,13 @@ class Editor:
         return node
 
     def replace(self, old: Node, new: Node) -> None:
-        """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""
+        """Let every user of ``old`` use ``new``; refuse if a user could see a difference."""
         self.reroute([user for user in old.users if user is not new], old, new)
         self.info.replaced[old] = new
         self._undo.append(partial(self.info.replaced.pop, old, None))
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
-        """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
+        """Let only ``users`` read ``new`` instead of ``old``; refuse if the two differ."""
         difference = describe_difference(compat.example_value(old), compat.example_value(new))
         if difference:
             raise EditRefused(f"{old.name} would change {difference}")
@@ -199,16 +204,16 @@ class Editor:
         self.touch(output)
 
     def touch(self, node: Node) -> None:
-        """Note that the operands of a node have to be looked at before these edits are kept."""
+        """Record that the operands of a node have to be checked before these edits are kept."""
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
-        """Have the checkpoint whose body this is keep results of calls; as in `compat`."""
+        """Let the checkpoint of this body keep results of calls, in the form of `compat`."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Check what was edited, which can fail, then erase unused nodes of ``dead``, for good.
-        The whole graph is linted once, behind all passes.
+        """Check the edited nodes, which can fail, then erase unused nodes of ``dead`` permanently.
+        The whole graph is linted once, after all passes.
         """
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"
@@ -248,8 +253,8 @@ class Editor:
             return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
-        """Return the mode of the operands that are fake, or of any value of the graph: of the parts
-        that this rank holds, too, in whose place DTensors are.
+        """Return the mode of the operands that are fake, or of any value of the graph, also of this
+        rank's parts inside DTensors.
         """
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
         fake: Any = next(filter(compat.is_fake, map(compat.local_part, values)))

@@ -1,7 +1,7 @@
 """Read-only questions about a captured graph: roles, regions, writes, source lines, module paths.
 
-A pass asks; nothing here changes the graph. Sizes may be symbolic: no question turns a symbol into
-a number, since that would add a guard and with it a recompile.
+This module never changes the graph. Sizes may be symbolic: no question turns a symbol into a
+number, since that would add a guard and with it a recompile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .module_names import ModuleNames, module_stack
 
 @dataclass(frozen=True)
 class Region:
-    """What is switched on around a node."""
+    """Which of autograd, autocast and inference mode are switched on around a node."""
 
     grad: bool
     inference: bool
@@ -55,15 +55,15 @@ class GraphInfo:
     called_by: Node | None = None
     regions: dict[Node, Region] = field(default_factory=dict)
     positions: dict[Node, int] = field(default_factory=dict)
-    # What a pass has worked out and wants to find again, until the graph changes.
+    # Results that a pass has computed and wants to find again, until the graph changes.
     notes: dict[str, Any] = field(default_factory=dict)
     # Nodes that an edit has put others in the place of.
     replaced: dict[Node, Node] = field(default_factory=dict)
-    # What edits have inserted for several matches, under what it is.
+    # Nodes that edits have inserted for several matches, by the key that describes them.
     shared: dict[Hashable, Node] = field(default_factory=dict)
-    candidate: Node | None = None  # what a pass is looking at in its search
+    candidate: Node | None = None  # the node that the running search is looking at
     left_out: set[Node] = field(default_factory=set)  # candidates at which that search has failed
-    # What modules are called; bodies ask the same.
+    # Names of modules; the infos of bodies share it.
     names: ModuleNames = field(default_factory=ModuleNames)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class GraphInfo:
         """Walk the graph again: after an edit positions and regions have changed."""
         self.notes.clear()
         for name in self.__dict__.keys() - self.__dataclass_fields__.keys():
-            del self.__dict__[name]  # what a cached_property has worked out: all that is no field
+            del self.__dict__[name]  # the result of a cached_property, which is no field
         self.regions, self.positions = {}, {}
         stack: list[tuple[Node, Region]] = []
         current = self.region
@@ -83,7 +83,7 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield what a pass searches, but for the candidates at which it has failed."""
+        """Yield the candidates of a pass's search, except those at which the search has failed."""
         outer = self.candidate
         for node in candidates:
             if node not in self.left_out:
@@ -92,13 +92,13 @@ class GraphInfo:
         self.candidate = outer
 
     def current(self, node: Node) -> Node:
-        """Return what stands in the place of ``node`` now: matches are found before any edit."""
+        """Return the node that now replaces ``node``: matches are found before any edit."""
         while node in self.replaced:
             node = self.replaced[node]
         return node
 
     def call(self, node: Node) -> Call | None:
-        """Return the one ATen call that a node stands for, however it was written, or None."""
+        """Return the one ATen call that a node is equivalent to, or None."""
         return read_one(node)
 
     def tensor(self, node: Any) -> torch.Tensor | None:
@@ -107,7 +107,7 @@ class GraphInfo:
         return value if isinstance(value, torch.Tensor) else None
 
     def value(self, node: Any) -> torch.Tensor:
-        """Return the fake tensor of ``node``, which is known to have one."""
+        """Return the fake tensor of ``node``, which must have one."""
         value = compat.example_value(node)
         assert isinstance(value, torch.Tensor)
         return value
@@ -119,7 +119,9 @@ class GraphInfo:
 
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
-        """Where the inputs say a symbolic size: its formula, and a node or a tensor's dimension."""
+        """The inputs that contain a symbolic size: its formula, and a node or a tensor's
+        dimension.
+        """
         said: dict[Any, Node | tuple[Node, int]] = {}
         held: dict[Any, Node | tuple[Node, int]] = {}
         for node in self.placeholders:
@@ -151,7 +153,9 @@ class GraphInfo:
 
     @property
     def checkpoints_for_nothing(self) -> bool:
-        """Whether this is a checkpoint's body with gradients on, in a graph that returns none."""
+        """Whether this is a checkpoint's body with gradients on, in a graph whose outputs need no
+        gradient.
+        """
         *_, root = self.outward()
         results = compat.pytree.tree_leaves(root.output.args[0])
         trains = any(t is not None and t.requires_grad for t in map(root.tensor, results))
@@ -164,7 +168,7 @@ class GraphInfo:
 
     @cached_property
     def needs_grad(self) -> bool:
-        """Whether a backward may follow: gradients on, and something asks for them."""
+        """Whether a backward pass may follow: gradients are on, and a result needs one."""
         values = map(self.tensor, self.placeholders)
         return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
@@ -182,7 +186,9 @@ class GraphInfo:
 
     @property
     def has_checkpoint_policy(self) -> bool:
-        """Whether a checkpoint around this level has a ``context_fn``: a say in what is kept."""
+        """Whether a checkpoint around this level has a ``context_fn``, which chooses the saved
+        tensors.
+        """
         return any(compat.has_checkpoint_policy(level.gm) for level in self.outward())
 
     def bodies(self) -> Iterator[GraphInfo]:
@@ -200,7 +206,7 @@ class GraphInfo:
                 yield GraphInfo(child, self.options, region, self, node, names=self.names)
 
     def argument_of(self, placeholder: Node) -> Node | None:
-        """Return the caller's node behind a checkpoint body's placeholder."""
+        """Return the caller's node that is passed for a checkpoint body's placeholder."""
         if self.called_by is None:
             return None
         index = self.placeholders.index(placeholder) + 1
@@ -226,11 +232,13 @@ class GraphInfo:
         return self.names.of(*stack[-1]) if stack else ("",)
 
     def module_key(self, node: Node) -> str:
-        """Return what tells the call of the module of ``node`` from others, its calls by `@1`."""
+        """Return a key that identifies a call of the module of ``node``; repeated calls end in `@1`
+        etc.
+        """
         return str(next(reversed(node.meta.get("nn_module_stack") or {"": ""})))
 
     def source_line(self, node: Node) -> str:
-        """Return the user's line behind ``node``: ``file.py:12 in forward: loss = ...``."""
+        """Return the user's line that made ``node``: ``file.py:12 in forward: loss = ...``."""
         frames = _FRAME.findall(node.meta.get("stack_trace") or "")
         if not frames:
             return ""
@@ -253,8 +261,8 @@ class GraphInfo:
         return None
 
     def written_alike(self, node: Node, first: int, last: int) -> Node | None:
-        """Return a node behind one position, up to another, that may write to memory of ``node``,
-        but for inputs of another dtype.
+        """Return a node after position ``first``, up to ``last``, that may write to memory of
+        ``node``. Inputs of another dtype are assumed not to share its memory.
         """
         value = self.tensor(node)
         for write in self.writes:
@@ -270,11 +278,11 @@ class GraphInfo:
         return any(self.may_share_memory(t, node) for node in nodes for t in write.targets)
 
     def may_share_memory(self, a: Node, b: Node) -> bool:
-        """Return whether the two may overlap: one fake storage, or inputs nobody vouches for.
+        """Return whether the two may overlap: one fake storage, or two inputs of unknown memory.
 
-        Inputs of two dtypes are vouched for: a key/value cache is not the mask beside it. Not where
-        the graph runs op by op: AOTAutograd takes other storages for other memory, too; eager reads
-        what is there.
+        Inputs of different dtypes are assumed apart: a key/value cache is not the mask. With
+        ``inner="eager"`` they are not: AOTAutograd also assumes that different storages are
+        different memory, but eager reads the memory as it is.
         """
         if a is b:
             return True
@@ -302,7 +310,7 @@ class GraphInfo:
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
-        """What is written to: storages, whether anything else, dtypes of the user's memory."""
+        """Written memory: its storages, whether some is unknown, dtypes of the user's memory."""
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
         keys = set(map(storage_of, values))
@@ -427,7 +435,7 @@ def _out_argument(node: Node) -> tuple[Node, ...]:
 
 
 def _is_told_inplace(node: Node) -> bool:
-    """Return whether a Python function is given ``inplace=True``, by name or by place."""
+    """Return whether a Python function is called with ``inplace=True``, by name or by position."""
     code = getattr(node.target, "__code__", None)
     names = () if code is None else code.co_varnames[: code.co_argcount]
     if "inplace" not in names and "inplace" not in node.kwargs:
@@ -437,7 +445,7 @@ def _is_told_inplace(node: Node) -> bool:
 
 @lru_cache(maxsize=4096)
 def _written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return places and names of the arguments that an op writes to; asked of PyTorch once."""
+    """Return positions and names of the arguments that an op writes to; PyTorch is asked once."""
     arguments = enumerate(compat.schema(op).arguments)
     return tuple(
         (index, each.name)
@@ -459,7 +467,7 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return what the body may write to: nothing for a body without writes, else every operand."""
+    """Return what the body may write to: no node for a body without writes, else every operand."""
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]
@@ -489,7 +497,7 @@ def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def node_name(node: Node) -> str:
-    """Return the name a reader knows the operation by."""
+    """Return the name by which a reader knows the operation."""
     if isinstance(node.target, str):
         return node.target
     if isinstance(node.target, OpOverload):
@@ -498,8 +506,11 @@ def node_name(node: Node) -> str:
 
 
 def storage_of(value: torch.Tensor) -> int | None:
-    """Return a key of the memory of a tensor, or None where it has none of its own to ask for."""
+    """Return a key of the memory of a tensor, or None if it has no storage to ask for."""
     try:
         return compat.storage_key(value)
-    except (RuntimeError, NotImplementedError):  # what torch raises for sparse and wrapped tensors
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # the errors that torch raises for sparse and wrapped tensors
         return None

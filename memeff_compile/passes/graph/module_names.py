@@ -1,8 +1,8 @@
-"""Names of modules as `named_modules()` of the compiled model says them, found by identity.
+"""Names of modules as in `named_modules()` of the compiled model, found by identity.
 
-Dynamo names a module by the way it was reached: `L['self'].__dict__['_modules']['base_model']` in
-a model of PEFT, `L['trainer'].model.lm_head` in a method of a trainer, `L['self'].lm_head` in a
-part of a model behind a graph break. The keys of its stacks are the numbers of the modules.
+Dynamo names a module by the way it was reached: `L['self'].__dict__['_modules']['base_model']` in a
+model of PEFT, `L['trainer'].model.lm_head` in a method of a trainer, `L['self'].lm_head` in a part
+of a model after a graph break. The keys of its stacks are the numbers of the modules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def module_stack(node: Node) -> list[tuple[str, str]]:
 
 
 class ModuleNames:
-    """What the modules of one graph are called."""
+    """The names of the modules of one graph."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -53,7 +53,9 @@ class ModuleNames:
         return self._found[number, path]
 
     def everything(self) -> set[str]:
-        """Return the names of all modules of what runs, those included that this graph lacks."""
+        """Return the names of all modules of the running model, including those not in this
+        graph.
+        """
         tables = map(self._table, self._roots(""))
         return {name for table in tables for names in table.values() for name in names}
 
@@ -66,7 +68,9 @@ class ModuleNames:
         yield written
 
     def _roots(self, path: str) -> Iterator[nn.Module]:
-        """Yield what was compiled, what runs around it, and what Dynamo's path starts from."""
+        """Yield the compiled module, the module running around it, and the start of Dynamo's
+        path.
+        """
         if self._running is None:
             self._running = compat.running_modules()
         yield from self._running
@@ -85,13 +89,13 @@ class ModuleNames:
 
 
 def _first_module(path: str) -> nn.Module | None:
-    """Return the first module on the way that a path of Dynamo's takes."""
+    """Return the first module on a path of Dynamo's."""
     value: Any = compat.frame_variables().get(path[:1])
     for step in _STEP.findall(path[1:]):
         try:
             is_key = step.startswith("[")
             value = value[ast.literal_eval(step[1:-1])] if is_key else getattr(value, step[1:])
-        except Exception:  # what a user's class makes of it
+        except Exception:  # any error that a user's class raises
             return None
         if isinstance(value, nn.Module):
             return value

@@ -1,7 +1,8 @@
 """Runs the passes over a captured graph, in order: match, check, rewrite, verify, record.
 
-A match is rewritten whole or not at all. An edit that would change what a consumer sees is rolled
-back, and so is the match in which a pass of ours fails: the report says so, the others go on.
+A match is rewritten whole or not at all. An edit that would change a value that a consumer sees is
+rolled back. If a built-in pass raises, only that match is rolled back and reported; the other
+matches continue.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TRACE_NAME = "memeff_report"
 
 @dataclass
 class Outcome:
-    """What the passes did to one graph."""
+    """Result of the passes on one graph."""
 
     report: GraphReport
     changed: bool = False
@@ -58,11 +59,12 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
                 state.apply(graph_pass, level)
         edited = [module for module, _ in state.snapshot]
         for module in [gm, *edited] if options.passes else edited:
-            module.graph.lint()  # an edit beside the editor, of a pass of theirs, shows here alone
+            # a user-defined pass that edits without the editor is detected only here
+            module.graph.lint()
         state.note_unused_skips(info)
     except MemeffError:
-        raise  # other processes would wait for what this one left out
-    except Exception as error:  # no match is to blame: an undo failed
+        raise  # other processes would wait for the node that this one left out
+    except Exception as error:  # not the fault of a match: an undo failed
         state.give_up(error)
     if state.changed:
         for module, _ in state.snapshot:
@@ -97,7 +99,7 @@ class _Run:
         self.snapshot: list[tuple[GraphModule, Graph]] = []
 
     def give_up(self, error: Exception) -> None:
-        """Put the graph back as it came and forget what was done."""
+        """Restore the original graph and forget all edits and records."""
         for module, graph in self.snapshot:
             module.graph = graph
         self.deferred, self.inductor, self.changed = [], {}, False
@@ -105,7 +107,7 @@ class _Run:
         self._append(_internal_error("backend", error, "the graph"), is_counted=False)
 
     def note_unused_skips(self, info: GraphInfo) -> None:
-        """Say so when a path in ``memeff.skip`` names no module of the model: it may be a typo."""
+        """Report a path in ``memeff.skip`` that names no module of the model: it may be a typo."""
         patterns = {p for paths in self.options.skip.values() for p in paths}
         if not patterns:
             return
@@ -119,14 +121,18 @@ class _Run:
                 self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
 
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
-        """Let one pass work on one level of the graph; an error of its costs it that one place."""
+        """Run one pass on one level of the graph; if the pass raises, only this match is
+        skipped.
+        """
         for found in self._found(graph_pass, info):
             self._try(graph_pass, info, found)
         if info.parent is None:
             self.records += _said((), lambda: _notes(graph_pass, info))
 
     def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
-        """Return what a pass finds; a candidate at which it fails is left out of a new search."""
+        """Return the matches of a pass; a candidate at which the search raises is left out of a new
+        one.
+        """
         info.left_out.clear()
         while True:
             found: list[Any] = []
@@ -147,7 +153,7 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Serve one match, or its places one by one where that fails; say whether all went well."""
+        """Serve one match, or its parts one by one if that fails; return whether all went well."""
         editor = Editor(info)
         try:
             self._serve(graph_pass, info, found, editor)
@@ -175,7 +181,7 @@ class _Run:
             return False
 
     def _serve(self, graph_pass: GraphPass, info: GraphInfo, found: Any, editor: Editor) -> None:
-        """Judge one match and rewrite it, or say why not."""
+        """Check one match and rewrite it, or record why not."""
         if isinstance(found, Decline):
             self._decline(graph_pass, info, found, None)
             return
@@ -184,7 +190,7 @@ class _Run:
         skipped = Decline("skipped", f"memeff.skip names {path}", node=anchor) if path else None
         refusal = skipped or graph_pass.check(info, found)
         if refusal is not None:
-            # What was declined may be more than the pass can count.
+            # A pass may decline more matches than it can count.
             gain = None if skipped else _said(None, lambda: graph_pass.gain(info, found))
             self._decline(graph_pass, info, refusal, gain, anchor, places)
             return
@@ -245,7 +251,7 @@ def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) ->
 
 
 def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
-    """Return an answer of a pass for the report, or something else where it fails at saying so."""
+    """Call a pass for report text; return a default if it raises."""
     try:
         return answer()
     except Exception:
@@ -258,7 +264,7 @@ def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
 
 
 def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
-    """Return the notes of a pass about a whole graph, next to those of its matches."""
+    """Return the notes of a pass about a whole graph, in addition to those of its matches."""
     said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
     return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 
@@ -266,7 +272,7 @@ def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
 def _records(
     graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
 ) -> tuple[Record, list[Record]]:
-    """Return what a rewrite has to say: of itself, and of what else it did."""
+    """Return the records of a rewrite: its own, and those of its notes."""
     said, sites = (done.action, done.code, _sentence(done.sentence)), max(done.sites, 1)
     notes = [
         Record(NOTED, action, code, _sentence(sentence), "", *where)
@@ -330,7 +336,7 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise where a pass that ``memeff.strict`` names left a place, or found none in training."""
+    """Raise if a pass in ``memeff.strict`` declined a match, or found none in training."""
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]
         fired = any(r.action in CHANGES for r in mine)

@@ -4,8 +4,8 @@
     torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"
 
 Each axis has a letter, as in einsum. The one letter that both operands have and the result lacks is
-summed over. Where an operand lacks a letter of the result, or has a size of one there, it is the
-same along that axis.
+summed over. If an operand lacks a letter of the result, or has size one there, it is constant along
+that axis.
 """
 
 from __future__ import annotations

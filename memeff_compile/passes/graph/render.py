@@ -39,7 +39,7 @@ class _Renderer:
         self.names: dict[Node, str] = {}
         self.taken: set[str] = set()  # names of inputs
         self.symbols = {} if symbols is None else symbols
-        self.formulas: dict[str, str] = {}  # of sizes, and what they are called here
+        self.formulas: dict[str, str] = {}  # formulas of sizes, and their names here
 
     def lines(self) -> list[str]:
         """Return one line per node."""
@@ -117,7 +117,7 @@ class _Renderer:
         for argument in arguments_of(call.op):
             value = call.args[argument.name]
             if argument.has_default and _same(value, argument.default):
-                is_bare = False  # what follows is named
+                is_bare = False  # the arguments after this one are named
                 continue
             text = previous if value is PREVIOUS else self._value(value)
             is_named = argument.is_named or not is_bare

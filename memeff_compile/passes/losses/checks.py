@@ -1,4 +1,4 @@
-"""Judges a site: why memeff::linear_cross_entropy must leave it alone, or None."""
+"""Checks a site: returns why memeff::linear_cross_entropy must not serve it, or None."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Judge what reads the logits of a head that is split over ranks."""
+    """Check the readers of logits whose head is split over ranks."""
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""
         folded = fold(tail.chain)
@@ -154,7 +154,7 @@ def _trains_nothing(info: GraphInfo, site: Site) -> bool:
 
 def check_regions(info: GraphInfo, site: Site) -> Decline | None:
     head_region = info.regions[site.head.node]
-    # A metric may run without gradients beside a loss that has them.
+    # A metric may run without gradients next to a loss that has them.
     may_drop = head_region.grad and not _trains_nothing(info, site)
     for node in site.covered:
         region = info.regions[node]

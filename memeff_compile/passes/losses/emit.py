@@ -1,4 +1,4 @@
-"""Writes the op call of a site, and the few ATen nodes that give each tail what it gave before.
+"""Writes the op call of a site, and the few ATen nodes that restore each tail's result.
 
 Tails over the same rows, with the same modifiers and targets, share one call. Reductions, class
 weights, label smoothing and casts stay ATen nodes over N numbers, for the inner compiler to fuse.
@@ -44,7 +44,9 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group tails that one op call can serve: same rows, same modifiers, same targets, in time."""
+    """Group tails that one op call can serve: same rows, modifiers and targets, with all inputs
+    available in time.
+    """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
     for tail in sorted(tails, key=lambda t: (t.kind in STATISTICS, len(t.chain.row_key))):
@@ -103,7 +105,7 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Follow a target through reshapes and copies to a source that nobody writes to."""
+    """Follow a target through reshapes and copies to a source that no node writes to."""
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
         is_narrower = call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32)
@@ -120,9 +122,9 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return what one op call for ``group``, before its first tail, needs computed again there;
-    None if unsafe. Targets made later (a shift behind a z-loss) are integer views and copies that
-    cost nothing, of inputs nobody writes to.
+    """Return the nodes to compute again if one op call for ``group`` runs before its first tail.
+    Return None if that is unsafe. Targets made later (a shift after a z-loss) are integer views and
+    copies of inputs that no node writes to, so they cost almost no time.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -161,8 +163,9 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the op of ``group`` goes, and the region there: the first tail,
-    or what switched gradients off where that is a metric and another tail needs them.
+    """Return the node before which the op of ``group`` is inserted, and the region there. That is
+    the first tail, or the node that switched gradients off if the first tail is a metric and
+    another one needs gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -174,7 +177,9 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Emit the op and the results of ``group``; return what was computed again earlier."""
+    """Emit the op and the results of ``group``; return the nodes that were computed again
+    earlier.
+    """
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
     again = _late(info, group)
@@ -200,7 +205,9 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 
 
 def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
-    """Let what reads the shape of logits read that of hidden states, one feature spread over V."""
+    """Let a node that reads the shape of logits read hidden states with one feature expanded to
+    V.
+    """
     head, e = read.chain.head, editor
     depth = compat.known_size(info.value(head.hidden).shape[-1])
     classes = compat.known_size(info.value(read.source).shape[-1])
@@ -243,7 +250,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Name what a call gathers of each row where ranks have parts of the classes."""
+    """Name the per-row values that a call gathers if ranks hold parts of the classes."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -270,7 +277,7 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 
 
 class GroupEmitter:
-    """Emits the op and, per tail, the few ATen nodes that turn its rows into what the tail gave."""
+    """Emits the op and, per tail, the few ATen nodes that turn its rows into the tail's result."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -310,7 +317,7 @@ class GroupEmitter:
         if is_total(self.info, self.group):
             self._total_call(operands, low_rank)
             return
-        # What a call without metrics leaves at its defaults is not in the graph.
+        # A call without metrics leaves their arguments at the defaults; they are not in the graph.
         metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
         with_lse = of_logs or self._has("lse", "logit", "mean_logit")
         self.op = self._call(
@@ -342,15 +349,15 @@ class GroupEmitter:
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
-        """Return what this rank holds of an operand."""
+        """Return this rank's part of an operand."""
         if self.split is None:
             return node
         return shards.here(self.editor, self.head, node, summed)
 
     def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
-        """Return what the low-rank parts of the head multiply, and what they multiply it with.
-
-        Several are one of as many ranks as all of them; scales go where N numbers stand, not V.
+        """Return the inputs of the head's low-rank parts, and the matrices they are multiplied by.
+        Several parts are joined into one, whose rank is their sum. Scales are applied to N numbers,
+        not V.
         """
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:
@@ -365,7 +372,7 @@ class GroupEmitter:
         return [e.call(aten.cat.default, lows, -1), e.call(aten.cat.default, ups, -1)]
 
     def _moved(self, node: Node, steps: Sequence[Step], size: Any) -> Node:
-        """Replay row moves on hidden states, and scale rows by numbers of their own in between."""
+        """Replay row moves, and the scales of rows between them, on hidden states."""
         e, done = self.editor, 0
         for factor in self.modifiers.factors:
             if factor.rows is not None:
@@ -379,7 +386,9 @@ class GroupEmitter:
         return self._times(node, shared) if shared else node
 
     def _times(self, node: Node, factors: Sequence[Factor]) -> Node:
-        """Scale in fp32 where the product has 16 bits, so that a factor's gradient is summed so."""
+        """Scale in fp32 if the product has 16 bits, so that a factor's gradient is summed in
+        fp32.
+        """
         e, dtype = self.editor, self.info.value(node).dtype
         node = e.cast(node, wide(dtype))
         for factor in factors:
@@ -391,14 +400,12 @@ class GroupEmitter:
         return e.cast(node, dtype)
 
     def _cut(self, node: Node, dim: int, classes: tuple[int, int] | None = None) -> Node:
-        """Leave out the classes that the losses do not read: a view, whose gradient has zeros for
-        them.
-        """
+        """Drop the classes that the losses do not read: a view, whose gradient is zero for them."""
         classes = classes or self.modifiers.classes
         return node if classes is None else self.editor.call(aten.slice.Tensor, node, dim, *classes)
 
     def _columns(self, vector: Node) -> Node:
-        """Return what belongs to this rank's classes of a vector over all."""
+        """Return the elements of a vector over all classes that belong to this rank's classes."""
         if self.split is None:
             return vector
         shard = self.split.shard
@@ -406,7 +413,7 @@ class GroupEmitter:
         return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
     def _total_call(self, operands: Sequence[Node | None], low_rank: Sequence[Node]) -> None:
-        """Insert the op that returns the loss itself, and the gradients beside it."""
+        """Insert the op that returns the loss itself and the gradients."""
         e, tail = self.editor, self.group[0]
         row_weight = norm = None
         if tail.class_weight is not None or tail.reduction == 1:
@@ -455,7 +462,7 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row steps stand before the op: those that all tails share."""
+        """Return how many row steps come before the op: those that all tails share."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):
@@ -502,7 +509,7 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Give ``node`` a shape: that of what ``like`` makes where sizes are not known."""
+        """Give ``node`` a shape: that of the node that ``like`` makes if sizes are not known."""
         if same_shape(shape, self.info.value(node).shape):
             return node
         if all(isinstance(size, int) for size in shape):
@@ -513,7 +520,7 @@ class GroupEmitter:
         return self._as_wide(node, self.info.value(like).shape, lambda: like)
 
     def result(self, tail: Tail) -> Node:
-        """Insert what ``tail`` computed, from the op's rows."""
+        """Insert the result of ``tail``, computed from the op's rows."""
         e = self.editor
         self._silent = is_silent(self.info, tail)
         if tail.kind == "loss":
@@ -550,13 +557,13 @@ class GroupEmitter:
         return found
 
     def _by_number(self, node: Node, factor: float) -> Node:
-        """Multiply by a number, which costs nothing where it is 1."""
+        """Multiply by a number; insert no node if it is 1."""
         if factor in (1.0, -1.0):
             return node if factor == 1.0 else self.editor.call(aten.neg.default, node)
         return self.editor.call(aten.mul.Scalar, node, factor)
 
     def _statistic(self, tail: Tail) -> Node:
-        """Return the number of each row that ``tail`` is, from the op's."""
+        """Return one number per row for ``tail``, computed from the op's rows."""
         kind = tail.kind
         if kind in SUMS:
             return self._by_number(self._class_sum(kind), tail.factor)
@@ -578,7 +585,7 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """Take the tail's own rows out of the op's, in the shape the tail has."""
+        """Select the tail's rows from the op's, in the tail's shape."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)

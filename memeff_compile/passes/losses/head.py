@@ -48,22 +48,23 @@ _HEAD_WIDTH = 4  # a head is wider than this times its input
 
 @dataclass(frozen=True)
 class LowRank:
-    """A product beside a head's: ``scale * low @ up.T``."""
+    """A low-rank product added to a head's: ``scale * low @ up.T``."""
 
     low: Node
     up: Node
     transposed: bool  # up is (R, V)
     scale: float
     dtype: torch.dtype  # in which the product runs
-    links: tuple[Node, ...]  # what scales and casts the product, from the last on, and the product
+    links: tuple[
+        Node, ...
+    ]  # the nodes that scale and cast the product, last first, and the product
     symbols: tuple[Node, ...] = ()  # numbers of the user's in the scale, held constant
 
 
 @dataclass(frozen=True)
 class Head:
-    """The product that makes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``.
-
-    ``node`` is what adds low-rank parts to it where there are such.
+    """The product that makes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``. If the head
+    has low-rank parts, ``node`` is the sum with them.
     """
 
     node: Node
@@ -78,12 +79,12 @@ class Head:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The products and what adds them, in order."""
+        """The products and the nodes that add them, in order."""
         return (*self.summed, self.node)
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """The dtype in which low-rank products run: the head's own or, beside 16 bits, fp32."""
+        """The dtype in which low-rank products run: the head's or, next to 16 bits, fp32."""
         if all(part.dtype == self.compute_dtype for part in self.parts):
             return self.compute_dtype
         return wide(self.compute_dtype)
@@ -101,7 +102,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector over the vocabulary that is added to the logits, and what happens to it later."""
+    """A vector over the vocabulary that is added to the logits, and its later steps."""
 
     node: Node
     classes: tuple[int, int] | None = None  # those of its classes that are left in the end
@@ -116,9 +117,9 @@ class Step:
     (no change), ``move`` (class dimension from last to 1), ``detach``, ``classes`` (leaves some of
     them out), or a pointwise step: ``to``, ``mul``, ``div``, ``tanh``, ``bias``, ``factor``, with
     its value. A value that the graph computes from a number of the user's (``dynamic=True`` makes
-    symbols of them) is held constant through ``symbol``. ``classes`` are the first class that is
-    left and the one after the last, also of a step that moves rows as well; ``whole`` is all that
-    such a node does.
+    symbols of them) is guarded to be constant through ``symbol``. ``classes`` are the first kept
+    class and the one after the last, also for a step that moves rows as well; ``whole`` is the
+    complete call of such a node.
     """
 
     node: Node
@@ -164,7 +165,7 @@ class Chain:
 
     @property
     def classes(self) -> tuple[int, int] | None:
-        """The first of the head's classes that is left and the one after the last; None for all."""
+        """The first kept class of the head and the one after the last; None for all."""
         return _left(self.steps)
 
     @property
@@ -174,7 +175,7 @@ class Chain:
 
     @property
     def moved(self) -> bool:
-        """Whether the class dimension stands at 1 instead of last."""
+        """Whether the class dimension is dimension 1 instead of the last."""
         return any(s.kind == "move" for s in self.steps)
 
     @property
@@ -184,7 +185,7 @@ class Chain:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """The tensors that the steps read beside the logits: row indices and vectors."""
+        """The tensors besides the logits that the steps read: row indices and vectors."""
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
         flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
         vectors = [s.value for s in self.steps if s.kind == "bias"]
@@ -213,7 +214,7 @@ POINTWISE = ("to", "mul", "div", "tanh", "bias", "factor")
 
 _MAX_STEPS = 24
 _MAX_PRODUCTS = 4  # of two tensors alike, one inside the other, in which a head is looked for
-_MAX_PARTS = 8  # low-rank products beside a head's
+_MAX_PARTS = 8  # low-rank products added to a head's
 
 
 class HeadReader:
@@ -225,7 +226,7 @@ class HeadReader:
         self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
-        """Return the chain that ends in ``node``, or why there is none."""
+        """Return the chain that ends in ``node``, or a Decline with the reason."""
         if node not in self._chains:
             self._chains[node] = self._read_chain(node)
         return self._chains[node]
@@ -254,7 +255,7 @@ class HeadReader:
 
     def _is_of_weights(self, node: Node) -> bool:
         """Return whether a weight is an input, or computed from parameters and buffers alone. The
-        product of two encoders, data with data, has none.
+        product of two encoders, data with data, has no weight.
         """
         seen, queue = {node}, [node]
         while queue:
@@ -280,7 +281,7 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` with further nodes behind it, each a step (of one of ``kinds``)."""
+        """Return ``chain`` extended by later nodes, each a step (of one of ``kinds``)."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -351,7 +352,7 @@ class HeadReader:
         return rank is not None and compat.statically_true(rank < width)
 
     def _low_rank(self, node: Node) -> LowRank | None:
-        """Read a product behind casts and scales by numbers."""
+        """Read a low-rank product followed by casts and scales by numbers."""
         nodes, symbols, scale = list[Node](), list[Node](), 1.0
         while (call := read_one(node)) is not None and len(nodes) < _MAX_STEPS:
             nodes.append(node)
@@ -374,7 +375,7 @@ class HeadReader:
         return None
 
     def _cast_head(self, node: Node) -> tuple[Head | None, list[Node]]:
-        """Read a head of which nothing but the dtype was changed, and the casts."""
+        """Read a head whose result was at most cast, and the casts."""
         casts: list[Node] = []
         node = back_over(node, (aten.to.dtype,), casts)
         if not all(self.info.value(cast).dtype.is_floating_point for cast in casts):
@@ -410,7 +411,7 @@ class HeadReader:
         return None
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
-        """Return the (V, D) weight behind a (D, V) operand when it is a plain transpose of one."""
+        """Return the (V, D) weight of a (D, V) operand that is a plain transpose of it."""
         call = read_one(node)
         swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
         return (call.args["self"], False) if call is not None and swaps else (node, True)
@@ -433,8 +434,8 @@ class HeadReader:
     def _source(
         self, node: Node, transposed: bool, dtype: torch.dtype, casts: list[Node]
     ) -> tuple[Node, bool]:
-        """Follow a weight or a bias over casts that change nothing, or that the product's own cast
-        to its dtype makes again, and over transposes between these.
+        """Follow a weight or a bias through casts and transposes. Casts must change no value, or be
+        repeated by the product's cast to its dtype.
         """
         while (call := call_of(node, aten.to.dtype)) is not None:
             before, after = self.info.tensor(call.args["self"]), self.info.value(node)
@@ -539,7 +540,7 @@ class HeadReader:
                 )
             kinds.add(kind)
             rank += {aten.unsqueeze.default: 1, aten.select.int: -1}.get(call.op, 0)
-        is_last = not moved and "move" not in kinds  # the class dimension, behind this node too
+        is_last = not moved and "move" not in kinds  # the class dimension, after this node too
         if is_last and not _is_as_wide(self.info.tensor(node), width):
             what = f"{_describe(node)} changes the vocabulary dimension of the logits"
             hint = "regroup the hidden states and the weight, and leave the last dimension as it is"
@@ -651,7 +652,7 @@ class HeadReader:
         return False
 
     def _vector_source(self, node: Node) -> Node:
-        """Follow a vector through views and moves that change nothing to where it comes from."""
+        """Follow a vector through views and moves that keep its values to its source."""
         while (call := call_of(node, *_VECTOR_VIEWS)) is not None:
             before, dtype = self.info.tensor(call.args["self"]), self.info.value(node).dtype
             if before is None or before.dtype != dtype or not _is_vector(before):
@@ -770,7 +771,7 @@ def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int]
 
 
 def _known_integer(value: Any) -> int | None:
-    """Return a number, or that which a node stands for in every call; else None."""
+    """Return a number, or the constant value of a node; else None."""
     number = compat.example_value(value) if isinstance(value, Node) else value
     return compat.known_size(number) if isinstance(number, (int, torch.SymInt)) else None
 
@@ -814,7 +815,7 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Say what ``call`` does to rows: same, reshape, rows, move, detach; None when it does more."""
+    """Return how ``call`` moves rows: same, reshape, rows, move, detach; None for anything else."""
     op, args = call.op, call.args
     last = rank - 1
     if op in SAME_OPS:
@@ -867,7 +868,9 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 
 def _describe(node: Node) -> str:
-    """Name the operation, and for one of its several results that which has them."""
+    """Return the name of the operation; for one of several results, that of the op that made
+    them.
+    """
     return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
 
 

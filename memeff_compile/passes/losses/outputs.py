@@ -1,6 +1,6 @@
 """Logits among the outputs of a graph: which can be handed back as deferred tensors, and the plan.
 
-Two callers: the fused loss, for logits that the model returns beside it, and `defer_logits`, for
+Two callers: the fused loss, for logits that the model returns with it, and `defer_logits`, for
 logits of a training graph that has no loss.
 """
 
@@ -52,7 +52,9 @@ SPREAD_SENTENCE = (
 
 @dataclass(frozen=True)
 class LogitsOutput:
-    """A logits tensor among the graph's outputs: which ones, and how it comes from the head."""
+    """A logits tensor among the graph's outputs: their positions, and how it is computed from the
+    head.
+    """
 
     node: Node
     chain: Chain
@@ -90,13 +92,13 @@ def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
 
 
 def is_deferrable(info: GraphInfo, match: Returned) -> bool:
-    """Say whether the pass will take these logits."""
+    """Return whether the pass will defer these logits."""
     is_on = not info.options.switched_off(NAME)
     return is_on and is_unused(info, match) and check_returned(info, match) is None
 
 
 def is_unused(info: GraphInfo, match: Returned) -> bool:
-    """Say whether nothing but the way to the outputs uses the logits."""
+    """Return whether the logits are used only to be returned."""
     way = {match.head, *(step.node for output in match.outputs for step in output.chain.steps)}
     return all(user in way or user is info.output for node in way for user in node.users)
 
@@ -109,7 +111,7 @@ def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
 
 
 def _why_no_loss(info: GraphInfo, match: Returned) -> str:
-    """Say why no loss outside could use the op, or return nothing."""
+    """Return why no loss outside the graph could use the op, or ""."""
     if compat.feeds_resumed_code(info.gm):
         return "the function goes on behind this graph, which Dynamo had to cut"
     chains = [output.chain for output in match.outputs]
@@ -130,7 +132,7 @@ def _why_no_loss(info: GraphInfo, match: Returned) -> str:
 
 
 def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
-    """Say why the op could not serve a loss of these logits, or return nothing."""
+    """Return why the op could not serve a loss of these logits, or ""."""
     head = chains[0].head
     hidden, weight = info.value(head.hidden), info.value(head.weight)
     vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
@@ -157,8 +159,8 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 
 
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
-    """Return why these outputs cannot be deferred (or dropped), or None; ``way_out`` is what to do
-    about it where there is no loss beside them.
+    """Return why these outputs cannot be deferred (or dropped), or None. ``way_out`` is the advice
+    to give if no loss in the graph reads them.
     """
     if not outputs:
         return None
@@ -220,8 +222,8 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
 
 
 def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] | str:
-    """Return A and B of the head's low-rank parts, and what deferred logits do with them to have
-    the model's own bits; or why they cannot.
+    """Return A and B of the head's low-rank parts, and the adapter steps with which deferred logits
+    get the model's exact bits; or why that is not possible.
     """
     said = "what an adapter of the head adds to them is not a number times B(A(hidden states))"
     said += ", as where a dropout stands before A"
@@ -247,7 +249,7 @@ def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] |
 
 
 def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[LogitsOutput]]:
-    """Group outputs that are one memory: views of each other, or of what nobody returns."""
+    """Group outputs that share memory: views of each other, or of a tensor that is not returned."""
     groups: list[list[LogitsOutput]] = []
     for output in outputs:
         for group in groups:
@@ -260,7 +262,7 @@ def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[Lo
 
 
 def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
-    """Return the tensor whose memory an output is: the first on its way that shares it."""
+    """Return the tensor whose memory an output shares: the first one on its chain of views."""
     chain = output.chain
     way = [chain.head.node, *(step.node for step in chain.steps)]
     first = next(
@@ -274,14 +276,14 @@ def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The tensor that some outputs are views of, and its dimensions as they lie in memory."""
+    """The tensor that some outputs are views of, and its dimensions in memory order."""
 
     base: LogitsOutput
     order: tuple[int, ...]
 
     @property
     def back(self) -> tuple[int, ...]:
-        """The order in which the base has the dimensions of its memory."""
+        """The order of the base's dimensions in memory."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property

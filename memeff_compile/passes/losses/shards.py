@@ -4,8 +4,8 @@
     l = linear(x, W)                          W: Shard(0), this rank's classes
     z = l.redistribute(placements=(Replicate,)).to_local()
 
-All ranks of a group have to edit alike, else a collective waits for one that never comes. What is
-decided here depends on nothing else than layouts and sizes of whole tensors.
+All ranks of a group have to make the same edits, otherwise a collective would hang. So decisions
+here depend only on layouts and on sizes of whole tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ HINT = (
 
 
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
-    """Say in a report what this rank has, how often ranks gather, and how many numbers of a row."""
+    """Return the report's sentence: this rank's classes, and how often ranks gather how many
+    numbers.
+    """
     shard = split.shard
     last = shard.first + shard.columns - 1
     gathers = "one all-gather" if count == 1 else f"{count} all-gathers"
@@ -42,18 +44,23 @@ def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
 
 
 def moved(node: Node) -> Node | None:
-    """Return what a call moves between ranks or takes this rank's part of, or None."""
+    """Return the operand of a call that moves data between ranks or takes this rank's part, or
+    None.
+    """
     if node_name(node) not in ("redistribute", "to_local", *_CLOSURES) or not node.args:
         return None
     source: Any = node.args[0]
     return source if compat.is_dtensor(compat.example_value(source)) else None
 
 
-_CLOSURES = ("prim_redistribute", "prim_to_local")  # before torch 2.13, what they are told inside
+_CLOSURES = (
+    "prim_redistribute",
+    "prim_to_local",
+)  # before torch 2.13, the call's arguments are inside
 
 
 def lost(node: Node) -> Decline | None:
-    """Say why logits that are moved between ranks are no longer all of them, or return None."""
+    """Return why logits that are moved between ranks are no longer complete, or None."""
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)
     if compat.is_dtensor(after):
@@ -84,7 +91,7 @@ def _is_by_classes(logits: Any) -> bool:
 
 
 def split_of(info: GraphInfo, head: Any) -> Split | Decline | None:
-    """Return how a head is split over ranks, None if it is not, or why it cannot be served."""
+    """Return how a head is split over ranks, None if it is not, or why this is not supported."""
     operands = [compat.example_value(n) for n in (head.hidden, head.weight, head.bias) if n]
     if not any(map(compat.is_dtensor, operands)):
         return None
@@ -114,7 +121,7 @@ def _declined(said: str, node: Node) -> Decline:
 
 
 def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> Node:
-    """Insert, once and before the head, what this rank holds of an operand of it."""
+    """Insert, once and before the head, this rank's part of one of its operands."""
 
     def build() -> Node:
         with editor.at(head.node):
@@ -124,7 +131,7 @@ def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> No
 
 
 def on_every_rank(value: Tensor, like: Any) -> Tensor:
-    """Return what all ranks have computed alike as a DTensor on the mesh of another."""
+    """Return a value that all ranks have computed alike as a DTensor on the mesh of ``like``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     places = [Replicate()] * like.device_mesh.ndim

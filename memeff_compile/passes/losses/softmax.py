@@ -4,7 +4,7 @@
     logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
     logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
 
-Row moves behind a softmax give what the same moves before it give, so they join the chain.
+Moving rows after a softmax or before it gives the same result, so moves join the chain.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, HeadReader
 
 _MAX_LINKS = 24
-# What may stand behind a softmax: its values stay the same numbers, in another order.
+# Ops that may follow a softmax: they keep its values and change their order only.
 _TRANSPARENT = ("rows", "reshape", "same", "move", "detach", "to")
 
 
 @dataclass(frozen=True)
 class Soft:
-    """Probabilities or their logarithms: the logits, moved alike, and the nodes on the way."""
+    """Probabilities or their logarithms: the logits, moved in the same way, and the nodes
+    between.
+    """
 
     chain: Chain
     through: tuple[Node, ...]
@@ -39,10 +41,10 @@ class Soft:
 
 @dataclass(frozen=True)
 class Peak:
-    """The maximum of each row's logits, as it is taken off them or added again.
+    """The maximum of each row's logits, which is subtracted from them or added again.
 
-    Its value does not matter where it is added again. Its gradient cancels where it has one both
-    times.
+    Its value does not matter where it is added again. Its gradient cancels if it has one in both
+    uses.
     """
 
     logits: Node
@@ -79,7 +81,9 @@ class SoftmaxReader:
         self.info, self.reader = info, reader
 
     def log_probs(self, node: Any) -> Soft | Decline | None:
-        """Read log-probabilities over the classes: None if none, a Decline of what no head made."""
+        """Read log-probabilities over the classes: None for other nodes, a Decline if no head made
+        them.
+        """
         return self._read(node, self._start_of_log_probs)
 
     def signed_log_probs(self, node: Any) -> Soft | Decline | None:
@@ -87,7 +91,7 @@ class SoftmaxReader:
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:
-        """Read probabilities over the class dimension; None when ``node`` is none."""
+        """Read probabilities over the class dimension; None for other nodes."""
         soft = self._read(node, self._start_of_probs)
         return soft if isinstance(soft, Soft) else None
 
@@ -98,7 +102,7 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Walk up over what only moves rows to the node in which ``start`` reads a softmax."""
+        """Walk up through nodes that only move rows to the softmax that ``start`` reads."""
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
             found = start(node)
@@ -201,7 +205,7 @@ class SoftmaxReader:
         return None
 
     def peak_taken_off(self, node: Any) -> Peak | None:
-        """Return the maximum that was taken off logits, the rest of which is ``node``."""
+        """Return the maximum that was subtracted from logits, if ``node`` is the difference."""
         call = call_of(node, aten.sub.Tensor)
         if call is None or call.args["alpha"] != 1:
             return None
@@ -273,7 +277,7 @@ class SoftmaxReader:
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
 
     def _same_values(self, node: Node) -> Node | None:
-        """Return x behind ``x.clamp(min=finfo.min)`` and behind a broadcast to x's own shape."""
+        """Return x for ``x.clamp(min=finfo.min)`` and for a broadcast to x's shape."""
         operand = broadcast_operand(node)
         if operand is not None:
             before, after = self.info.tensor(operand), self.info.tensor(node)
@@ -301,7 +305,9 @@ def negated(node: Node) -> Node | None:
 
 
 def _of_maximum(node: Any) -> tuple[Any, int]:
-    """Return the tensor of which ``node`` is the maximum over one dimension, and which; or None."""
+    """Return the tensor of which ``node`` is the maximum over one dimension, and the dimension; or
+    None.
+    """
     call = call_of(node, aten.amax.default)
     is_values = True
     if call is None and isinstance(node, Node) and node.target is operator.getitem:
@@ -315,7 +321,7 @@ def _of_maximum(node: Any) -> tuple[Any, int]:
 
 
 def is_shift(node: Node) -> bool:
-    """Return whether a node serves only to take a maximum off the logits: its gradient cancels."""
+    """Return whether a node only subtracts a maximum from the logits: its gradient cancels."""
     if call_of(node, aten.detach.default) is not None and node.users:
         users = (call_of(user, aten.amax.default, aten.max.dim) for user in node.users)
         if all(user is not None for user in users):
@@ -328,7 +334,7 @@ def _with(soft: Soft | Decline | None, node: Node) -> Soft | None:
 
 
 def broadcast_operand(node: Node) -> Node | None:
-    """Return what ``broadcast_tensors(..)[i]`` is the broadcast of."""
+    """Return the operand that ``broadcast_tensors(..)[i]`` broadcasts."""
     joined, index = node.args if node.target is operator.getitem else (None, None)
     if not isinstance(joined, Node) or not isinstance(index, int):
         return None

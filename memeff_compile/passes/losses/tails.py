@@ -1,7 +1,7 @@
-"""Finds what reads logits: losses, gathered log-probabilities, log-sum-exps, metrics.
+"""Finds the readers of logits: losses, gathered log-probabilities, log-sum-exps, metrics.
 
 A *tail* is one consumer of logits that memeff::linear_cross_entropy can serve; a *site* is a head
-and all its tails. What looks like a loss and cannot be read is a Decline.
+and all its tails. A node that looks like a loss but cannot be read is a Decline.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class Tail:
     through: tuple[Node, ...] = ()  # the nodes between the chain and this one
     symbols: tuple[Node, ...] = ()  # settings that dynamic=True made symbols of
     keepdim: bool = False  # a statistic without a target keeps the class dimension, of size 1
-    factors: tuple[Node, ...] = ()  # what an entropy multiplies
+    factors: tuple[Node, ...] = ()  # the node that an entropy multiplies
     wraps: bool = False  # targets count modulo the classes, as in take_along_dim
     from_end: bool = False  # negative targets count from the last class, as in an index
     factor: float = 1.0  # by which the value of the kind is multiplied
     spread: float = 0.0  # by which the sum over all classes is multiplied and added to it
-    aside: tuple[Node, ...] = ()  # nodes of a one-hot form of the targets, which nothing else reads
+    aside: tuple[Node, ...] = ()  # nodes of a one-hot form of the targets that no other node reads
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """The tensors the loss reads beside the logits."""
+        """The tensors besides the logits that the loss reads."""
         return tuple(n for n in (self.target, self.class_weight) if n is not None)
 
     @property
     def name(self) -> str:
-        """What a reader calls it."""
+        """The kind's name in reports."""
         if self.kind in ENTROPIES:
             return "entropy"
         return "argmax" if self.kind == "top" else node_name(self.node)
@@ -102,13 +102,13 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """The fields of a tail that say so."""
+        """The fields of a tail that describe its kind."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
 @dataclass(frozen=True)
 class SizeRead:
-    """A node that reads the shape of logits or log-probabilities, and none of their values."""
+    """A node that reads the shape of logits or log-probabilities, but not their values."""
 
     node: Node
     source: Node
@@ -129,7 +129,7 @@ class Site:
     outputs: list[LogitsOutput] = field(default_factory=list)
     covered: list[Node] = field(default_factory=list)
     sizes: list[SizeRead] = field(default_factory=list)
-    aside: list[Node] = field(default_factory=list)  # what makes one-hot forms of targets
+    aside: list[Node] = field(default_factory=list)  # ops that make one-hot forms of targets
 
 
 _TAIL_NAMES = frozenset(
@@ -139,16 +139,16 @@ _TAIL_NAMES = frozenset(
 
 
 class TailReader:
-    """Reads what nodes of one graph take from logits."""
+    """Reads which results the nodes of one graph compute from logits."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
         self.softmax = SoftmaxReader(info, reader)
-        # Sums and means stand everywhere in a model: where they read no head, nothing is traced.
+        # Models are full of sums and means: one that reads no head is not traced.
         self.untraced = HeadReader(info, tracing=False)
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
-        """Yield what ``node`` reads from logits, or why it cannot be served."""
+        """Yield the values that ``node`` reads from logits, or why it cannot be served."""
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
             return
@@ -312,7 +312,7 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return why single entries of log-probabilities by index stay as they are."""
+        """Return why single entries of log-probabilities by index are not served."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
@@ -354,8 +354,8 @@ class TailReader:
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x are logits of which
-        the maximum was taken off.
+        """Read ``log(exp(x).sum(-1)) - x[target]``, in either order, where x are logits minus their
+        maximum.
         """
         for left, right, sign in ((a["self"], a["other"], -1.0), (a["other"], a["self"], 1.0)):
             total = self.softmax.total(left) if a["alpha"] == 1 else None
@@ -396,7 +396,7 @@ class TailReader:
             yield Decline("divergence", said, hint, node)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
-        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if nobody uses the values."""
+        """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if no node uses the values."""
         pair, index = node.args
         call = call_of(pair, aten.max.dim, aten.topk.default) if index in (1, -1) else None
         if call is None or not isinstance(pair, Node):
@@ -468,7 +468,7 @@ class TailReader:
         if not reduction and a["dim"][0] % rank != position:
             return
         factor = float(soft.sign)
-        if is_mean:  # a number of classes that varies is a reason of its own, found later
+        if is_mean:  # a varying number of classes has a separate decline, found later
             factor /= compat.known_size(self.info.value(source).shape[position]) or 1
         how = {"keepdim": a["keepdim"], "factor": factor, "reduction": reduction}
         yield Tail(node, kind, soft.chain, through=soft.through, **how)
@@ -622,8 +622,8 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index behind ``broadcast_tensors(index, logits)[0][..., :1]``, by which
-    torch.distributions gathers log-probabilities, and what it was: the broadcast reads the logits.
+    """Return the index that torch.distributions gathers log-probabilities by, and the removed
+    nodes. It is ``broadcast_tensors(index, logits)[0][..., :1]``; the broadcast reads the logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
@@ -639,7 +639,7 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
-    """Take minus signs off ``node``: what is below, their product, and the nodes they were."""
+    """Remove minus signs from ``node``: return the operand, the sign, and the removed nodes."""
     sign, taken = 1, list[Node]()
     while (below := negated(node)) is not None:
         taken.append(node)
@@ -660,7 +660,7 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 
 
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
-    """Say so when a training graph returns logits, no loss reads them and they stay as they are."""
+    """Report a training graph that returns its logits unchanged and has no loss that reads them."""
     for match in returned_logits(info):
         if is_deferrable(info, match):
             continue
@@ -679,7 +679,9 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Leave out what only other tails read, such as a normalisation's logsumexp; losses first."""
+    """Remove tails that only other tails read, such as a normalisation's logsumexp; losses come
+    first.
+    """
     inner = {node for tail in tails for node in tail.through}
     known = inner | {tail.node for tail in tails}
     kept = [t for t in tails if t.node not in inner or not known.issuperset(t.node.users)]

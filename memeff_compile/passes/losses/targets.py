@@ -1,4 +1,4 @@
-"""Reads how a loss written by hand says which classes it wants: row positions and one-hot forms.
+"""Reads how a hand-written loss selects its classes: row positions and one-hot forms.
 
 x[arange(rows), targets]
 one_hot(targets, V), its casts, and a * one_hot + b
@@ -69,7 +69,7 @@ class OneHot:
 
 
 def read_one_hot(info: GraphInfo, node: Node, reader: Node) -> OneHot | None:
-    """Return the one-hot form that ``node`` has for ``reader``, which nothing else reads."""
+    """Return the one-hot form that ``node`` has for ``reader``, if it has no other reader."""
     found = _one_hot(info, node, reader)
     if found is None or not all(
         user in found.nodes or user is reader for each in found.nodes for user in each.users
@@ -187,7 +187,7 @@ def _written_one_hot(info: GraphInfo, nodes: Sequence[Node]) -> OneHot | None:
     if not nodes:
         return None
     made, *writers = nodes
-    # What does not read its values (``empty_like``) has none until they are filled in.
+    # A tensor made without reading values (``empty_like``) has none until it is filled.
     base, found = _constant(made), None
     for writer in writers:
         if writer.op != "call_method" or writer.args[0] not in nodes or found is not None:
@@ -214,5 +214,5 @@ def _is_plain_scatter(node: Node) -> bool:
 
 
 def _written(info: GraphInfo, nodes: Sequence[Node], first: Node, last: Node) -> bool:
-    """Return whether anything may write to ``nodes`` between two others."""
+    """Return whether any node may write to ``nodes`` between two others."""
     return info.written_between(nodes, first, last) is not None

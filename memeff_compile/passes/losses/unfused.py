@@ -1,8 +1,7 @@
 """Finds heads of a training graph whose loss was not fused, so that each has a record.
 
-A head is told from a wide layer inside a model by what becomes of its product. The product of a
-layer goes on into another one. That of a head ends in a number per row or less, as a loss does, or
-leaves the graph.
+A head differs from a wide layer inside a model by the use of its product. A layer's product feeds
+another product. A head's ends in at most one number per row, as in a loss, or leaves the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .head import Chain, Head, HeadReader
 
 LARGE_VOCABULARY = 8192  # classes from which a loss that is not fused is worth a word
 _MAX_NODES = 256
-_FEWER = 16  # what has less than this part of a product's numbers has lost its classes
+_FEWER = 16  # a tensor with less than this part of a product's elements no longer has the classes
 
 _HINT = (
     "compute the loss by F.cross_entropy, or by log_softmax and gather of one class per row, from "
@@ -39,8 +38,8 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each head of at least 8,192 classes that trains and that no other answer
-    is about: ``judged`` holds the heads that were matched and the nodes that were declined.
+    """Yield a Decline for each trained head of at least 8,192 classes without another record.
+    ``judged`` contains the heads that were matched and the nodes that were declined.
     """
     if not info.needs_grad:
         return
@@ -67,8 +66,8 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 
 
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
-    """Return the nodes in which the classes of a product end, or None where it goes on into another
-    product, where another answer is about it, or where the way is too long to tell.
+    """Return the nodes that reduce the classes of a product, or None if it feeds another product,
+    has another record, or is too long to follow.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)
     queue, seen, ends = [product], {product}, list[Node]()

@@ -1,11 +1,11 @@
-"""Reads what quantises a tensor on the way to a linear, in the spellings of ternary training.
+"""Reads the nodes that quantise a tensor before a linear, as ternary training writes them.
 
     x -> abs -> max or mean -> bounded below -> a scale; x * scale -> round -> clamp -> / scale
 
-The statistic is that of a token (last axis) or of a whole weight. Around the chain may stand a
-straight-through estimator: `x + (q - x).detach()`, `(q + x) - x.detach()`, the same with q computed
-under no_grad, or an autograd Function whose backward hands its gradient on. A chain is read to its
-end or not at all: whoever asked gets what was found, or a sentence about the first thing that does
+The statistic is that of a token (last axis) or of a whole weight. A straight-through estimator may
+surround the chain: `x + (q - x).detach()`, `(q + x) - x.detach()`, the same with q computed under
+no_grad, or an autograd Function whose backward pass returns its gradient unchanged. A chain is read
+completely or not at all: the caller gets the result, or a sentence about the first node that does
 not fit.
 """
 
@@ -35,10 +35,10 @@ Unread: TypeAlias = Decline  # why a chain cannot be served
 class Quantized:
     """A value that is another one, quantised and scaled back."""
 
-    source: Node  # what is quantised
+    source: Node  # the quantised tensor
     quantizer: Quantizer  # how a token is; for a weight, its eps and details alone count
     is_weight: bool  # the scale is one for the whole tensor and the codes are -1, 0, 1
-    is_straight: bool  # the gradient passes through as if nothing had happened
+    is_straight: bool  # the gradient passes through unchanged
     chain: tuple[Node, ...]  # nodes between the source and the value, the value included
     numbers: tuple[Node, ...] = ()  # nodes of numbers read: the answer holds as long as they stay
 
@@ -66,7 +66,7 @@ class _Chain:
 
 
 class _Misfit(Exception):
-    """The chain is not one of ours."""
+    """The chain is not one that this module reads."""
 
     def __init__(self, code: str, sentence: str, hint: str = "") -> None:
         super().__init__(sentence)
@@ -81,13 +81,13 @@ _ROUNDING = ("round", "sign")
 
 
 def may_round(gm: GraphModule) -> bool:
-    """Return whether anything in a graph, or in one inside it, rounds or takes the sign."""
+    """Return whether any node in a graph, or in one inside it, rounds or takes the sign."""
     graphs = (each.graph for each in gm.modules() if isinstance(each, GraphModule))
     return any(node_name(n).rstrip("_") in _ROUNDING for graph in graphs for n in graph.nodes)
 
 
 def rounds(node: Any) -> bool:
-    """Return whether something rounds, or takes the sign, a few steps before this node."""
+    """Return whether a node a few steps before this one rounds or takes the sign."""
     pending, seen = [(node, 0)], set()
     while pending:
         current, depth = pending.pop()
@@ -152,7 +152,9 @@ def read_weight_scale(scale: Node) -> Quantized | Unread:
 
 
 def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> Quantized | None:
-    """Read `x + (q - x).detach()`, or the same without the detach where nothing has a gradient."""
+    """Read `x + (q - x).detach()`, or the same without the detach where no operand has a
+    gradient.
+    """
     kept = list(chain.nodes)
     chain.take(value)
     difference = _without_detach(chain, other)
@@ -183,7 +185,9 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 
 
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
-    """Read the chain inside an estimator: it has to start from what the estimator adds back."""
+    """Read the chain inside an estimator: its source must be the tensor that the estimator adds
+    back.
+    """
     end = _without_casts(chain, quantized)
     found, quantizer, is_weight = _fake_quantized(chain, end, source)
     if not _is_same(found, source):
@@ -245,7 +249,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
 
 
 def _hands_gradient_on(graph: Any) -> bool:
-    """Return whether a backward returns its argument, or a copy of it, and does nothing else."""
+    """Return whether a backward pass only returns its argument or a copy of it."""
     result = graph.output_node().args[0]
     while isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]
@@ -256,8 +260,8 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight. Its larger half
-    may be kept alone, before or after; not before, where x as masked is `wanted`.
+    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight. Only its larger
+    half may be kept, before or after; not before, if the masked x is `wanted`.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -273,7 +277,7 @@ def _fake_quantized(
 
 
 def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
-    """Read `x * mask` or `where(mask, x, 0)`: return what the mask of its half is of, and x."""
+    """Read `x * mask` or `where(mask, x, 0)`: return the source of the half mask, and x."""
     call = read_one(node)
     pairs: list[tuple[Any, Any]] = []
     if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
@@ -364,7 +368,7 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
     first = _one(node, ("clamp", "round"), "rounded and clamped codes")
     chain.take(node)
     inside = first.args["self"]
-    if _base(first) == "clamp":  # what is rounded already survives a cast, what is not does not
+    if _base(first) == "clamp":  # values already rounded survive a cast; others do not
         inside = _without_casts(chain, inside)
     second = _one(inside, ("clamp", "round"), "rounded and clamped codes")
     chain.take(inside)
@@ -417,7 +421,7 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
-    """Read the reduction: whether it is a mean, whether of everything, and of what."""
+    """Read the reduction: whether it is a mean, whether over all elements, and its operand."""
     reduced = behind_item(node)
     chain.take(node)
     call = _call_of(reduced, "max", "amax", "mean")
@@ -444,7 +448,9 @@ def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
 
 
 def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
-    """Return what is quantised, and whether in its own dtype rather than in float32."""
+    """Return the quantised node, and whether it is quantised in its dtype rather than in
+    float32.
+    """
     ends = [_behind_exact_casts(chain, node) for node in (value, measured)]
     if ends[0] is not ends[1]:
         said = "its scale is that of another tensor than the one that is quantised"
@@ -485,7 +491,7 @@ def _base(call: Call) -> str:
 
 
 def _call_of(node: Any, *names: str) -> Call | None:
-    """Return the call that a node stands for where its op has one of these names, or None."""
+    """Return the ATen call of a node if its op has one of these names, or None."""
     call = read_one(node)
     return call if call is not None and _base(call) in names else None
 
@@ -549,7 +555,7 @@ def _requires_grad(node: Node) -> bool:
 
 def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
     """Return a node outside a chain that uses one of its values before the end, or None. Results of
-    the graph do not count: Dynamo returns every value of a Function's body, and nobody reads them.
+    the graph do not count: Dynamo returns every value of a Function's body, used or not.
     """
     inside = set(chain) | {end}
     for node in chain:

@@ -13,7 +13,7 @@ from ..graph.canonical import aten, call_of, read_one
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     """Return x and the nodes of `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, perhaps cast,
-    or None: what ranks by a scatter of indices keeps another set among equals.
+    or None: a ranking by a scatter of indices keeps other elements if some are equal.
     """
     chain: list[Node] = []
     node = _without_casts(node, chain)
@@ -43,7 +43,7 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
     """Read the last, or the smallest, of the values along the last axis, the axis kept; return them
-    and whether the least is known by its place, so that they have to be sorted.
+    and whether they have to be sorted, since the least is selected by position.
     """
     call = read_one(node)
     if call is None:
@@ -70,7 +70,7 @@ def _absolute(node: Node, chain: list[Node]) -> Node | None:
 
 
 def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
-    """Follow casts back: any of a mask, and of values those that keep every bit."""
+    """Follow casts back: any casts of a mask, and casts of values that keep every bit."""
     while (call := call_of(node, aten.to.dtype)) is not None:
         source: Node = call.args["self"]
         before, after = (compat.example_value(n).dtype for n in (source, node))
@@ -83,7 +83,7 @@ def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> 
 
 
 def behind_item(node: Node) -> Node:
-    """Return what ``node`` is the first result of, or the node itself."""
+    """Return the node that ``node`` is the first result of, or the node itself."""
     is_first = node.target is operator.getitem and node.args[1] == 0
     whole = node.args[0] if is_first else node
     return whole if isinstance(whole, Node) else node

@@ -1,8 +1,8 @@
-"""Reads what stands around linears on packed weights: a gate and a norm before, a sum after.
+"""Reads the nodes around linears on packed weights: a gate and a norm before, a sum after.
 
     relu(gate) ** 2 * up -> x * rsqrt(mean(x ** 2) + eps) * weight -> ternary_linear -> + residual
 
-Each is a small kernel of its own otherwise, and a decoding step is made of small kernels.
+Each would be a separate small kernel, and small kernels dominate a decoding step.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .chains import both, other_user
 
 @dataclass(frozen=True)
 class Entering:
-    """What the tokens of a linear go through."""
+    """The ops before a linear that its tokens pass through."""
 
-    source: Node  # what goes in: x, or the gate where `up` is given
+    source: Node  # the input: x, or the gate where `up` is given
     up: Node | None = None  # the other factor of a squared-ReLU gate, or None
     norm: Node | None = None  # the weight of an RMS norm, or None
-    eps: Any = 0.0  # of the norm, as the graph has it: a number, or a node for one
+    eps: Any = 0.0  # the norm's eps as in the graph: a number, or the node of one
     chain: tuple[Node, ...] = ()  # nodes from the linear's input back, the input first
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
-    """Read norm and gate before `node`, whose only users are `users`. What anything else uses as
-    well has to be computed all the same, and is left out.
+    """Read norm and gate before `node`, whose only users are `users`. A node with other users has
+    to be computed anyway and is left out.
     """
     found = Entering(node)
     norm = _norm(node)
@@ -107,7 +107,7 @@ def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
 
 
 def _squared(node: Node) -> Node | None:
-    """Return what a node is the square of, or None."""
+    """Return the operand if ``node`` is a square, or None."""
     call = read_one(node)
     if call is None:
         return None
@@ -141,7 +141,7 @@ def _name(call: Call) -> str:
 
 
 def _without_cast(node: Node, chain: list[Node]) -> Node:
-    """Return what a node is a cast of, which then joins the chain; or the node."""
+    """Return the operand if ``node`` is a cast, which then joins the chain; or the node."""
     if (call := call_of(node, aten.to.dtype)) is None:
         return node
     if node not in chain:
@@ -155,8 +155,8 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activations of two results that are then factors of one another, or None: gate and
-    up, whose values are needed by the backward of these and of the product alone.
+    """Return the activations of two results that are then multiplied, or None: gate and up. Only
+    the backward pass of these and of the product needs their values.
     """
     if len(results) != 2:
         return None
@@ -173,7 +173,9 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
 
 
 def _activations(node: Node) -> list[Node]:
-    """Follow the only user of a value as long as it is an activation function of nothing else."""
+    """Follow the only user of a value as long as it is an activation function of that value
+    alone.
+    """
     found = [node]
     for _ in range(_MOST_ACTIVATIONS):
         users = list(found[-1].users)

@@ -1,4 +1,4 @@
-"""Reads calls of `memeff::ternary_linear_product`, as `ternarize_`'s linears make them.
+"""Reads calls of `memeff::ternary_linear_product`, made by `ternarize_`'s linears.
 
 Each quantises its input for itself; those of one input can be one call.
 """
@@ -66,7 +66,7 @@ def read_product(info: GraphInfo, node: Node) -> Product | None:
 
 
 def _quantize_of(items: list[Any]) -> Node | None:
-    """Return the call whose three results these are."""
+    """Return the call that has these three results."""
     calls = set()
     for place, item in enumerate(items):
         is_item = isinstance(item, Node) and item.target is operator.getitem

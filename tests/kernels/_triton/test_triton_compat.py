@@ -1,4 +1,4 @@
-"""Triton's private names stand in one place: what else imports them, or asks for them, is listed."""
+"""Triton's private names are used in one module: other imports of them are listed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHERS = sorted(
 
 
 def private_names(source: str) -> list[str]:
-    """Return what a module takes of Triton beside its two public modules."""
+    """Return the names that a module uses of Triton outside its two public modules."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

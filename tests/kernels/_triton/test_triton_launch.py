@@ -1,4 +1,4 @@
-"""Launches from compiled kernels: what is looked up, and when Triton is asked again."""
+"""Launches from compiled kernels: cache look-ups, and when Triton is called again."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_left_padding_and_packed_documents() -> None:
 
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
 def test_outliers_stay_numbers(softcap: float) -> None:
-    """Scores of a thousand million: weights are 1 at most, and nothing overflows."""
+    """Scores of 10^9: weights are at most 1, without overflow."""
     case = draw(1, 2, 2, 300, 300, 128, torch.float16, ahead=0, softcap=softcap).to("cuda")
     case.q[:, :, 7], case.k[:, :, 3] = 1e4, 1e4
     found = ours(case, gradient_like(case))
@@ -184,14 +184,16 @@ def test_the_formulas_are_what_is_allocated(padded: bool) -> None:
     del out
     torch.cuda.synchronize()
     plan = tiles.plan_for(128, case.q.device, has_tables=padded)
-    gc.collect()  # what another test left must not go while this one measures,
+    # memory of other tests must not be freed while this one measures, nor its blocks be reused,
+    # which counts as memory of this test
+    gc.collect()
     torch.cuda.empty_cache()  # nor its blocks be taken whole, which counts as memory of this one
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out, _ = attention(*leaves, *tables, ahead=0)
     forward = torch.cuda.max_memory_allocated() - before - out.numel() * 2
     tables_of = plan.forward.rows, plan.query_gradient.rows, plan.key_gradient.keys
-    # What says which tiles are visited: four int32 for each tile of each sequence.
+    # The table of visited tiles: four int32 for each tile of each sequence.
     bounds = [16 * 4 * tiles_of(2048, tile) if padded else 0 for tile in tables_of]
     assert abs(forward - int(bytes_after(4, 8, 2048)) - bounds[0]) <= 1024
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
 """The engine `tiles` of attention on a CPU: the same source, run by Triton's interpreter.
 
-The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of what
-is written; the budget is doubled to match.
+The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of
+stored values; the budget is doubled to match.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_large_scores_give_weights_of_one_at_most() -> None:
 
 
 def test_strides_are_followed() -> None:
-    """Heads beside the depth, a depth with gaps, a gradient that is one number expanded."""
+    """Heads next to the depth, a depth with gaps, a gradient that is one number expanded."""
     case = draw(1, 2, 1, 20, 20, 16, torch.float32, ahead=0)
     turned = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (case.q, case.k)]
     wide = torch.zeros(1, 1, 20, 32)

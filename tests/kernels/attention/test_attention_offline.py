@@ -229,7 +229,7 @@ def test_attention_under_a_mask_compiles_within_the_limits(kernel: str) -> None:
 @pytest.mark.parametrize("depth", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "query_gradient"])
 def test_under_a_mask_two_programs_fit_on_a_processor(kernel: str, depth: int) -> None:
-    """One program alone waits for the memory; the registers of two are what there is."""
+    """One program alone waits for memory; two fit only if their registers do."""
     shape = shape_for(kernel, depth, gpu_of((9, 0)), has_mask=True)
     constants = _constants(depth, shape, MASKS["bool"])
     given = (90, "bf16", constants, shape.warps)

@@ -1,4 +1,4 @@
-"""memeff::attention on a GPU under masks that are tensors: float64, CUDA graphs, nothing waits."""
+"""memeff::attention on a GPU under mask tensors: float64, CUDA graphs, no host waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exactly(leaves: list[Tensor], mask: Tensor, grad: Tensor) -> tuple[Tensor, .
     score = exact[0] @ k.mT * exact[0].shape[3] ** -0.5
     if mask.dtype == torch.bool:
         score = score.masked_fill(~mask, -math.inf)
-    else:  # beside the lowest number of fp32 a score disappears in fp32, as in float64 beside 1e300
+    else:  # next to the lowest number of fp32 a score vanishes in fp32, as in float64 next to 1e300
         score = score + torch.where(mask < -1e30, 1e260 * mask.double(), mask.double())
     is_none = (score == -math.inf).all(-1, keepdim=True)
     out = score.masked_fill(is_none, 0.0).softmax(-1).masked_fill(is_none, 0.0) @ v

@@ -96,7 +96,7 @@ def test_nan_and_infinity_in_a_mask_reach_their_rows_alone() -> None:
 
 
 def test_codes_of_tiles() -> None:
-    """Beyond the ends nothing counts for or against."""
+    """Positions beyond the ends are ignored."""
     mask = torch.zeros(1, 1, 70, 200, dtype=torch.bool)
     mask[..., :64, :64], mask[..., 64:, 192:], mask[..., 0, 64] = True, True, True
     wanted = [[FULL, PARTIAL, EMPTY, EMPTY], [EMPTY, EMPTY, EMPTY, FULL]]
@@ -104,7 +104,7 @@ def test_codes_of_tiles() -> None:
     for lowest in (-math.inf, torch.finfo(torch.bfloat16).min, torch.finfo(torch.float16).min):
         bias = torch.where(mask, 0.0, lowest)
         assert classify(bias)[0, 0].tolist() == wanted
-        bias[..., 3, :] = lowest  # a row without keys: what hides them is what it sees
+        bias[..., 3, :] = lowest  # a row without visible keys attends to the hidden ones
         first = [PARTIAL, PARTIAL, EMPTY, EMPTY] if lowest == -math.inf else 4 * [PARTIAL]
         assert classify(bias)[0, 0].tolist() == [first, wanted[1]]
 

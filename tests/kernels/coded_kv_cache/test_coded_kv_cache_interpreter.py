@@ -27,7 +27,7 @@ KINDS = [
 
 
 def compare(pool: list[Tensor], expected: list[Tensor]) -> None:
-    """Compare what is in use: codes and scales of coded tokens, the window, the kept ones."""
+    """Compare the parts in use: codes and scales of coded tokens, the window, the kept ones."""
     assert pool[-1].tolist() == expected[-1].tolist()
     length, coded = filled(pool)
     window = pool[4].shape[2]
@@ -184,7 +184,9 @@ def test_norms_multiply_codes_and_kept_tokens_replace_them() -> None:
 
 
 def test_small_weights_keep_their_digits_in_half_precision() -> None:
-    """A token without a value takes nearly all the weight; what the others leave is not rounded."""
+    """A token with value zero takes nearly all the weight; the others' parts are not rounded
+    away.
+    """
     layout = Layout(16, 8, **SMALL)  # type: ignore[arg-type]
     k, v = draw(1, 1, 96, 16, torch.float16)
     k[..., 3] = 0.0

@@ -22,7 +22,7 @@ from memeff_compile.kernels.coded_kv_cache.reference import decode, encode
 
 
 def pair(cosine: float, rows: int = 64, depth: int = 128) -> tuple[Tensor, Tensor]:
-    """Return rows at a given angle, of lengths of their own, in float64."""
+    """Return rows at a given angle, of different lengths, in float64."""
     generator = torch.Generator().manual_seed(0)
     draw = torch.randn(2, rows, depth, generator=generator, dtype=torch.float64)
     u = draw[0] / draw[0].norm(dim=-1, keepdim=True)

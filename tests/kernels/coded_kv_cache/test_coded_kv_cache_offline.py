@@ -72,7 +72,7 @@ def _compile(
     return compile_for(
         capability,
         kernel,
-        # A stride of one is what the launcher sees, and what Triton makes a constant of.
+        # The launcher passes a stride of one, which Triton makes a constant.
         {**given, **dict.fromkeys(UNIT_STRIDES, 1)},
         type_of,
         lambda argument: argument.startswith(("stride_q", "stride_k", "stride_v")),
@@ -268,7 +268,7 @@ def test_kernels_compile_for_sizes_of_one() -> None:
 
 
 def _run(code: str, *words: int) -> int:
-    """Return what the instructions of `_take_two` make of 32-bit words."""
+    """Return the result of `_take_two`'s instructions for 32-bit words."""
     registers = {f"${place}": word for place, word in enumerate(words, 1)}
 
     def read(name: str) -> int:

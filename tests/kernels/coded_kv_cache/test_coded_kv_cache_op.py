@@ -1,4 +1,4 @@
-"""The ops of coded_kv_cache on the CPU: codes, what is refused, what is allocated, the formulas."""
+"""The ops of coded_kv_cache on the CPU: codes, refusals, allocations, the formulas."""
 
 from __future__ import annotations
 

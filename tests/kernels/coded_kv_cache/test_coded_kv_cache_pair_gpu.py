@@ -1,4 +1,4 @@
-"""Pairs of layers on a GPU: what is stored against the reference, attention against float64."""
+"""Pairs of layers on a GPU: stored tensors against the reference, attention against float64."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_appending_leaves_what_the_reference_leaves(
 
 
 def compare(found: Pair, expected: Pair) -> None:
-    """Require of a pair what the reference left in another, but for rounding."""
+    """Require that a pair equals the reference's, except for rounding."""
     layout = found.layout
     assert found.filled() == expected.filled()
     length, coded = found.filled()[:2]

@@ -103,7 +103,7 @@ def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
 
 
 def prompt(capability: int, bits: int, depth: int = 128, **more: Any) -> list[Any]:
-    """Build the passes over a prompt: what measures, what codes keys, what codes values."""
+    """Build the passes over a prompt: measuring, coding keys, coding values."""
     both = {"DEPTH": depth, "GROUP": 64}
     channels = depth // 2 if bits == 16 else channel_group(depth, "kivi")
     codes = {**both, "BITS": bits, "CHANNELS": channels, "RULE": 0, "IS_PROJECTED": False, **more}

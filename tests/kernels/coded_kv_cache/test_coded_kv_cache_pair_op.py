@@ -1,4 +1,4 @@
-"""coded_kv_cache_append_lower and _append_pair: what is stored, what is kept, what is refused."""
+"""coded_kv_cache_append_lower and _append_pair: stored tensors, kept rows, refusals."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_the_host_does_not_wait_inside_a_backward(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", ["win4", "tier"])
 def test_a_step_keeps_no_dense_weight(codec: str) -> None:
-    """Beside its gradient, which a dense weight has too, an update takes next to nothing."""
+    """Besides its gradient, which a dense weight has too, an update takes almost no memory."""
     size = 4096
     model = nn.Linear(size, size, bias=False, device="cuda", dtype=torch.bfloat16)
     compress_(model, codec, progress=False)

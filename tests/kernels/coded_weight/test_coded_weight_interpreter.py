@@ -77,7 +77,7 @@ def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
     ],
 )
 def test_a_gradient_becomes_the_weight_after_a_step(codec: str, decay: float) -> None:
-    """Rates are powers of two, with which nothing is rounded twice, with or without an FMA."""
+    """Rates are powers of two, so no number is rounded twice, with or without an FMA."""
     form, weight = parse(codec), hostile(32, 512)
     gradient = hostile(32, 512, seed=1)
     held = torch.nn.Parameter(weight.clone())

@@ -188,7 +188,7 @@ def test_lossy_modes_take_the_bits_they_say(kept: int) -> None:
 
 
 def test_the_largest_weight_of_a_block_is_kept_by_every_lossy_mode() -> None:
-    """That is what the normaliser is for: its mantissa becomes zero."""
+    """The normaliser ensures that: its mantissa becomes zero."""
     weight = normal(4, 512)
     largest = weight.abs().argmax(1, keepdim=True)
     for kept in LOSSY:

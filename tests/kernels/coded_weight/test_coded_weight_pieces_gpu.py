@@ -44,8 +44,8 @@ def test_several_weights_are_moved_as_each_alone(decay: float) -> None:
             torch.optim.SGD([one], lr=by.rate, weight_decay=by.decay, foreach=False).step()
         moved = pieces.move(held, gradients, by)
         misfits = dict(pieces.list_patches(held, gradients, moved, refuge).misfits())
-        assert list(misfits) == ([2] if step == 0 else [])  # it is encoded anew, with room
-        found = [*map(pieces.decode, held, SIZES)]  # what did not fit holds something else
+        assert list(misfits) == ([2] if step == 0 else [])  # it is encoded again, with room
+        found = [*map(pieces.decode, held, SIZES)]  # a weight that did not fit is not valid
         for place, (one, gradient) in enumerate(zip(expected, gradients, strict=True)):
             value = bits(one.detach())
             kept = ~one.detach().isnan()

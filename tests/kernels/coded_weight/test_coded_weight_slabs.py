@@ -1,4 +1,4 @@
-"""Lists of coded weights side by side: the same values, few pieces of memory, nothing shared."""
+"""Lists of coded weights packed together: the same values, few allocations, no shared elements."""
 
 from __future__ import annotations
 

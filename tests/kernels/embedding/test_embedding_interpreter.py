@@ -1,7 +1,7 @@
 """The engine `sorted` of the embedding ops on a CPU: the same source, run by Triton's interpreter.
 
-The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of what
-is written; the budget is doubled to match.
+The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of
+stored values; the budget is doubled to match.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def _compile(name: str, capability: int, dtype: str, index: str, *, aligned: boo
     from memeff_compile.kernels.embedding import sorted_rows_kernels
 
     constants: dict[str, Any] = {"CHUNK": sorted_rows_kernels.CHUNK, **BLOCKS[name]}
-    # A stride of one is what the launcher sees, and what Triton makes a constant of.
+    # The launcher passes a stride of one, which Triton makes a constant.
     constants |= {"stride_rows_column": 1, "stride_out_column": 1}
     pointers = {"ids_ptr": f"*{index}", "order_ptr": "*i64", "partial_ptr": "*fp32"}
     return compile_for(

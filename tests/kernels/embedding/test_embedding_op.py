@@ -1,4 +1,4 @@
-"""The embedding ops on the CPU: rows, gradients, what is written where, what is allocated."""
+"""The embedding ops on the CPU: rows, gradients, writes, allocations."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_tied_embedding_adds_into_the_heads_own_buffer() -> None:
 @pytest.mark.parametrize("padding_idx", [NONE, 5], ids=["no padding", "padding"])
 @pytest.mark.parametrize("op", [embedding, embedding_tied], ids=["alone", "tied"])
 def test_parts_of_a_table_add_up_to_the_whole(op: Any, padding_idx: int) -> None:
-    """Of 7 rows three parts have 3, 3 and 1, a fourth none; up to the second derivative."""
+    """Three parts have 3, 3 and 1 of 7 rows, a fourth is empty; up to the second derivative."""
     whole = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     parts = [part.detach().requires_grad_() for part in (*whole.split(3), whole[7:])]
     ids = torch.tensor([[0, 5, 5, 6], [4, 0, 6, 0]], dtype=torch.int32)
@@ -210,7 +210,7 @@ def test_parts_of_a_table_add_up_to_the_whole(op: Any, padding_idx: int) -> None
     "ids", [[-1, 4, 2, -1, 2], [-1, 4, 4, -1, 9], [3, 3, 3, 3, 3], [-1, 0, 1, 3, 3]], ids=str
 )
 def test_ids_of_rows_held_elsewhere_change_nothing(ids: list[int]) -> None:
-    """Nor does what is not a number in their rows."""
+    """Even if their gradient rows are nan."""
     table, rows, _ = draw(5, 4, 3)
     places = torch.tensor(ids)
     kept = (places >= 0) & (places < 4) & (places != 3)
@@ -226,7 +226,7 @@ def test_ids_of_rows_held_elsewhere_change_nothing(ids: list[int]) -> None:
 
 def test_opcheck_passes() -> None:
     table, rows, ids = draw(20, 6, 5, torch.bfloat16)
-    # What compiling them gives is tested where they are compiled.
+    # Compiling them is tested with the backend.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(embedding_accumulate, (table, rows, ids, 2), test_utils=checks)
     rows.requires_grad_()

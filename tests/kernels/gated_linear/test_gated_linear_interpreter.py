@@ -1,7 +1,7 @@
 """The engine `in_place` of the gated linear on a CPU: the same source, run by Triton's interpreter.
 
-The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of what
-is written; the budget is doubled to match.
+The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of
+stored values; the budget is doubled to match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def draw(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def assert_near(found: Tensor, exact: Tensor) -> None:
-    """Rounded once: an error of the dtype's own, beside fp32's around numbers of size one."""
+    """Rounded once: the dtype's error, plus fp32's for numbers of size one."""
     limit = BUDGET[found.dtype] * exact.abs() + 4e-6
     assert ((found.double() - exact).abs() <= limit).all()
 

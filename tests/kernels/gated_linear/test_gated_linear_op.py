@@ -1,4 +1,4 @@
-"""The gated linear on the CPU: values, gradients, what is written where, what is allocated."""
+"""The gated linear on the CPU: values, gradients, writes, allocations."""
 
 from __future__ import annotations
 
@@ -251,7 +251,9 @@ def test_engines_are_named() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_formula_is_what_is_allocated(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what it is given, the backward op holds one tensor, the weight's gradient and pieces."""
+    """Besides its arguments, the backward op allocates one tensor, the weight's gradient and
+    blocks.
+    """
     monkeypatch.setattr(reference, "PIECE", 4096)
     tokens, inner, out = 512, 512, 16
     given = _detached(draw((tokens, inner), out, dtype))

@@ -1,7 +1,7 @@
 """The engine `split` of kv_cache_attention on a CPU: the same source, run by Triton's interpreter.
 
-The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of what
-is written; the budget is doubled to match.
+The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of
+stored values; the budget is doubled to match.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUDGET = {torch.float32: 3e-6, torch.float16: 2**-9, torch.bfloat16: 2**-5}
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, last: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Softmax attention in float64 over what is seen; zeros where nothing is."""
+    """Softmax attention in float64 over visible keys; zeros if there are none."""
     repeat = q.shape[1] // k.shape[1]
     q, k, v = (t.double() for t in (q, k, v))
     seen = torch.arange(k.shape[2]) <= last[:, None, :, None]
@@ -83,7 +83,7 @@ def test_attention_equals_a_float64_softmax(dtype: torch.dtype, splits: int, dep
 
 @pytest.mark.parametrize("filled", [1, 15, 16, 17, 31, 64, 70])
 def test_only_filled_keys_are_read(filled: int) -> None:
-    """What lies beyond is not a number; 0 * nan would show."""
+    """Keys beyond are nan; 0 * nan would show."""
     q, k, v = draw(1, 4, 2, 1, 70, 16)
     k[:, :, filled:], v[:, :, filled:] = math.nan, math.nan
     check(q, k, v, torch.tensor([[filled - 1]], dtype=torch.int32), splits=4)

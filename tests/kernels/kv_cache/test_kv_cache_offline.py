@@ -50,7 +50,7 @@ def _compile(name: str, capability: int, dtype: str, given: dict[str, Any], warp
     return compile_for(
         capability,
         getattr(split_keys_kernels, name),
-        # A stride of one is what the launcher sees, and what Triton makes a constant of.
+        # The launcher passes a stride of one, which Triton makes a constant.
         {**given, **dict.fromkeys(UNIT_STRIDES, 1)},
         type_of,
         is_aligned,

@@ -1,4 +1,4 @@
-"""The ops of kv_cache on the CPU: what is written, what is read, what is refused, what is allocated."""
+"""The ops of kv_cache on the CPU: writes, reads, refusals, allocations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def draw(
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, last: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Softmax attention in float64 over what is seen; zeros where nothing is."""
+    """Softmax attention in float64 over visible keys; zeros if there are none."""
     repeat = q.shape[1] // k.shape[1]
     q, k, v = (t.double().nan_to_num() for t in (q, k, v))
     seen = torch.arange(k.shape[2]) <= last[:, None, :, None]
@@ -107,7 +107,7 @@ def test_attention_equals_a_float64_softmax(
 
 @pytest.mark.parametrize("filled", [1, 7, 40])
 def test_only_filled_keys_are_read(filled: int) -> None:
-    """What lies beyond is not a number; 0 * nan would show."""
+    """Keys beyond are nan; 0 * nan would show."""
     q, k, v = draw()
     k[:, :, filled:], v[:, :, filled:] = math.nan, math.nan
     last = torch.tensor([[filled - 1]])

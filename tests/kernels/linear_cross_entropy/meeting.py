@@ -1,4 +1,4 @@
-"""Ranks that hold parts of one head, as threads of one process, and what they find together."""
+"""Ranks with parts of one head, as threads of one process, and their merged results."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def part_of(given: ScalarLoss, shard: Shard, gather: Any) -> ScalarLoss:
 
 
 def together(given: ScalarLoss, *engines: Engine) -> tuple[list[Tensor], int]:
-    """What ranks with these engines find together, and how often they met."""
+    """Return the merged results of ranks with these engines, and how often they exchanged."""
     meeting, classes = Meeting(len(engines)), given.weight.shape[0]
 
     def walk(rank: int) -> Found:
@@ -96,7 +96,7 @@ def together(given: ScalarLoss, *engines: Engine) -> tuple[list[Tensor], int]:
 
 
 def whole(given: ScalarLoss) -> list[Tensor]:
-    """What one process finds in fp64."""
+    """Return the results of one process in fp64."""
     return [part for part in reference.total(cast_to(given, torch.float64)) if part is not None]
 
 
@@ -142,7 +142,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], budget: float) -> 
 
 
 def hostile() -> Iterator[Any]:
-    """Rows in which a rank has nothing, or next to nothing, of the softmax."""
+    """Yield rows in which a rank has no mass, or almost none, of the softmax."""
     for offset in (-500.0, -torch.inf):
         low, high = loss_of(highest=20), loss_of(lowest=21)
         low.bias[:21] += offset  # the targets', of which the first of two ranks has all

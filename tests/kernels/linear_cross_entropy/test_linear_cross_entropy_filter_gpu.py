@@ -1,4 +1,4 @@
-"""Gradient filters on a GPU: what a row loses, both ops, and that runs agree."""
+"""Gradient filters on a GPU: lost mass per row, both ops, and reproducibility."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_mass_keeps_its_bound(
     exact = away @ weight.double(), away.t() @ hidden.double()
     lacks = (found[0].double() * counts.sum() - exact[0]).norm(dim=1)
     rounding = 2.0**-7 * exact[0].norm(dim=1)
-    # What is left out, and as much put on what stays.
+    # The dropped mass, which is restored on the kept classes.
     assert bool((lacks <= 2.0**-5 * weight.double().norm(dim=1).max() + rounding + 1e-4).all())
     for one, other in zip(found, exact, strict=True):
         assert relative_error(one * counts.sum(), other) < 2e-2

@@ -109,8 +109,8 @@ def test_no_row_loses_more_than_the_bound_of_mass(
     assert walk.filter is not None
     assert bool((walk.filter.is_sparse[:, 0] == 1).all())
     away, hidden, weight = _exact(inputs)
-    # What each row's gradient lacks is a combination of weight rows whose amounts sum to tau, and
-    # as much is put on others.
+    # The gradient of each row differs by a combination of weight rows whose amounts sum to tau, and
+    # the same amount is restored on others.
     assert found.grad_hidden is not None
     assert found.grad_weight is not None
     count = int((inputs[2] != IGNORED).sum())
@@ -118,7 +118,8 @@ def test_no_row_loses_more_than_the_bound_of_mass(
     assert bool((lacks <= 2 * tau * weight.norm(dim=1).max() + 1e-5).all())
     dropped = walk.filter.dropped
     assert float(dropped.max()) <= tau
-    # And each class's lacks at most what its rows drop of it, or has it more: in all, twice tau.
+    # The gradient of each class lacks at most the mass that its rows drop, or gets that much more:
+    # twice tau in all.
     lost = (found.grad_weight.double() * count - away.t() @ hidden).abs().sum()
     assert lost <= 2 * float((dropped.double() * hidden.abs().sum(1)).sum()) * 1.01 + 1e-3
     share = int(walk.filter.active[:, 0].sum()) / (
@@ -137,7 +138,7 @@ def test_block_drops_what_is_below_eps_in_all_rows_of_a_block(
     away, _, weight = _exact(inputs)
     assert walk.filter is not None
     assert found.grad_hidden is not None
-    # Nothing of eps or more is missing: without the entries below it, the rest is what is lost.
+    # No element of eps or more is missing: without those below it, the rest is the lost mass.
     below = torch.where(away.abs() < eps, away.abs(), 0).sum(1)
     lacks = (found.grad_hidden.double() * ROWS - away @ weight).norm(dim=1)
     assert bool((lacks <= 2 * below * weight.norm(dim=1).max() + 1e-5).all())
@@ -151,7 +152,7 @@ def test_block_drops_what_is_below_eps_in_all_rows_of_a_block(
 def test_what_is_left_out_of_a_row_is_put_on_what_stays(
     how: str, level: float, scale: float, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A feature that all classes have alike says what a row of their gradients sums to."""
+    """A feature with equal values in all classes shows the sum of a row of their gradients."""
     monkeypatch.setattr(gradient_filter, "DENSE_SHARE", 1.0)
     hidden, weight, target = _inputs("plain", 0.3)
     hidden, weight = hidden / scale, torch.cat([weight, torch.ones(VOCAB, 8)], 1)
@@ -164,7 +165,7 @@ def test_what_is_left_out_of_a_row_is_put_on_what_stays(
     assert found.grad_hidden is not None
     assert exact.grad_hidden is not None
     assert float(walk.filter.dropped.max()) > 1e-2
-    # Of the last piece: rows of which nearly nothing stays, or not the target, are left as they are.
+    # In the last block: rows that keep almost no mass, or not the target, are not restored.
     here = int(walk.filter.here)
     assert walk.selection.order is not None
     rows = walk.selection.order[walk.step :][walk.filter.rank[:here].long()].long()
@@ -229,7 +230,9 @@ def _of_rows(
     of_lse: float = 1.0,
     **changes: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `hopper` by pieces of rows; nll and lse each have one of their own."""
+    """Return the gradients of `hopper` by blocks of rows; nll and lse each have a separate
+    gradient.
+    """
     knobs = Settings(IGNORED, 1.0, 0.0, True, False, "mass", 0, sort_vocabulary=True)
     knobs = knobs._replace(**changes)
     operands, source = Operands(*inputs[:2], None, inputs[2]), torch.Generator().manual_seed(4)
@@ -247,7 +250,7 @@ def _of_rows(
     ("parts", "sorts", "dense_share", "of_lse"),
     [
         ("both", True, 1.0, 1.0),
-        # In half of the rows what the target has is of the others' sign.
+        # In half of the rows the target's element has the sign of the others.
         ("both", True, 1.0, -1.0),
         ("both", False, 1.0, 1.0),
         ("hidden", True, 1.0, 1.0),
@@ -258,7 +261,7 @@ def _of_rows(
 def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_asked_for(
     dense_share: float, parts: str, sorts: bool, of_lse: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By |p - 1(target)| of a loss whose lse has a gradient, too; in rows without one, nothing."""
+    """By |p - 1(target)| of a loss whose lse also has a gradient; zero in rows without one."""
     monkeypatch.setattr(gradient_filter, "DENSE_SHARE", dense_share)
     inputs, tau = _inputs("plain", 0.2), 2.0**-3
     exact = _of_rows(inputs, gradient_filter="exact", of_lse=of_lse)
@@ -273,7 +276,7 @@ def test_a_filter_on_rows_leaves_out_what_it_may_of_the_gradients_that_it_is_ask
         lacks = (filtered - right).norm(dim=1)
         assert bool((lacks <= bound + 1e-4).all())
         is_filtered = dense_share == 1 and parts in ("both", ("hidden", "weight")[place])
-        # Columns as they lie are in tiles that all count.
+        # Unordered columns are in tiles that all count.
         assert (float(lacks.max()) > 1e-3) == (is_filtered and sorts)
 
 

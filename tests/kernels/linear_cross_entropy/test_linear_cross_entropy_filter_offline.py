@@ -69,7 +69,7 @@ def _compile(capability: int, name: str, constants: dict[str, Any], warps: int, 
 def test_helpers_compile_within_the_limits(name: str, capability: int) -> None:
     constants, warps = HELPERS[name]
     ptx = within_limits(_compile(capability, name, constants, warps, 3), capability)
-    # What is scored next is on its way.
+    # The next scores are being loaded.
     assert not name.startswith("score") or "cp.async" in ptx
     # X is multiplied where it lies in shared memory.
     assert (
@@ -97,5 +97,5 @@ def test_products_compile_within_the_limits(needs: tuple[bool, bool]) -> None:
     assert "cp.async.bulk.tensor" in ptx
     # Rows of the weight are gathered ahead of the sum.
     assert not needs[0] or "cp.async.cg" in ptx
-    # Programs count tiles; nothing that is a result is added in any order.
+    # Programs count tiles with atomics; results are never added in varying order.
     assert {kind[-3:] for kind in re.findall(r"atom\.\S+", ptx)} == {"u32"}

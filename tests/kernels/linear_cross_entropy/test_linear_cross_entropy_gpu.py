@@ -110,7 +110,7 @@ def test_columns_masked_by_bias_get_no_gradient() -> None:
     case = Case("bias", has_bias=True)
     inputs = make_inputs(case, **SIZES, dtype=torch.bfloat16, device=DEVICE)
     assert inputs.bias is not None
-    inputs.bias[:1300] = float("-inf")  # the first piece holds nothing but -inf
+    inputs.bias[:1300] = float("-inf")  # the first block contains only -inf
     inputs.target.clamp_(min=1300)
     arguments = case.arguments(NARROW_PIECES)
     assert_matches_oracle(linear_cross_entropy, inputs, arguments, slack=1.5)
@@ -169,7 +169,7 @@ def test_repeated_calls_give_the_same_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
 def test_frozen_input_changes_no_other_gradient(frozen: str) -> None:
-    # What it leaves of the workspace widens the pieces, and with them the order of sums.
+    # The rest of the workspace widens the blocks, which changes the order of sums.
     case = Case("bias", has_bias=True)
     inputs = make_inputs(case, **SIZES, dtype=torch.bfloat16, device=DEVICE)
     arguments = case.arguments(NARROW_PIECES)

@@ -118,7 +118,7 @@ PRODUCTS = [
 
 
 def _cases(name: str, flags: dict[str, Any], epilogue: str) -> list[Any]:
-    """Return a form to the end where none with its tiles is larger; the least of all are slow."""
+    """Compile a form completely if no larger one has its tiles; the smallest of all are slow."""
     case = name, flags, epilogue
     is_least, is_largest = False, True
     if "statistics" in name:
@@ -133,7 +133,7 @@ def _cases(name: str, flags: dict[str, Any], epilogue: str) -> list[Any]:
     return [case] if is_largest else twice(*case)
 
 
-# The last products have no epilogue of their own.
+# The last products have no separate epilogue.
 EPILOGUES = [
     case
     for name, flags in PRODUCTS

@@ -110,7 +110,7 @@ def test_columns_masked_by_bias_get_no_gradient() -> None:
     case = Case("bias", has_bias=True)
     inputs = make_inputs(case)
     assert inputs.bias is not None
-    inputs.bias[:130] = float("-inf")  # the first strips hold nothing but -inf
+    inputs.bias[:130] = float("-inf")  # the first strips contain only -inf
     inputs.target.clamp_(min=130)
     _check(inputs, case)
 

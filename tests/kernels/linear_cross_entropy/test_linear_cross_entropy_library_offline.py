@@ -129,7 +129,7 @@ def test_the_largest_form_compiles_for_the_narrowest_gpu(name: str) -> None:
 def test_gradients_in_fp32_of_a_head_in_16_bits_compile(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As beside an adapter in fp32."""
+    """As with an adapter in fp32."""
     name = "_linear_cross_entropy_library_gradient_kernel"
     monkeypatch.setitem(POINTERS[name], "g_ptr", "*fp32")
     kernel = _compile(name, capability, "bf16", 2048, everything=True, aligned=True)

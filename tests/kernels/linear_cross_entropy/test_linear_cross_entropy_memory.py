@@ -1,4 +1,4 @@
-"""What memeff::linear_cross_entropy allocates: never N x V, and no more than its formula says."""
+"""The memory of memeff::linear_cross_entropy: never N x V, and no more than its formula says."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_filter_that_a_call_switches_off_takes_no_more_than_the_formula_says()
 def test_what_hopper_holds_is_within_the_formula(
     size: tuple[int, int, int], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buffers are made where nothing is computed; of a filter the sorted words come to them."""
+    """Buffers are allocated even if no product runs; a filter adds its sorted words."""
     rows, depth, vocab = size
     monkeypatch.setattr(hopper_module, "shapes_for", lambda _: shapes_for_programs(132))
     device, half = torch.device("meta"), torch.bfloat16

@@ -1,4 +1,4 @@
-"""Shards of one weight, merged, are the whole head: values, and the sum of what each rank gives."""
+"""Shards of one weight, merged, are the whole head: values, and the sum of the ranks' gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Case:
-    """A head with its targets, and random factors of what the op returns for each row."""
+    """A head with its targets, and random factors of the op's results for each row."""
 
     def __init__(self, vocab: int, dtype: torch.dtype, where: str, **settings: Any) -> None:
         self.settings = DEFAULTS | settings
@@ -82,7 +82,7 @@ class Case:
         return [each.grad for each in trained]
 
     def merged(self, ranks: int) -> tuple[list[Tensor], list[Tensor]]:
-        """What every rank finds, and the gradients that ranks add up or keep."""
+        """Return every rank's results, and the gradients that ranks add up or keep."""
         shards = [Shard(rank, ranks, self.vocab) for rank in range(ranks)]
         given = [self.operands(s.first, s.first + s.columns) for s in shards]
         settings = [self.settings | s._asdict() for s in shards]
@@ -139,7 +139,7 @@ def test_a_target_at_minus_infinity_loses_infinity_as_in_one_process() -> None:
 
 
 def test_a_confident_target_keeps_its_digits() -> None:
-    """A loss of 1e-5 beside a log-sum-exp of 50: their difference would have no digit of it."""
+    """A loss of 1e-5 with a log-sum-exp of 50: their difference would have no correct digit."""
     hidden = torch.zeros(1, D)
     hidden[0, 0] = 1
     weight = torch.zeros(40, D)
@@ -182,7 +182,7 @@ def test_the_likeliest_class_of_equals_is_the_lowest_one(dtype: torch.dtype) -> 
 def test_a_row_loses_no_more_to_the_filters_of_all_ranks_than_to_one(
     monkeypatch: pytest.MonkeyPatch, level: float, lost: float
 ) -> None:
-    """Each rank's goes by probabilities of the whole head, so that what they leave out adds up."""
+    """Each rank filters by probabilities of the whole head, so that their dropped masses add up."""
     given: list[float] = []
     backward = rows_op.linear_cross_entropy_backward
 
@@ -236,7 +236,7 @@ ENGINES = {
 def test_every_engine_serves_shards(
     monkeypatch: pytest.MonkeyPatch, name: str, settings: str
 ) -> None:
-    """Their rows with a target elsewhere, and gradients of the log-sum-exp nobody asked for."""
+    """Rows whose target is on another rank, and gradients of an unused log-sum-exp."""
     engine, dtype, tolerance = ENGINES[name]
     asked = {"half ignored": SETTINGS[settings], "one rank": SETTINGS[settings]}
     for where, how in asked.items():

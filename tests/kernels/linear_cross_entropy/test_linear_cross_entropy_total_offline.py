@@ -118,7 +118,7 @@ def test_products_compile_within_the_limits(is_busy: bool) -> None:
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
-    # Programs count tiles; nothing that is a result is added in any order.
+    # Programs count tiles with atomics; results are never added in varying order.
     assert {kind[-3:] for kind in re.findall(r"atom\.\S+", ptx)} == {"u32"}
     assert "cp.reduce" not in ptx
 
@@ -186,12 +186,12 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
     ptx = within_limits(compiled, HOPPER)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
-    # A warp of its own loads, and gives its registers to those that multiply.
+    # A separate warp loads, and gives its registers to those that multiply.
     assert "setmaxnreg" in ptx
     barriers, read_or_written = _shared_addresses(ptx)
     assert len(barriers) == 2 * shapes.stages + 4 + 2 * is_busy
-    # Where a barrier that nobody uses lay, the number of a tile lay too, and was lost now and then
-    # by programs that started behind those of another process.
+    # The number of a tile shared memory with an unused barrier, and was sometimes lost by programs
+    # that started after those of another process.
     assert not barriers & read_or_written
 
 
@@ -250,5 +250,5 @@ def test_scaling_compiles_within_the_limits(is_in_place: bool, kind: str) -> Non
         assert "cvt.rn.bf16" in ptx
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
     assert re.search(r"st\.global\S*\.v4\.b32", ptx)
-    assert "ftz" not in ptx  # what is small stays, as in PyTorch
+    assert "ftz" not in ptx  # small numbers stay, as in PyTorch
     assert ("setp.eq.f32" in ptx or "setp.neu.f32" in ptx) == is_in_place

@@ -78,7 +78,7 @@ def _mean(inputs: list[Any], **changes: Any) -> tuple[Tensor, ...]:
     found: tuple[Tensor, ...] = linear_cross_entropy_total(
         *inputs, None, norm, **{**SETTINGS, **changes}
     )
-    return found[:4]  # after them is what a low-rank part has
+    return found[:4]  # after them come the operands of a low-rank part
 
 
 def _assert_close(found: Tensor | None, expected: Tensor | None, budget: float) -> None:

@@ -294,7 +294,7 @@ def test_ranks_may_have_engines_of_their_own() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("given", list(hostile()))
 def test_hopper_with_nothing_of_a_row(given: ScalarLoss, dtype: torch.dtype) -> None:
-    """A target far below what another rank has would be times more than 16 bits hold."""
+    """A target far below another rank's logits would need a factor beyond 16 bits."""
     given = cast_to(given, dtype)
     budget = 1e-5 if dtype == torch.float32 else 1e-2
     assert_close(together(given, *2 * [hopper.total])[0], whole(given), budget)

@@ -146,7 +146,7 @@ def test_masked_columns_get_no_probability_and_no_gradient() -> None:
     case = Case("bias", has_bias=True)
     inputs = make_inputs(case, vocab=300)
     assert inputs.bias is not None
-    inputs.bias[:130] = float("-inf")  # the first pieces hold nothing but -inf
+    inputs.bias[:130] = float("-inf")  # the first blocks contain only -inf
     inputs.target.clamp_(min=130)
     arguments = case.arguments(1)
     found = values_and_gradients(linear_cross_entropy, inputs, arguments)

@@ -1,4 +1,4 @@
-"""memeff::quantized_attention_by_call: levels in turn, what is counted, what is exact."""
+"""memeff::quantized_attention_by_call: levels in turn, counting, exact cases."""
 
 from __future__ import annotations
 

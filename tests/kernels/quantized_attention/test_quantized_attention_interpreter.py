@@ -40,7 +40,7 @@ def check(case: Case, settings: Settings, shape: Shape = WHOLE) -> None:
     """Check equality with the reference, but for a few weights.
 
     A last bit of the maximum, or another order of tiles, moves a weight over the edge between two
-    numbers of its format. Codes are wrong by a hundred times what is allowed here.
+    numbers of its format. Wrong codes would differ by a hundred times the tolerance.
     """
     (out, lse), (wanted, sums) = both(case, settings, shape)
     assert relative_l1(out, wanted) <= 5e-4
@@ -96,7 +96,7 @@ def test_heads_that_are_turned_in_parts(dtype: torch.dtype) -> None:
 
 
 def test_queries_of_one_block_that_are_alike_stay_numbers() -> None:
-    """Nothing is left of them without their mean, whose scores are what sums start from."""
+    """Without their mean they are zero; the mean's scores are the start of the sums."""
     case = float32(5, 140, 64)
     case.q[:] = 40 * case.q[:, :, :1]
     (out, _), (wanted, _) = both(case, settings_for("4b"))

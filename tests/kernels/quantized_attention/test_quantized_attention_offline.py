@@ -1,8 +1,8 @@
-"""The kernels of quantised attention compiled for GPUs that are not there.
+"""The kernels of quantised attention compiled for GPUs that are not present.
 
 No spills, shared memory in bounds, and on 9.0 the instructions that make it fast: products of warp
 groups in int8 and E4M3, weights that go from one to the other without moving between threads, and
-no arithmetic per score beyond what is counted here.
+no arithmetic per score beyond the number checked here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""memeff::quantized_attention on the CPU: how far from exact, what is exact, layouts, errors."""
+"""memeff::quantized_attention on the CPU: distance from exact, exact cases, layouts, errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from memeff_compile.kernels.quantized_attention.settings import (
 from tests.support.coded_attention import KINDS, biased, conditions, exact, half, relative_l1
 from tests.support.dense_attention import Case, compose, counting, draw
 
-# Relative L1 on (iid, bias, channels), 1.3 times what was measured.
+# Relative L1 on (iid, bias, channels), 1.3 times the measured values.
 BUDGET = {
     "8b": (0.046, 0.022, 0.046),
     "8b+f16": (0.015, 0.015, 0.026),
@@ -137,7 +137,7 @@ def test_heads_of_4_bits_are_turned_and_keys_have_a_scale_each(
 def test_evening_and_turning_change_no_score(
     level: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With codes of many bits and unrounded weights nothing is left of them."""
+    """With codes of many bits and unrounded weights their effect vanishes."""
     monkeypatch.setattr(Settings, "turns", True)
     case = biased(draw(1, 4, 2, 150, 140, depth, torch.float32, ahead=20), "bias")
     settings = replace(settings_for(level), limit=1 << 20, values="exact")
@@ -180,7 +180,7 @@ def test_what_rounding_takes_from_values_on_average_is_given_back() -> None:
 
 
 def test_keys_are_rounded_with_the_mean_of_queries_in_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where heads that share keys have means of their own, it is left alone."""
+    """If heads that share keys have different means, rounding does not use them."""
     case, shared = half(256, 512, 64, "bias"), half(256, 512, 64, "bias")
     case = Case(case.q, *(each.repeat(1, 2, 1, 1) for each in (case.k, case.v)))
     shared.q[:, 1:] = shared.q[:, :1]
@@ -219,7 +219,7 @@ def test_sampled_queries_are_counted(queries: int) -> None:
 
 @pytest.mark.parametrize("smooth", ["", "k", "v", "q", "qkv"])
 def test_what_is_taken_away_is_given_back_exactly(smooth: str) -> None:
-    """With codes of many bits and unrounded weights nothing is left of it."""
+    """With codes of many bits and unrounded weights its effect vanishes."""
     case = half(300, 260, 40, "bias", ahead=-40, behind=200)
     case = Case(*(each.float() for each in (case.q, case.k, case.v)), settings=case.settings)
     settings = replace(settings_for("8b", "token", smooth), limit=1 << 20, values="exact")
@@ -392,7 +392,7 @@ def test_more_rows_than_kernels_can_name_are_refused(which: str) -> None:
 
 
 def test_in_float64_nothing_is_coded() -> None:
-    """What memeff.verify compares with."""
+    """memeff.verify compares with it."""
     case = compose(draw(2, 4, 2, 20, 30, 8), 5)
     kept = {name: case.settings[name] for name in plain(case) if name in case.settings}
     case = Case(case.q, case.k, case.v, case.tables, kept)
@@ -413,7 +413,7 @@ def test_engines_and_formats_of_devices() -> None:
 
 
 def test_the_formula_counts_the_codes() -> None:
-    """E4M3 and int8 halve bf16; scales and what rounding took from each block come on top."""
+    """E4M3 and int8 halve bf16; scales and rounding errors of each block are added."""
     assert int(code_bytes(1, 32, 8, 16384, 16384, 128)) == sum(
         (
             32 * 16384 * 128,

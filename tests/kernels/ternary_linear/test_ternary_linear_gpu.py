@@ -184,7 +184,7 @@ def test_gates_norms_and_sums_have_the_bits_of_pytorch(
 def test_kernels_that_start_early_wait_for_what_they_read(
     is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chain of calls, each of which reads what the one before writes, in a CUDA graph."""
+    """A chain of calls in a CUDA graph, each of which reads the previous one's result."""
     monkeypatch.setattr(shapes_of, "WORDS_OF_ONE_LAUNCH", 0 if is_first else 1 << 40)
     norm = torch.ones(2048, device="cuda", dtype=torch.bfloat16)
     weights, scale = [packed(2048, 2048, n) for n in range(8)], torch.full((), 9.0, device="cuda")

@@ -167,7 +167,7 @@ def test_the_kernel_for_few_tokens_compiles_within_the_limits(
 ) -> None:
     shapes = vector_shapes(words, rows, tokens, 132)
     kernel = _vectors(capability, kind, shapes, words, tokens=tokens, group=group)
-    # ptxas keeps two registers of the widest rows on the stack of 10.0, where nothing is measured.
+    # ptxas spills two registers of the widest rows on 10.0, which has no measurements.
     ptx = within_limits(kernel, capability, stack=8 if (capability, words) == (100, 2048) else 0)
     assert "dp4a" in ptx
     assert "ld.global.v4" in ptx, "weights are not loaded sixteen bytes at a time"

@@ -264,7 +264,9 @@ def test_one_product_of_several_weights_has_the_gradients_of_products_of_each() 
 
 @pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]])
 def test_a_result_without_a_gradient_gives_its_weight_and_bias_none(used: list[int]) -> None:
-    """None, as products of each give, and no zeros: an optimizer moves what has zeros."""
+    """None, as with separate products, not zeros: an optimizer would move a parameter with
+    zeros.
+    """
     x = torch.randn(5, 36, requires_grad=True)
     weight = [torch.randn(rows, 36, requires_grad=True) for rows in (20, 8, 4)]
     bias = {1: torch.randn(8, requires_grad=True), 2: torch.randn(4, requires_grad=True)}

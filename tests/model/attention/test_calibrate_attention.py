@@ -1,4 +1,4 @@
-"""calibrate_attention: scores by site and call, the table and its use, what it leaves alone."""
+"""calibrate_attention: scores by site and call, the table and its use, no changes to the model."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_loop_takes_the_levels_of_its_steps() -> None:
 
 
 class Checkpointed(Attend):
-    """The same inside of a checkpoint, whose body is a graph of its own."""
+    """The same inside a checkpoint, whose body is a separate graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -242,7 +242,7 @@ def test_a_graph_compiled_anew_counts_on(kind: type[Attend], inner: str) -> None
 
 
 def test_a_table_of_a_loop_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What calibration saw of each call is what the compiled loop gives it."""
+    """The compiled loop uses each call's calibrated level."""
     model = Twice().eval()
     inputs = [draw(seed) * (1.0 + 5.0 * seed) for seed in range(3)]
 

@@ -73,7 +73,7 @@ def test_fewer_bits_come_near_a_static_cache(model: Any, bits: int, scheme: str)
 
 
 def test_compiled_decoding_reads_codes_and_equals_eager(model: Any) -> None:
-    """One graph for two caches and many steps, none of which builds the dense view."""
+    """One graph for two caches and many steps; none builds the dense view."""
     compiled = torch.compile(
         model, backend="memeff", options={"memeff.inner": "eager"}, fullgraph=True
     )
@@ -95,7 +95,7 @@ def test_compiled_decoding_reads_codes_and_equals_eager(model: Any) -> None:
             found = torch.cat(parts, 1)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
             assert [t.data_ptr() for t in layer.pool()] == before
-            # The reference's attention decodes what is filled, never the whole length.
+            # The reference's attention decodes the filled part, never the whole length.
             assert all(call.args[3] <= 70 for call in views.call_args_list)
     assert fired() == [("rewrote", "rewrote")] * LAYERS
     assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
@@ -109,7 +109,9 @@ def test_compiled_decoding_reads_codes_and_equals_eager(model: Any) -> None:
 def test_one_compiled_model_reads_codes_of_any_bits(
     model: Any, more: list[tuple[int, dict[str, Any]]]
 ) -> None:
-    """Dynamo makes a symbol of what a second cache has otherwise: its bits, lengths and windows."""
+    """Dynamo makes a symbol of values that differ in a second cache: its bits, lengths and
+    windows.
+    """
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
     ids = prompt(tokens=70)
     for length, settings in (
@@ -430,7 +432,7 @@ def test_a_pipeline_gives_the_tokens_of_the_cache_itself(model: Any) -> None:
     assert found[0]["generated_token_ids"] == expected[0].tolist()
 
 
-# --- what a cache does ----------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 def fill(model: Any, cache: Any, tokens: int = 60, batch: int = 2) -> Any:
@@ -649,7 +651,7 @@ def test_a_request_with_an_effect_does_not_warn(bits: int, warns_again: None) ->
 
 
 def step_of(model: Any, cache: KVCache, **options: Any) -> list[Any]:
-    """Compile one step; return what the report says of the layers that stay exact."""
+    """Compile one step; return the report's records about layers that stay exact."""
     compiled = torch.compile(
         model, backend="memeff", options={"memeff.inner": "eager", **options}, fullgraph=True
     )
@@ -716,7 +718,7 @@ def test_a_crop_of_a_model_with_a_window_is_refused_before_any_layer_changes() -
         (30, 1, 1),
         (3, 1, 2, 1, 1, 5, 1, 9, 1, 1, 1, 1, 1),
         (1, 23, 1, 1),
-        (20, 5, 17, 18, 40, 1, 24, 3),  # pieces that do not fit behind the window
+        (20, 5, 17, 18, 40, 1, 24, 3),  # blocks that do not fit after the window
         (5, 60, 1),
         tuple([2] + [1] * 60),
     ],

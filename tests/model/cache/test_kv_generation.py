@@ -1,4 +1,4 @@
-"""Generation with a StaticCache of transformers: what fires, eager's logits, cache and tokens.
+"""Generation with a StaticCache of transformers: rewrites, eager's logits, cache and tokens.
 
 On the CPU the pass asks for copies of a size that tiny models do not have; the limit is lowered.
 """
@@ -79,7 +79,7 @@ def test_decoding_equals_eager_in_logits_and_cache(family: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
     for layer, (a, b) in enumerate(zip(ours.layers, cache.layers, strict=True)):
-        # Behind the first attention what is written differs by rounding order.
+        # After the first attention, written values differ by rounding order.
         tolerance = {"rtol": 0, "atol": 0} if layer == 0 else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(a.keys, b.keys, **tolerance)
         torch.testing.assert_close(a.values, b.values, **tolerance)
@@ -149,7 +149,7 @@ def test_training_beside_it_is_left_alone() -> None:
 
 @pytest.mark.slow
 def test_a_sliding_window_gives_the_same_tokens() -> None:
-    """Its layers keep their last tokens only; nothing is assumed about how they move them."""
+    """Its layers keep only their last tokens; how they move them does not matter."""
     model = make("Mistral", sliding_window=8)
     prompt = torch.randint(2, 64, (2, 5), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})

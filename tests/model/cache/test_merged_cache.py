@@ -63,7 +63,7 @@ def kinds(cache: Any) -> list[str]:
 
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_cache_that_keeps_every_row_equals_a_static_cache(model: Any, bits: int) -> None:
-    """Rows that are kept come back bit for bit, so merging all of nothing changes nothing."""
+    """Kept rows come back bit for bit, so merging without merged rows changes no result."""
     ids = prompt(tokens=90)
     settings: dict[str, Any] = {**SHORT, "merge": ALL_KEPT} if bits == 16 else {"merge": ALL_KEPT}
     cache = KVCache(model.config, LENGTH, bits, **settings)
@@ -117,7 +117,7 @@ def test_less_is_lost_with_more_bits_and_more_rows(model: Any) -> None:
 
 @pytest.mark.parametrize("bits", [16, 4])
 def test_tokens_in_pieces_are_kept_as_tokens_one_by_one(model: Any, bits: int) -> None:
-    """The lower layer's tokens wait for the upper's; nothing is lost, and windows are the same."""
+    """The lower layer's tokens wait for the upper's; no token is lost, and windows are the same."""
     merge = MiniCache(start_layer=1, gamma=1.0, retained=1.0)
     ids = prompt(tokens=90)
     caches = [KVCache(model.config, LENGTH, bits, merge=merge, **SHORT) for _ in range(2)]
@@ -488,7 +488,7 @@ def test_training_is_refused(model: Any) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_prompt_fills_the_cache_as_an_eager_one(model: Any) -> None:
-    """The lower layer's keys wait inside the graph, and nothing waits behind it."""
+    """The lower layer's keys wait inside the graph, and no longer after it."""
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
     caches = [KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT) for _ in range(2)]
     ids = prompt(tokens=66)

@@ -196,7 +196,7 @@ def test_one_line_compiles_generation(kv_cache: Any) -> None:
     for length, tokens in zip(lengths, expected, strict=True):
         assert torch.equal(generated(model, length), tokens)
     assert len(memeff_compile.graphs()) == 2
-    # Of so few tokens none is in codes yet: what a model says without our caches.
+    # So few tokens are not coded yet: the result of a model without memeff's caches.
     assert torch.equal(expected[2], generated(make(num_hidden_layers=1), 1))
 
 

@@ -216,7 +216,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 def compiled_for(kv_cache: str | int, family: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a compiled model, and what its generate() is given: the verb, or the backend alone."""
+    """Return a compiled model, and its generate() arguments: by kv_cache, or by the backend
+    alone.
+    """
     model = make(family, **settings)
     if kv_cache == "bare":
         model.compile(backend="memeff", options={"memeff.inner": "eager"})

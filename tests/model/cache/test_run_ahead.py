@@ -1,6 +1,6 @@
-"""generate() asks one step late whether it has ended: the same tokens, and only where none can see.
+"""generate() asks one step late whether it has ended: the same tokens, and only if unobservable.
 
-The CPU stands for the GPU; it has no events, so there is nothing to wait for.
+The CPU replaces the GPU; it has no events, so no wait is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Event:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return what grows by an entry with each generate() that asks late."""
+    """Return a list that grows with each generate() that asks late."""
     if not hasattr(generation, "DeferredStopCheck"):
         pytest.skip("transformers before 5.17 asks after each token, and cannot be told otherwise")
     found: list[bool] = []

@@ -67,7 +67,7 @@ def test_a_packed_model_comes_back_bit_for_bit_from_shards(
     assert len(set(linears(model).values())) == 3
     assert again.dtype == dtype
     assert torch.equal(logits(again), logits(model))
-    again.save_pretrained(tmp_path / "2")  # what was loaded is saved as what was packed
+    again.save_pretrained(tmp_path / "2")  # a loaded model is saved as the packed one
     third = auto.from_pretrained(tmp_path / "2")
     assert torch.equal(logits(third), logits(model))
     files = [sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in "12"]
@@ -111,7 +111,7 @@ def test_the_quantizer_is_found_whatever_is_loaded_again(monkeypatch: pytest.Mon
     auto = importlib.import_module("transformers.quantizers.auto")
 
     class Old:
-        """A finder as they were before Python 3.4: from 3.12 on nobody asks it."""
+        """A finder of the form before Python 3.4, which 3.12 no longer calls."""
 
         def find_module(self, *_: object) -> None:
             return None

@@ -1,4 +1,4 @@
-"""ternarize_, TernaryStages and pack_ternary_: numbers, what is kept, what is refused, memory."""
+"""ternarize_, TernaryStages and pack_ternary_: numbers, saved state, refusals, memory."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_a_stored_bitnet_layer_compiles_once_packed() -> None:
 
 
 def test_tokens_and_weights_of_the_published_layer_are_the_oracle() -> None:
-    """The tests above compare with these; they hold what the papers say."""
+    """The tests above compare with these, which implement the papers."""
     x, w = torch.randn(2, 8), torch.randn(4, 8)
     assert torch.allclose(tokens_int8(x), x, atol=float(x.abs().max()) / 127)
     assert set((weights(w) / w.abs().mean()).round().unique().tolist()) <= {-1.0, 0.0, 1.0}

@@ -1,4 +1,4 @@
-"""Weights that are swapped want what Dynamo made of them collected, as it is outside of tests."""
+"""Dynamo's objects must be collected before weights can be swapped, as outside of tests."""
 
 from __future__ import annotations
 

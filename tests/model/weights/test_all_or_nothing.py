@@ -144,7 +144,7 @@ def test_a_step_is_refused_before_it_changes_anything(name: str, is_early: bool)
     assert_same(model, dense())
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
     decompress_(model)
-    early.step() if is_early else None  # what stopped it is gone
+    early.step() if is_early else None  # the obstacle is gone
 
 
 def test_a_step_with_a_closure_is_refused_before_the_closure() -> None:

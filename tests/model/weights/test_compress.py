@@ -1,4 +1,4 @@
-"""compress_: what is compressed and what is left, and that a compressed model is the model it was."""
+"""compress_: compressed and skipped weights, and that a compressed model equals the original."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-# --- what is compressed ---------------------------------------------------------------------------
+# --- compressed -----------------------------------------------------------------------------------
 
 
 def test_linears_are_compressed_and_the_rest_is_said() -> None:
@@ -105,7 +105,7 @@ def one(weight: Tensor, **settings: Any) -> str:
 
 
 class Doubled(nn.Linear):
-    """A linear with a forward of its own."""
+    """A linear with a custom forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight * 2)

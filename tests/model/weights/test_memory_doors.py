@@ -16,7 +16,7 @@ from memeff_compile.errors import CodedWeightError
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
 from tests.support.memory_doors import DOORS, check_door
 
-# Dense memory, of which there is none, or a write to a part of it.
+# Dense memory, which does not exist, or a write to a part of it.
 REFUSED = {
     "applied",
     "data_ptr",
@@ -237,7 +237,7 @@ def test_storages_tell_weights_apart() -> None:
 
 
 def test_a_worker_process_collates_weights() -> None:
-    """Workers put a batch into shared memory of their own making."""
+    """Workers put a batch into shared memory that they make."""
     dataset = [coded(dense()) for _ in range(2)]
     (batch,) = torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=1)  # type: ignore[arg-type]
     assert torch.equal(batch, torch.stack([dense(), dense()]))

@@ -202,7 +202,7 @@ def phi3() -> nn.Module:
 
 @pytest.mark.slow
 def test_packed_projections_are_compressed_and_train_alike_when_compiled() -> None:
-    """One weight that makes gate and up, or queries, keys and values, is cut behind its linear."""
+    """One weight for gate and up, or queries, keys and values, is split after its linear."""
     models = [phi3(), phi3()]
     report = compress_(models[1], min_size=0, progress=False)
     names = {each.name.split(".")[-2] for each in report.compressed}
@@ -431,7 +431,7 @@ def test_another_thread_waits_until_a_place_is_taken() -> None:
     assert settled.is_set()
 
 
-# --- what loops do --------------------------------------------------------------------------------
+# --- loops ----------------------------------------------------------------------------------------
 
 
 def test_a_scheduler_sets_the_rates_of_all() -> None:
@@ -547,7 +547,7 @@ def test_max_norm_clips_each_gradient_by_its_own_norm() -> None:
 
 
 def test_clipping_after_the_backward_finds_no_gradients() -> None:
-    """What the page says of global-norm clipping."""
+    """The page's statement about global-norm clipping."""
     model = compressed(llama())
     optim_in_backward(model, FACTORIES["SGD"])
     model(input_ids=IDS, labels=IDS).loss.backward()
@@ -589,7 +589,7 @@ def test_hooks_can_be_taken_off() -> None:
 
 @pytest.mark.parametrize("first", ["optimizer", "hook", "compressed", "moved"])
 def test_a_model_that_had_hooks_before_is_updated(first: str) -> None:
-    """Hooks that were taken off leave something behind that must not swallow new ones."""
+    """State that removed hooks leave must not disable new ones."""
     model: nn.Module = nn.Linear(256, 256, bias=False).bfloat16()
     if first == "optimizer":
         optim_in_backward(model, FACTORIES["SGD"]).remove()
@@ -625,7 +625,7 @@ def test_a_second_call_is_refused_until_the_first_is_taken_off() -> None:
 
 @pytest.mark.parametrize("is_coded", [True, False])
 def test_a_model_that_is_given_up_goes_with_its_optimizer(is_coded: bool) -> None:
-    """Nobody but the model keeps the optimizer, and what is left of both is collected."""
+    """Only the model refers to the optimizer, and both are collected."""
     model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
     if is_coded:
         model = compressed(model)
@@ -672,7 +672,7 @@ def test_a_copy_of_the_model_is_not_taken_for_it(
     twin = copied(model)
     x = torch.ones(1, 256, dtype=torch.bfloat16)
     twin(x).float().sum().backward()
-    assert twin.weight.grad is not None  # nobody updates it
+    assert twin.weight.grad is not None  # no optimizer updates it
     twin.zero_grad()
     second = optim_in_backward(twin, FACTORIES["SGD"])
     for each, optimizer in ((twin, second), (model, first)):
@@ -698,7 +698,7 @@ def test_lossy_weights_that_require_gradients_are_refused() -> None:
 def test_a_model_moved_afterwards_is_noticed_at_the_step() -> None:
     model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
     optimizer = optim_in_backward(model, FACTORIES["SGD"])
-    model._apply(lambda t: t.clone())  # what .to(device) does
+    model._apply(lambda t: t.clone())  # as .to(device) does
     model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
     with pytest.raises(MemeffError, match="was not updated"):
         optimizer.step()
@@ -751,7 +751,7 @@ def test_accumulating_with_frozen_weights_leaves_them(codec: str) -> None:
     assert torch.equal(model.weight.decode(), before)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

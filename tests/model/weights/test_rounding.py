@@ -1,4 +1,4 @@
-"""Weights rounded with inputs in view: what comes out is coded as it is, and products lose less."""
+"""Weights rounded by their inputs: the result is coded without change, and products lose less."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(steps: int, together: bool, scale: float) -> tuple[list[Tensor], int]:
-    """Return weights after some steps, and how many of them were encoded anew."""
+    """Return weights after some steps, and how many of them were encoded again."""
     model = model_of()
     if together:
         compress_(model, min_size=0, progress=False)
@@ -67,7 +67,7 @@ def test_weights_updated_together_have_the_bits_of_dense_ones(scale: float) -> N
 
 
 def waiting() -> tuple[verb.BackwardOptimizer, list[CodedWeight], list[Tensor]]:
-    """Return weights that expect gradients together, and what they are before."""
+    """Return weights that expect gradients together, and their initial values."""
     model = model_of()
     compress_(model, min_size=0, progress=False)
     optimizer = optim_in_backward(model, sgd)

@@ -483,7 +483,7 @@ SPELLINGS: dict[Callable[..., Any], tuple[Callable[[], tuple[Tensor, ...]], str]
 
 
 def codes_of(function: Callable[..., Any], *inputs: Tensor, **how: Any) -> list[str]:
-    """Compare with eager, values and gradients; return the codes of what was recorded."""
+    """Compare with eager, values and gradients; return the codes of the records."""
     report = compare_with_eager(function, *inputs, rtol=1e-9, atol=1e-9, **how).report
     return [r.code for r in report.records if r.pass_name == "recover_attention"]
 
@@ -502,7 +502,7 @@ def test_a_spelling_of_attention_is_recovered_or_says_why_not(
         assert graph.after == graph.before
 
 
-# --- what the new call says -----------------------------------------------------------------------
+# --- the new call ---------------------------------------------------------------------------------
 
 
 def after(spelling: Callable[..., Any], *inputs: Tensor, **how: Any) -> str:

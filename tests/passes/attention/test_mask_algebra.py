@@ -1,4 +1,4 @@
-"""The reader of masks against the masks themselves: what it says must hold in every cell.
+"""The reader of masks against the masks themselves: its formula must hold in every cell.
 
 Random compositions of the mask algebra are written as functions, captured, read, and compared with
 the tensor that eager computes. A reader with a wrong rule must fail here, which is tested, too.
@@ -33,7 +33,7 @@ SHAPE = (B, 1, Q, K)
 Index = tuple[int, ...]
 
 
-# --- evaluating what the reader says ----------------------------------------------------------------
+# --- evaluating the reader's formulas ---------------------------------------------------------------
 
 
 class Values:
@@ -101,7 +101,7 @@ def interpreted(gm: GraphModule, inputs: Sequence[Tensor]) -> dict[Node, Any]:
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured function, and what eager computes for each of its nodes."""
+    """A captured function, and eager's value of each of its nodes."""
 
     gm: GraphModule
     values: Mapping[Node, Any]

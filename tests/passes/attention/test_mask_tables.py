@@ -1,7 +1,8 @@
-"""What memeff::attention is told in the place of a mask, against the mask: every cell must agree.
+"""Arguments of memeff::attention that replace a mask, against the mask: every cell must agree.
 
-Masks are composed at random, captured, read and said; the tables are written into the graph as the
-pass writes them, the graph is run, and bounds and tables are put together again cell by cell.
+Masks are composed at random, captured, read and turned into arguments; the tables are written into
+the graph as the pass writes them, the graph is run, and bounds and tables are put together again
+cell by cell.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def test_what_is_said_of_many_random_masks_is_the_mask_in_every_cell() -> None:
         check(graph_of(range(start, start + 50), random_mask))
 
 
-# --- what models write ----------------------------------------------------------------------------
+# --- masks of models ------------------------------------------------------------------------------
 
 
 def packed(*, by_position: bool, window: int | None = None) -> Build:

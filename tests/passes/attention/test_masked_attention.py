@@ -52,7 +52,7 @@ def padding(*, left: bool = True) -> Tensor:
 
 
 def told() -> list[str]:
-    """Return what the rewritten graph tells the op, beyond its operands."""
+    """Return the op's arguments in the rewritten graph, besides its operands."""
     text = memeff_compile.graphs()[-1].after
     found = [line for line in text.splitlines() if OP in line]
     return [line.split(OP)[1].rstrip(")").split(", ", 3)[3] for line in found]

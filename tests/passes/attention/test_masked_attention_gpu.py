@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="builds transformers m
 
 LENGTH = 192
 OF_BF16 = 1.5e-2
-"""Largest mean distance from fp32 of these models in bf16, where the model itself gives none."""
+"""Largest mean distance from fp32 of these models in bf16, if the model itself gives none."""
 SETTINGS = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -63,7 +63,7 @@ def batch(side: str) -> dict[str, Any]:
 
 
 def outcome(run: Any, model: nn.Module, given: dict[str, Any]) -> list[Tensor]:
-    """Return the logits of what is no padding, and the gradients of all weights, in fp32."""
+    """Return the logits outside of padding, and the gradients of all weights, in fp32."""
     model.zero_grad()
     labels = given["input_ids"].clone()
     if "attention_mask" in given:

@@ -1,4 +1,4 @@
-"""recover_attention where a mask arrives from outside, or adds what nobody has read."""
+"""recover_attention with a mask that comes from outside, or adds unread numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(*shape: int, seed: int = 0) -> Tensor:
-    """Return truth values, one query of which sees nothing."""
+    """Return truth values, one query of which sees no key."""
     found = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.6
     found[..., 1, :] = False
     return found
@@ -82,7 +82,7 @@ def test_a_mask_from_outside_is_read_when_it_runs(name: str, fast: None) -> None
 
 
 def test_a_row_of_the_lowest_number_is_a_softmax_of_its_scores(fast: None) -> None:
-    """Products and a softmax say so; PyTorch's CPU kernel has wrong gradients there."""
+    """Products and a softmax show that; PyTorch's CPU kernel has wrong gradients there."""
 
     def products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return eager(q, repeat_kv(k), repeat_kv(v), mask).transpose(1, 2)
@@ -143,7 +143,9 @@ def test_a_cache_that_is_written_beside_the_mask_is_not_the_mask(fast: None) -> 
 def test_a_mask_may_be_written_to_as_another_dtype_where_ops_run_one_by_one(
     fast: None,
 ) -> None:
-    """AOTAutograd takes two storages for two memories; eager sees what the other one was given."""
+    """AOTAutograd treats two storages as separate memory; eager sees writes through the other
+    one.
+    """
 
     def layers(
         q: Tensor, k: Tensor, v: Tensor, shown: Tensor, other: Tensor, new: Tensor
@@ -204,7 +206,7 @@ def test_the_report_says_what_is_read(fast: None) -> None:
     assert "keys and values are not expanded" in record.sentence
 
 
-# --- what is kept ---------------------------------------------------------------------------------
+# --- kept -----------------------------------------------------------------------------------------
 
 
 def learned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -429,7 +429,7 @@ FAMILIES = {
     "losses": LOSSES,
 }
 
-# Nodes that tracing cannot judge: several results or operations behind one call, or none of ATen.
+# Nodes that tracing cannot check: several results or operations in one call, or no ATen op.
 UNJUDGED: dict[str, tuple[Spelling, str]] = {
     "attention": (
         lambda x, z, **_: F.scaled_dot_product_attention(x, z, z, is_causal=True),
@@ -565,7 +565,7 @@ Step = tuple[str, dict[str, Any]]
 
 
 def plain(reading: tuple[Call, ...] | None, result: Any) -> list[Step] | None:
-    """Reduce a reading to what it means: calls that do nothing out, one overload per idea."""
+    """Reduce a reading to its meaning: no-ops removed, one overload per idea."""
     if reading is None:
         return None
     steps: list[Step] = []
@@ -583,7 +583,7 @@ def plain(reading: tuple[Call, ...] | None, result: Any) -> list[Step] | None:
             arguments["end"] = _LAST if arguments["end"] is None else arguments["end"]
         if not _does_nothing(name, arguments):
             steps.append((name, {key: _as_traced(value) for key, value in arguments.items()}))
-    if steps and steps[0][1].get("self") is PREVIOUS:  # what came before did nothing
+    if steps and steps[0][1].get("self") is PREVIOUS:  # the previous call was a no-op
         steps[0][1]["self"] = reading[0].args["self"]
     return steps
 
@@ -700,7 +700,7 @@ def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) ->
         torch.arange,
         torch.linalg.matmul,
         torch.special.softmax,
-        torch.empty,  # its values are nobody's to compare; read in the goldens of attention
+        torch.empty,  # its values cannot be compared; read in the goldens of attention
         torch.full,
         torch.full_like,
         torch.ones,
@@ -749,7 +749,7 @@ def test_ops_that_stand_for_attributes_since_torch_2_14_are_read_as_their_attrib
         assert by_op[0].op in (aten.t.default, aten.transpose.int)
 
 
-# --- what the table must not claim to know ----------------------------------------------------------
+# --- nodes the table must not read ------------------------------------------------------------------
 
 UNREAD: dict[str, Spelling] = {
     "cumprod": lambda x, **_: x.cumprod(-1),

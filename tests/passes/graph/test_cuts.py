@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two linears; what the first returns is an output too."""
+    """Blocks between two linears; the first linear's result is an output too."""
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def sgd(parameter: nn.Parameter) -> torch.optim.Optimizer:
 
 
 def pieces() -> str:
-    """Return what the report says of pieces."""
+    """Return the report's text about partitions."""
     report = memeff_compile.last_report()
     assert report is not None
     return "".join(r.sentence for r in report.records if r.code == "in_pieces")
@@ -72,7 +72,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: tuple[int, ...]
 
 
 def compare(model: Net, batches: tuple[int, ...], inner: str, dynamic: bool | None = None) -> None:
-    """Train whole with the optimizer behind the backward, and in pieces: the same bits."""
+    """Train whole with the optimizer after the backward pass, and in partitions: the same bits."""
     options = {"memeff.inner": inner}
     twin = copy.deepcopy(model)
     twin.compile(backend="memeff", options=options, dynamic=dynamic)
@@ -129,7 +129,7 @@ def test_gradients_come_and_go_block_by_block(checkpointed: bool) -> None:
         return seen
 
     whole = products_before_updates(Net(checkpointed))
-    assert len(set(whole.values())) == 1  # behind the whole backward
+    assert len(set(whole.values())) == 1  # after the whole backward pass
     memeff_compile.reset()
     model = Net(checkpointed)
     optim_in_backward(model, sgd)

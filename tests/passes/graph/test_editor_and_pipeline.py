@@ -1,4 +1,4 @@
-"""What edits guarantee, what happens when one fails, and what the pipeline does around the passes."""
+"""Guarantees of edits, failures of edits, and the pipeline's work around the passes."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_pass_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == pytest.approx(2 * expected)
 
 
-# --- what new nodes carry ------------------------------------------------------------------------------------
+# --- metadata of new nodes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("returns_logits", [False, True])
@@ -262,7 +262,7 @@ def test_new_nodes_carry_value_source_and_module(returns_logits: bool) -> None:
 
 
 class _Wrapped(nn.Module):
-    """A part that is not the root: Dynamo gives no module path to what the root itself calls."""
+    """A part that is not the root: Dynamo gives no module path to calls of the root itself."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()

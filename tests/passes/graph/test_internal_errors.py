@@ -1,4 +1,6 @@
-"""A pass that fails costs its one place: each is broken in turn, at every stage, beside others."""
+"""If a pass raises, only that match is skipped: each pass is broken in turn, at every stage, among
+others.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from tests.support.ternary_layers import Detached
 
 V, D = 64, 8
 GPU = torch.device("cuda", 0)
-# What a pass has done by then differs from pass to pass; the others are the pipeline's alone.
+# The state of a pass by then differs from pass to pass; the other stages are the pipeline's.
 STAGES = ("find", "check", "edited", "rubbish")
 ALL_STAGES = (*STAGES, "gain", "anchor", "places", "rewrite", "dead")
 
@@ -144,7 +146,7 @@ TURNS = [numbers(8, 8, seed=layer) for layer in range(3)]
 
 
 def loss_of(hidden: Tensor, seed: int = 8) -> Tensor:
-    """A head and its loss: what another pass serves."""
+    """A head and its loss, which another pass serves."""
     weight = HEADS[hidden.shape[-1], seed].to(hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
     return F.cross_entropy(F.linear(rows, weight), torch.arange(rows.shape[0]) % V)
@@ -292,7 +294,7 @@ def two_kinds_of_attention() -> Any:
 
 
 class Rotary(nn.Module):
-    """Layers that turn what they are given by two tables, which are one match."""
+    """Layers that rotate their input by two tables, which are one match."""
 
     def forward(self, x: Tensor) -> Tensor:
         once = torch.arange(12)[:, None].double() * 100 ** (-torch.arange(4)[None] / 4)
@@ -355,7 +357,7 @@ def _tables_as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values(function: Callable[..., Any], inputs: Sequence[Any], *, grad: bool) -> list[Tensor]:
-    """Return outputs, gradients of inputs and what was written into them."""
+    """Return outputs, gradients of inputs and the inputs after writes."""
     given = [
         x.detach().clone().requires_grad_(x.requires_grad and grad) if _is_plain(x) else x
         for x in inputs
@@ -396,7 +398,7 @@ def run(
                 result = entry.memeff(twin, example_inputs, options=options)
             report = memeff_compile.graphs()[-1]
             found[stage] = broken, report
-            compiled.setdefault(report.after, result)  # stages leave one graph behind, as a rule
+            compiled.setdefault(report.after, result)  # stages usually leave one graph
 
         def call(*args: Any) -> Any:
             wanted = values(gm.forward, args, grad=program.grad)
@@ -417,7 +419,7 @@ def run(
 
 
 def changes(report: GraphReport, *, but: str) -> list[tuple[str, str, int]]:
-    """Return what the other passes did."""
+    """Return the rewrites of the other passes."""
     done = [r for r in report.records if r.action in CHANGES and r.pass_name != but]
     return [(r.pass_name, r.sentence, r.sites) for r in done]
 

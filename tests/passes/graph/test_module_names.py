@@ -19,7 +19,7 @@ IDS = torch.arange(8)
 
 
 class Heads(nn.Module):
-    """A model of two heads; a graph break before the head leaves it to a frame of its own."""
+    """A model of two heads; a graph break before the head puts it into a separate frame."""
 
     def __init__(self, *, breaks: bool) -> None:
         super().__init__()
@@ -36,7 +36,9 @@ class Heads(nn.Module):
 
 
 class Adapted(nn.Module):
-    """As PEFT's models: what it lacks is looked for in the model inside, by `__getattr__`."""
+    """Like PEFT's models: missing attributes are looked up in the model inside, by
+    `__getattr__`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ HEAD = "base_model.base_model.lm_head"
 
 
 def records(way: Callable[..., Any], *, breaks: bool, skip: str = "") -> dict[str, str]:
-    """Return the place of the fused loss by its code, or of what is said of the skipping."""
+    """Return the module of the fused loss by its code, or of the record about skipping."""
     torch._dynamo.reset()
     memeff_compile.reset()
     options = {"memeff.inner": "eager"} | ({"memeff.skip": {FUSE: skip}} if skip else {})
