@@ -11,8 +11,10 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, OptionError
 from memeff_compile.kernels.coded_weight import (
+    CODECS,
+    LISTS,
     OWN_ATTRIBUTES,
     CodedWeight,
     bits_per_weight,
@@ -188,14 +192,7 @@ def compress_(
         12.0
     """
     require_module(model, "compress_")
-    name = _codec_name(codec, mantissa, block)
-    skip = (skip,) if isinstance(skip, str) else skip
-    are_names = isinstance(skip, Collection) and all(isinstance(each, str) for each in skip)
-    if not are_names or not isinstance(min_size, (int, float)):
-        raise OptionError(
-            f"compress_: min_size is {min_size!r} and skip {skip!r}; a number of elements and the "
-            "names of modules are needed."
-        )
+    name, skip = settings_of(codec, mantissa, block, skip, min_size)
     places = list(_places(model))
     memory: dict[int, set[int]] = {}  # which tensors share each piece of it
     for tensor in (*model.parameters(), *model.buffers()):
@@ -216,7 +213,59 @@ def compress_(
     names = {each.name for each in found if each.codec}
     # What FSDP2 keeps of a shard shows its lists where they are.
     side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
+    _tell_transformers(model)
     return keep(model, "compress_", CompressionReport(tuple(found)))
+
+
+def settings_of(
+    codec: str, mantissa: int, block: int, skip: Sequence[str], min_size: int
+) -> tuple[str, tuple[str, ...]]:
+    """Return the codec's full name and the names to skip; OptionError for settings of no use."""
+    name = _codec_name(codec, mantissa, block)
+    skip = (skip,) if isinstance(skip, str) else skip
+    are_names = isinstance(skip, Collection) and all(isinstance(each, str) for each in skip)
+    if not are_names or not isinstance(min_size, (int, float)):
+        raise OptionError(
+            f"compress_: min_size is {min_size!r} and skip {skip!r}; a number of elements and the "
+            "names of modules are needed."
+        )
+    return name, tuple(skip)
+
+
+def plan(
+    model: nn.Module, codec: str, skip: Sequence[str], min_size: int
+) -> tuple[list[str], list[CompressedWeight]]:
+    """Return which weights of a model on the meta device will be compressed, and the others."""
+    chosen: list[str] = []
+    left: list[CompressedWeight] = []
+    for place in _places(model):
+        if reason := _reason(place, codec, skip, min_size, None):
+            left.append(_dense(place, reason))
+        else:
+            chosen.append(place.name)
+    return chosen, left
+
+
+def coded_or_dense(
+    name: str, weight: Tensor, codec: str
+) -> tuple[CodedWeight | None, CompressedWeight]:
+    """Encode a weight that has just been loaded, unless its code is hardly smaller."""
+    sentence = supports_weight(weight, codec)
+    parts = [] if sentence else encode(weight, codec)
+    after, shape = sum(part.nbytes for part in parts), tuple(weight.shape)
+    if parts and after > LARGEST_SHARE * weight.nbytes:
+        bits = bits_per_weight(after, weight.numel())
+        sentence = f"its code would take {bits:.1f} bits a weight"
+    if sentence:
+        return None, CompressedWeight(name, shape, "", weight.nbytes, weight.nbytes, sentence)
+    coded = CodedWeight(parts, codec, shape)
+    return coded, CompressedWeight(name, shape, codec, weight.nbytes, coded.coded_bytes)
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """Let save_pretrained of transformers' models write codes; see `pretrained`."""
+    if "transformers.modeling_utils" in sys.modules:
+        import_module("memeff_compile.model.weights.pretrained").know(model)
 
 
 def compression_report(model: nn.Module) -> CompressionReport | None:
@@ -259,6 +308,7 @@ def decompress_(model: nn.Module) -> Changes:
             continue
         before, after = before + size, after + dense.nbytes
         found[place.name] = f"was {codec}"
+    _tell_transformers(model)
     sizes = (
         f"{format_bytes(after)} for {format_bytes(before)}" if found else "nothing was compressed"
     )
@@ -349,7 +399,11 @@ def _places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _reason(
-    place: _Place, codec: str, skip: Sequence[str], min_size: int, memory: dict[int, set[int]]
+    place: _Place,
+    codec: str,
+    skip: Sequence[str],
+    min_size: int,
+    memory: dict[int, set[int]] | None,  # which tensors share memory; None: it is not there yet
 ) -> str:
     """Return why a weight is left dense, or "" if it is to be compressed."""
     weight = place.parameter
@@ -372,8 +426,8 @@ def _reason(
         return f"it is a {type(weight).__name__}; compress it before it is sharded or quantised"
     if weight.numel() < min_size:
         return f"it has {weight.numel()} elements, fewer than min_size, which is {min_size}"
-    sentence = supports_weight(weight, codec)
-    if sentence is None and len(memory[compat.storage_key(weight)]) > 1:
+    sentence = supports_weight(weight, codec, is_loaded_later=memory is None)
+    if sentence is None and memory and len(memory[compat.storage_key(weight)]) > 1:
         return "its memory is shared with another tensor of the model"
     return sentence or _unmovable(weight)
 
@@ -509,9 +563,65 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
             setattr(new, name, attribute)
 
 
+def watch_state_dicts(model: nn.Module) -> None:
+    """Have state dicts of a model with compressed weights give dense tensors, and take codes."""
+    for place, _ in _coded_places(model):
+        for _, module, _ in place.owners:
+            watch_state_dict(module)
+
+
 def watch_state_dict(module: nn.Module) -> None:
     if not compat.has_state_dict_hook(module, _decode_in_state_dict):
         module.register_state_dict_post_hook(_decode_in_state_dict)
+        module.register_load_state_dict_pre_hook(_codes_in_state_dict)
+
+
+def _codes_in_state_dict(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> None:
+    """Take codes under the names of a saved folder, as the Trainer loads a checkpoint with."""
+    for name, own in module._parameters.items():
+        path = f"{prefix}{name}"
+        parts = {part: state_dict.pop(f"{path}.{part}", None) for part in PARTS}
+        parts = {part: held for part, held in parts.items() if held is not None}
+        if parts and own is not None:
+            try:
+                state_dict[path] = _from_parts(own, parts)
+            except CodedWeightError as error:
+                error_messages.append(f"{path}: {error}")
+
+
+PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norms"))
+"""Names of the parts of compressed weights, of any codec."""
+
+
+def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
+    """Return a coded weight of these parts, by which a module's own may be replaced."""
+    forms = [own.codec] if isinstance(own, CodedWeight) else list(CODECS)
+    codec = next((each for each in forms if set(parse(each).parts) == set(found)), None)
+    if codec is None:
+        raise CodedWeightError(
+            f"the state dict holds the parts {', '.join(sorted(found))} of a compressed weight, "
+            f"and this model's weight is {forms[0] if len(forms) == 1 else 'dense'}. Load the "
+            "whole folder with memeff_compile.from_pretrained, or compress_ the model as the saved "
+            "one was."
+        )
+    parts = [found[part].to(own.device) for part in parse(codec).parts]
+    if isinstance(own, CodedWeight):
+        for name, part, held in zip(parse(codec).parts, parts, own.parts, strict=True):
+            if name not in LISTS and part.shape != held.shape:
+                raise CodedWeightError(
+                    f"its part {name} has {part.numel()} elements in the state dict and "
+                    f"{held.numel()} in the model. Load it into the model it was saved from."
+                )
+    return CodedWeight(parts, codec, own.shape)
 
 
 def _decode_in_state_dict(

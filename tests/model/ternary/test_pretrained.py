@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.model import PackedTernaryLinear
-from memeff_compile.model.ternary import registration
+from memeff_compile.model import quantizers
 from tests.support.fresh_python import FreshPython
 
 transformers = pytest.importorskip("transformers", reason="save_pretrained is of transformers")
@@ -116,7 +116,7 @@ def test_the_quantizer_is_found_whatever_is_loaded_again(monkeypatch: pytest.Mon
         def find_module(self, *_: object) -> None:
             return None
 
-    twice: list[Any] = [registration._BesideQuantizers(), registration._BesideQuantizers()]
+    twice: list[Any] = [quantizers._BesideQuantizers(), quantizers._BesideQuantizers()]
     monkeypatch.setattr(sys, "meta_path", [Old(), *twice, *sys.meta_path])
     importlib.reload(auto)  # fills new tables
     ours = sys.modules["memeff_compile.model.ternary.pretrained"]

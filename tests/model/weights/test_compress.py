@@ -454,8 +454,8 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "checksum",
     ),
     "another version": (
-        lambda path: rewritten(path, lambda note, tensors: note.update(version=2)),
-        "version 2",
+        lambda path: rewritten(path, lambda note, tensors: note.update(version=3)),
+        "version 3",
     ),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "not a whole"),
     "dense": (lambda path: save_file({"0.weight": torch.ones(1)}, path), "load_state_dict"),
