@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -14,6 +15,23 @@ from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.report import VerbReport
 
 Kept = TypeVar("Kept", bound=VerbReport)
+
+
+def folded(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str, list[str]]]:
+    """Group entries whose texts are equal and whose names differ in numbers, as layers' do.
+
+    Returned are, for each group, a name for it, the text of the first, and all names.
+    """
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name, text in entries:
+        kind = re.sub(r"\d+", "*", name), text.replace(name.rpartition(".")[0] or name, "*")
+        groups.setdefault(kind, []).append((name, text))
+    found = []
+    for group in groups.values():
+        first, text = group[0]
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        found.append((first + more, text, [name for name, _ in group]))
+    return found
 
 
 class Changes(VerbReport, int):
@@ -36,9 +54,10 @@ class Changes(VerbReport, int):
         return self.verb, self._sentence, self.places, self.left
 
     def __str__(self) -> str:
-        """Return what was done, and place by place what is there now or why nothing is."""
+        """Return what was done, and what is now where or why nothing is; equal layers in a line."""
         both = (*self.places.items(), *((p, f"left: {why}") for p, why in self.left.items()))
-        return "\n".join([f"{self.verb}: {self._sentence}", *(f"  {p}  {is_}" for p, is_ in both)])
+        lines = (f"  {name}  {is_}" for name, is_, _ in folded(both))
+        return "\n".join([f"{self.verb}: {self._sentence}", *lines])
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Return everything as JSON."""

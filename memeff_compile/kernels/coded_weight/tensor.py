@@ -973,8 +973,8 @@ def _write_error(writer: str) -> CodedWeightError:
     )
     if writer.endswith(".step"):
         return CodedWeightError(
-            f"{seen} To train it, use {train}; to have a dense model again, use "
-            "memeff_compile.decompress_(model)."
+            f"{seen} To train it, use {train} (in the Trainer: optimizers=(that, None)); to have a "
+            "dense model again, use memeff_compile.decompress_(model)."
         )
     return CodedWeightError(
         f"{seen} Call memeff_compile.decompress_(model) first, as before merging adapters "

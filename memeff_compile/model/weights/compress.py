@@ -34,7 +34,7 @@ from memeff_compile.kernels.coded_weight import (
     supports_weight,
 )
 from memeff_compile.kernels.marks import is_updated_in_backward
-from memeff_compile.model.changes import Changes, keep, require_module, verb_report
+from memeff_compile.model.changes import Changes, folded, keep, require_module, verb_report
 from memeff_compile.model.runs import runs_of
 from memeff_compile.model.weights.rounding import gram_groups, grams, rounded_for
 from memeff_compile.report import VerbReport, format_bytes
@@ -69,10 +69,15 @@ class CompressedWeight:
         """Bits per weight, everything counted."""
         return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
 
+    @property
+    def about(self) -> str:
+        """Its shape and how it was compressed."""
+        return f"{list(self.shape)} {self.codec}{', rounded for inputs' * self.for_inputs}"
+
 
 @dataclass(frozen=True)
 class CompressionReport(VerbReport):
-    """What `compress_` did, weight by weight. `str()` of it is a table, `to_json()` has it all."""
+    """What `compress_` did. `str()` has a line for equal weights of all layers, `to_json()` all."""
 
     weights: tuple[CompressedWeight, ...]
 
@@ -111,7 +116,7 @@ class CompressionReport(VerbReport):
         return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the totals, and per weight what it takes or why it is as it was."""
+        """Return the totals, and for equal weights what they take or why they are as they were."""
         before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
         sizes = f", {before:.1f} MiB before, {after:.1f} after, {self.bits:.2f} bits a weight"
         already = len(self.compressed_before)
@@ -121,14 +126,16 @@ class CompressionReport(VerbReport):
             + (f"; {already} were compressed already" if already else "")
             + f"; {len(self.left_dense)} left dense"
         ]
-        for each in self.compressed:
-            how = ", rounded for inputs" if each.for_inputs else ""
-            shown = f"{each.name} {list(each.shape)} {each.codec}{how}"
-            lines.append(f"  {each.bits:5.2f} bits  {shown}")
-        for each in self.compressed_before:
-            lines.append(f"  as it was   {each.name} {list(each.shape)}: {each.reason}")
-        for each in self.left_dense:
-            lines.append(f"  dense       {each.name} {list(each.shape)}: {each.reason}")
+        by_name = {each.name: each for each in self.compressed}
+        for name, about, names in folded((n, each.about) for n, each in by_name.items()):
+            some = CompressionReport(tuple(by_name[each] for each in names))
+            lines.append(f"  {some.bits:5.2f} bits  {name} {about}")
+        dense = [(each, "as it was ", each.reason) for each in self.compressed_before]
+        dense += [(each, "dense     ", each.reason) for each in self.left_dense]
+        texts = ((each.name, f"{how}|{list(each.shape)}: {why}") for each, how, why in dense)
+        for name, text, _ in folded(texts):
+            how, _, why = text.partition("|")
+            lines.append(f"  {how}  {name} {why}")
         return "\n".join(lines)
 
 

@@ -226,7 +226,7 @@ def _initialised(
     if any(each.device.type != "meta" for each in module.parameters()):
         return None
     of_model = [getattr(each, "_init_weights", None) for each in model.modules()]
-    calls = [(call, (module,)) for call in of_model if callable(call)]
+    calls: list[tuple[Any, tuple[nn.Module, ...]]] = [(call, (module,)) for call in of_model]
     calls += [(getattr(module, name, None), ()) for name in ("reset_parameters", "rope_init")]
     before = dict(module._buffers)
     try:
@@ -324,14 +324,14 @@ def _note(file: _File, path: object) -> dict[str, Any]:
     if note.get("version") not in READ:
         raise CodedWeightError(
             f"load_compressed_: {path} has format version {note.get('version')!r} and this release "
-            f"reads {' and '.join(map(str, READ))}. Load it with the release that wrote it, decompress_ the model and "
-            "save its state_dict."
+            f"reads {' and '.join(map(str, READ))}. Load it with the release that wrote it, "
+            "decompress_ the model and save its state_dict."
         )
     return note
 
 
 def _tensor_names(file: _File) -> set[str]:
-    return {name for name in file.keys() if not name.startswith(BUFFER)}
+    return {name for name in set(file.keys()) if not name.startswith(BUFFER)}
 
 
 def _coded_names(note: dict[str, Any]) -> set[str]:

@@ -196,7 +196,7 @@ class _Update:
             self.held, self.room = nn.Parameter(parameter.decode()), sheltered(parameter.numel())
         try:
             self.optimizer = factory(self.held)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise OptionError(
                 f"optim_in_backward: the factory failed for {name} ({error}); it is a class and "
                 "its settings, as in optim_in_backward(model, torch.optim.SGD, lr=1e-3), or a "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from memeff_compile.model.weights.compress import CompressedWeight
 
 log = logging.getLogger(__name__)
+
+Theirs: TypeAlias = Any
+"""A model of transformers, or what transformers hands over."""
 
 METHOD = "memeff"
 VERSION = 1
@@ -80,8 +83,8 @@ class MemeffConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(
-        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
-    ) -> Any:
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Theirs
+    ) -> Theirs:
         """Read what config.json says; CodedWeightError where another release wrote it."""
         if config_dict.get("version", VERSION) != VERSION:
             raise CodedWeightError(
@@ -89,7 +92,8 @@ class MemeffConfig(QuantizationConfigMixin):
                 f"and this release reads {VERSION}. Load the model with the release that wrote it, "
                 "and save it dense: decompress_(model), then save_pretrained."
             )
-        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        read: Any = super().from_dict
+        return read(config_dict, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json says; of a saved model only what loading it needs."""
@@ -98,7 +102,7 @@ class MemeffConfig(QuantizationConfigMixin):
             del said[name]
         return said
 
-    def get(self, name: str, default: object = None) -> Any:
+    def get(self, name: str, default: object = None) -> Theirs:
         """Read as a dictionary too, which a config handed to from_pretrained is taken for."""
         return getattr(self, name, default)
 
@@ -111,7 +115,7 @@ class MemeffQuantizer(HfQuantizer):
     is_qat_trainable = True  # transformers' word for: every weight can be trained
     is_compileable = True
 
-    def __init__(self, quantization_config: MemeffConfig, **settings: Any) -> None:
+    def __init__(self, quantization_config: MemeffConfig, **settings: Theirs) -> None:
         super().__init__(quantization_config, **settings)
         self.chosen: set[str] = set()  # weights to encode as they are read
         self.report: list[CompressedWeight] = []
@@ -132,13 +136,13 @@ class MemeffQuantizer(HfQuantizer):
             )
         return dtype
 
-    def validate_environment(self, *_: object, device_map: Any = None, **__: object) -> None:
+    def validate_environment(self, *_: object, device_map: Theirs = None, **__: object) -> None:
         """Refuse a device map with a disk in it."""
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if "disk" in places:
             _refuse_disk()
 
-    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+    def param_element_size(self, model: Theirs, param_name: str, param: Tensor) -> float:
         """Return the bytes of an element, for a device map that is worked out."""
         coded = _here(model, param_name, self.quantization_config.weights) or param_name in (
             self.chosen if not self.pre_quantized else ()
@@ -146,14 +150,14 @@ class MemeffQuantizer(HfQuantizer):
         bits = self.quantization_config.bits or 8.0 * param.element_size()
         return bits / 8 if coded else float(param.element_size())
 
-    def param_needs_quantization(self, model: Any, param_name: str, **_: object) -> bool:
+    def param_needs_quantization(self, model: Theirs, param_name: str, **_: object) -> bool:
         """Return whether a weight is encoded as it is read."""
         return param_name in self.chosen
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Encode(self)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Theirs) -> list[Any]:
         """Return how tensors of the folder become weights: ours are under the module's own names.
 
         A dense checkpoint is read as ever, by the model's own conversions.
@@ -166,7 +170,7 @@ class MemeffQuantizer(HfQuantizer):
         patterns = [rf"(?<={sentinel}\.)weight$", *(f"weight.{part}" for part in sorted(PARTS))]
         return [WeightConverter(patterns, "weight", [_Join(self)])]
 
-    def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:
+    def _process_model_before_weight_loading(self, model: Theirs, **_: object) -> None:
         from memeff_compile.model.weights.compress import plan, settings_of
 
         said = self.quantization_config
@@ -183,7 +187,7 @@ class MemeffQuantizer(HfQuantizer):
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         self.chosen = set(chosen) - tied
 
-    def _process_model_after_weight_loading(self, model: Any, **_: object) -> Any:
+    def _process_model_after_weight_loading(self, model: Theirs, **_: object) -> Theirs:
         from memeff_compile.kernels.coded_weight import CodedWeight, side_by_side
         from memeff_compile.model.changes import keep
         from memeff_compile.model.weights.compress import (
@@ -218,13 +222,13 @@ class MemeffQuantizer(HfQuantizer):
         know(model)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Theirs, dtype: torch.dtype | None = None) -> Theirs:
         from memeff_compile.model.weights.compress import decompress_
 
         decompress_(model)
         return model if dtype is None else model.to(dtype)
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, Any]:
+    def get_state_dict_and_metadata(self, model: Theirs) -> tuple[dict[str, Tensor] | None, Any]:
         """Return what is written, and bring the model's config up to date."""
         from memeff_compile import compat
         from memeff_compile.kernels.coded_weight import CodedWeight, parse
@@ -259,10 +263,13 @@ class _Join(ConversionOps):
     def convert(
         self,
         input_dict: dict[str, Any],
-        model: Any = None,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        model: Theirs = None,
         full_layer_name: str = "",
         **_: object,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         import torch
 
         from memeff_compile.kernels.coded_weight import CodedWeight, parse
@@ -287,9 +294,7 @@ class _Join(ConversionOps):
                 "or save it again."
             )
         coded = CodedWeight(parts, codec, shape)
-        return {
-            full_layer_name: torch.nn.Parameter(coded, requires_grad=parse(codec).is_lossless)
-        }
+        return {full_layer_name: torch.nn.Parameter(coded, requires_grad=parse(codec).is_lossless)}
 
 
 class _Encode(ConversionOps):
@@ -299,8 +304,14 @@ class _Encode(ConversionOps):
         self.hf_quantizer = hf_quantizer
 
     def convert(
-        self, input_dict: dict[str, Any], model: Any = None, **_: object
-    ) -> dict[str, Tensor]:
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        model: Theirs = None,
+        **_: object,
+    ) -> dict[str, Any]:
         import torch
 
         from memeff_compile.kernels.coded_weight import parse
@@ -340,7 +351,8 @@ def know(model: nn.Module) -> None:
     from memeff_compile import compat
     from memeff_compile.model.weights.compress import compressed_weights
 
-    for module in cast("list[Any]", [m for m in model.modules() if isinstance(m, PreTrainedModel)]):
+    theirs: list[Theirs] = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    for module in theirs:
         known = getattr(module, "hf_quantizer", None)
         if known is not None and not isinstance(known, MemeffQuantizer):
             continue
@@ -357,15 +369,16 @@ def know(model: nn.Module) -> None:
         module._weight_conversions = []  # the folder holds the modules' own names
 
 
-def _forget(module: Any) -> None:
+def _forget(module: Theirs) -> None:
     known = getattr(module, "hf_quantizer", None)
     if not isinstance(known, MemeffQuantizer):
         return
     module._weight_conversions = known.conversions
-    known.remove_quantization_config(module)
+    undo: Any = known.remove_quantization_config
+    undo(module)
 
 
-def _describe(said: MemeffConfig, model: Any) -> None:
+def _describe(said: MemeffConfig, model: Theirs) -> None:
     """Bring what config.json says of a model up to date."""
     from memeff_compile.kernels.coded_weight import bits_per_weight, parse
     from memeff_compile.model.weights.compress import compressed_weights
@@ -391,7 +404,7 @@ def _sentinel(weights: Mapping[str, str]) -> str:
     return max(weights)
 
 
-def _here(model: Any, name: str, saved: Mapping[str, str]) -> str | None:
+def _here(model: Theirs, name: str, saved: Mapping[str, str]) -> str | None:
     """Return the name that a weight of this model has in the folder, or None.
 
     A base model is loaded from the folder of one with a head, and the other way round.
@@ -401,13 +414,13 @@ def _here(model: Any, name: str, saved: Mapping[str, str]) -> str | None:
     return next((each for each in every if each in saved), None)
 
 
-def _here_of(model: Any, saved: str, known: Mapping[str, object]) -> str | None:
+def _here_of(model: Theirs, saved: str, known: Mapping[str, object]) -> str | None:
     prefix = f"{model.base_model_prefix}."
     every = (saved, prefix + saved, saved.removeprefix(prefix))
     return next((each for each in every if each in known), None)
 
 
-def _shape(model: Any, name: str) -> tuple[int, ...]:
+def _shape(model: Theirs, name: str) -> tuple[int, ...]:
     import torch
 
     path, _, attribute = name.rpartition(".")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.model import PackedTernaryLinear
-from memeff_compile.model import quantizers
+from memeff_compile.model import PackedTernaryLinear, quantizers
 from tests.support.fresh_python import FreshPython
 
 transformers = pytest.importorskip("transformers", reason="save_pretrained is of transformers")

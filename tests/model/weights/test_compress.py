@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import memeff_compile
 from memeff_compile.errors import (
@@ -28,7 +28,12 @@ from memeff_compile.errors import (
 )
 from memeff_compile.kernels.coded_weight import CodedWeight
 from memeff_compile.model.weights.compress import compress_, compressed_weights, decompress_
-from memeff_compile.model.weights.compressed_file import METADATA, load_compressed_, save_compressed
+from memeff_compile.model.weights.compressed_file import (
+    LARGEST_BUFFER,
+    METADATA,
+    load_compressed_,
+    save_compressed,
+)
 from tests.support.hostile_weights import bits, hostile
 
 LLAMA = LlamaConfig(
@@ -74,7 +79,8 @@ def test_linears_are_compressed_and_the_rest_is_said() -> None:
     assert "lm_head" in why["lm_head.weight"]
     text = str(report)
     assert report.summary.startswith("compress_: 14 weights compressed, ")
-    assert "model.layers.1.mlp.up_proj.weight [256, 128] win4" in text
+    assert "12.01 bits  model.layers.0.mlp.up_proj.weight and 1 more [256, 128] win4" in text
+    assert len(text.splitlines()) == 1 + 7 + 2  # the same linear of all layers is one line
     assert len(json.loads(report.to_json())["weights"]) == 16
 
 
@@ -245,12 +251,6 @@ def test_a_model_is_saved_whole_with_its_codes_and_nothing_else(codec: str, tmp_
     assert same_tensors(dict(model.state_dict()), dict(loaded.state_dict()))
     weight = model.model.layers[0].mlp.up_proj.weight
     assert len(pickle.dumps(weight)) < sum(part.nbytes for part in weight.parts) + 8192
-
-
-def test_save_pretrained_writes_a_dense_checkpoint(tmp_path: Path) -> None:
-    compressed(llama()).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert same_tensors(dict(llama().state_dict()), dict(loaded.state_dict()))
 
 
 def test_a_copy_of_a_model_is_compressed_and_its_own() -> None:
@@ -426,6 +426,73 @@ def test_a_compressed_file_comes_back_bit_for_bit(codec: str, tmp_path: Path) ->
         for name, value in model.state_dict().items():
             assert torch.equal(bits(target.state_dict()[name].bfloat16()), bits(value.bfloat16()))
         assert not [p for p in target.parameters() if p.is_meta]
+
+
+class Table(nn.Module):
+    """Has a buffer that no state dict holds, which `reset_parameters` computes if it may."""
+
+    def __init__(self, size: int, computes: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+        self.computes = computes
+        self.table: Tensor
+        self.register_buffer("table", torch.empty(size), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.computes:
+            self.table.copy_(torch.arange(self.table.numel()) / 3)
+
+
+@pytest.mark.parametrize("source", ["the file", "the module", "nowhere"])
+def test_buffers_on_the_meta_device_get_values_or_a_sentence(tmp_path: Path, source: str) -> None:
+    size = 8 if source == "the file" else LARGEST_BUFFER
+    model = nn.Sequential(Table(size, computes=True))
+    model[0].linear.bfloat16()
+    model[0].table += source == "the file"  # not as it was made
+    save_compressed(compressed(model), tmp_path / "codes")
+    with torch.device("meta"):
+        other = nn.Sequential(Table(size, computes=source != "nowhere"))
+    other[0].linear.bfloat16()
+    if source == "nowhere":
+        with pytest.raises(CodedWeightError, match=r"values for the buffers 0\.table"):
+            load_compressed_(other, tmp_path / "codes")
+        assert all(each.is_meta for each in (*other.parameters(), *other.buffers()))
+        return
+    load_compressed_(other, tmp_path / "codes")
+    assert not [each for each in (*other.parameters(), *other.buffers()) if each.is_meta]
+    assert torch.equal(other[0].table, model[0].table)
+    assert torch.equal(bits(other[0].linear.weight.decode()), bits(model[0].linear.weight.decode()))
+
+
+def test_a_model_on_the_meta_device_computes_the_same_bits_once_it_is_loaded(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM._from_config(LLAMA, dtype=torch.bfloat16).eval()
+    save_compressed(compressed(model), tmp_path / "codes")
+    with torch.device("meta"):
+        made = LlamaForCausalLM(LLAMA).to(torch.bfloat16).eval()
+    load_compressed_(made, tmp_path / "codes")
+    with torch.no_grad():
+        assert torch.equal(made(IDS).logits, model(IDS).logits)
+
+
+def test_buffers_that_were_rounded_are_named(tmp_path: Path, recwarn: Any) -> None:
+    model = LlamaForCausalLM._from_config(LLAMA, dtype=torch.bfloat16)
+    save_compressed(compressed(model), tmp_path / "codes")
+    load_compressed_(LlamaForCausalLM._from_config(LLAMA, dtype=torch.bfloat16), tmp_path / "codes")
+    assert not [w for w in recwarn if "buffers" in str(w.message)]
+    with pytest.warns(UserWarning, match=r"inv_freq \(bfloat16 here and float32 there\)"):
+        load_compressed_(llama(), tmp_path / "codes")
+
+
+def test_a_file_of_the_first_version_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    rewritten(path, lambda note, _: (note.update(version=1), note.pop("buffers")))
+    target = strange()
+    load_compressed_(target, path)
+    assert len(compressed_weights(target)) == 2
 
 
 def saved(tmp_path: Path) -> Path:

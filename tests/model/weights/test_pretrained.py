@@ -85,7 +85,7 @@ def same_parts(left: nn.Module, right: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize(
-    "codec, mantissa",
+    ("codec", "mantissa"),
     [("win4", 7), ("tier", 7), pytest.param("rans", 7, marks=pytest.mark.slow), ("win4", 3)],
 )
 def test_a_compressed_model_comes_back_bit_for_bit_from_shards(
@@ -283,7 +283,7 @@ def test_weights_that_cannot_be_compressed_stay_dense_and_the_log_says_so(
 
 
 def test_settings_are_checked_when_they_are_given() -> None:
-    with pytest.raises(OptionError, match="mantissa|codec"):
+    with pytest.raises(OptionError, match=r"mantissa|codec"):
         MemeffConfig(mantissa=5)
     with pytest.raises(OptionError, match="min_size"):
         MemeffConfig(min_size="all")  # type: ignore[arg-type]
@@ -370,7 +370,7 @@ def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- state dicts and what the model was -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec, mantissa", [("win4", 7), ("win4", 1)])
+@pytest.mark.parametrize(("codec", "mantissa"), [("win4", 7), ("win4", 1)])
 def test_a_state_dict_of_codes_is_loaded_as_it_is(
     tmp_path: Path, codec: str, mantissa: int
 ) -> None:
