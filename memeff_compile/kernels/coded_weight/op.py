@@ -47,7 +47,8 @@ def supports_weight(
     if weight.dtype != torch.bfloat16:
         return (
             f"its dtype is {str(weight.dtype).removeprefix('torch.')}; bfloat16 is what is coded "
-            "(its exponents hold the redundancy, which is under a sixth of fp16 and fp32)"
+            "(its exponents hold the redundancy, which is under a sixth of fp16 and fp32); load "
+            "the model with dtype=torch.bfloat16 to compress it, which rounds its weights"
         )
     if weight.device.type == "meta" and not is_loaded_later:
         return "it is on the meta device and holds no values yet"

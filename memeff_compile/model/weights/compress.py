@@ -47,6 +47,9 @@ LARGEST_SHARE = 0.9
 SKIPPED = ("lm_head", "embed_out", "output_projection")
 """Modules left dense unless asked for: heads, whose losses the backend fuses on dense weights."""
 
+LAYERS = ("Linear", "Conv1D", "Embedding")
+"""Classes of layers whose weights can be compressed; by default the first alone is."""
+
 MIN_SIZE = 1 << 20
 """Elements of the smallest weight that is compressed unless asked for."""
 
@@ -151,6 +154,11 @@ class _Place(NamedTuple):
         path, _, attribute = self.owners[0]
         return f"{path}.{attribute}" if path else attribute
 
+    @property
+    def is_of_linears(self) -> bool:
+        """Whether nothing but linears owns it."""
+        return all(isinstance(module, nn.Linear) for _, module, _ in self.owners)
+
 
 @torch.no_grad()
 def compress_(
@@ -161,12 +169,14 @@ def compress_(
     block: int = 512,
     skip: Sequence[str] = SKIPPED,
     min_size: int = MIN_SIZE,
+    layers: Sequence[str] = LAYERS[:1],
     inputs: Iterable[Any] | Tensor | Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> CompressionReport:
     """Compress the weights of a model's linears in place.
 
-    Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Every bit of them comes
+    Compressed are bf16 weights that nothing but `nn.Linear` modules owns, unless you name more
+    `layers`. Every bit of them comes
     back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
     order. Call it before an optimizer is made and before the model is compiled.
 
@@ -179,6 +189,9 @@ def compress_(
         skip: names of modules to leave dense, with everything inside them; a name matches the last
             parts of a path, and `*` and `?` match as in file names.
         min_size: leave smaller weights dense, in elements.
+        layers: classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and "Embedding".
+            The latter two decode the whole weight in each call. A tied head needs "Linear" and
+            "Embedding", and `skip=()`.
         inputs: of the lossy modes: what the model is called with, for each run a mapping of keyword
             arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
             itself is that of one run. Weights are then rounded so that products by such inputs
@@ -199,16 +212,17 @@ def compress_(
         12.0
     """
     require_module(model, "compress_")
-    name, skip = settings_of(codec, mantissa, block, skip, min_size)
+    name, skip, layers = settings_of(codec, mantissa, block, skip, min_size, layers)
     places = list(_places(model))
     memory: dict[int, set[int]] = {}  # which tensors share each piece of it
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta":
             memory.setdefault(compat.storage_key(tensor), set()).add(id(tensor))
-    reasons = [_reason(place, name, skip, min_size, memory) for place in places]
+    reasons = [_reason(place, name, skip, min_size, layers, memory) for place in places]
     rounding = None
     if inputs is not None:
-        chosen = [place for place, reason in zip(places, reasons, strict=True) if not reason]
+        several = zip(places, reasons, strict=True)
+        chosen = [place for place, reason in several if not reason and place.is_of_linears]
         rounding = _Rounding(model, chosen, _runs(inputs, chosen, name), name)
     found = []
     for place, reason in _with_progress(list(zip(places, reasons, strict=True)), progress):
@@ -225,9 +239,14 @@ def compress_(
 
 
 def settings_of(
-    codec: str, mantissa: int, block: int, skip: Sequence[str], min_size: int
-) -> tuple[str, tuple[str, ...]]:
-    """Return the codec's full name and the names to skip; OptionError for settings of no use."""
+    codec: str,
+    mantissa: int,
+    block: int,
+    skip: Sequence[str],
+    min_size: int,
+    layers: Sequence[str],
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return the codec's full name, the names to skip and the layers; OptionError for any other."""
     name = _codec_name(codec, mantissa, block)
     skip = (skip,) if isinstance(skip, str) else skip
     are_names = isinstance(skip, Collection) and all(isinstance(each, str) for each in skip)
@@ -236,20 +255,25 @@ def settings_of(
             f"compress_: min_size is {min_size!r} and skip {skip!r}; a number of elements and the "
             "names of modules are needed."
         )
-    return name, tuple(skip)
+    layers = (layers,) if isinstance(layers, str) else tuple(layers)
+    if not layers or set(layers) - set(LAYERS):
+        raise OptionError(
+            f"compress_: layers is {layers!r}; one or more of {', '.join(LAYERS)} are needed."
+        )
+    return name, tuple(skip), layers
 
 
 def plan(
-    model: nn.Module, codec: str, skip: Sequence[str], min_size: int
+    model: nn.Module, codec: str, skip: Sequence[str], min_size: int, layers: Sequence[str]
 ) -> tuple[list[str], list[CompressedWeight]]:
     """Return which weights of a model on the meta device will be compressed, and the others."""
     chosen: list[str] = []
     left: list[CompressedWeight] = []
     for place in _places(model):
-        if reason := _reason(place, codec, skip, min_size, None):
+        if reason := _reason(place, codec, skip, min_size, layers, None):
             left.append(_dense(place, reason))
         else:
-            chosen.append(place.name)
+            chosen += [f"{path}.{attribute}" for path, _, attribute in place.owners]
     return chosen, left
 
 
@@ -410,6 +434,7 @@ def _reason(
     codec: str,
     skip: Sequence[str],
     min_size: int,
+    layers: Sequence[str],
     memory: dict[int, set[int]] | None,  # which tensors share memory; None: it is not there yet
 ) -> str:
     """Return why a weight is left dense, or "" if it is to be compressed."""
@@ -419,9 +444,14 @@ def _reason(
         way_out = "" if held.codec == codec else f"; for {codec}, call decompress_(model) first"
         return f"it is compressed already, with {held.codec}{way_out}"
     for path, module, attribute in place.owners:
-        if not _is_linear(module, attribute):
-            kind = type(module).__name__
-            return f"it belongs to {path or 'the model'}, a {kind}, which is not a plain nn.Linear"
+        kind = _layer(module, attribute)
+        if kind not in layers:
+            named = type(module).__name__
+            way_out = f"; layers may name {kind!r}" if kind and kind != "Linear" else ""
+            return (
+                f"it belongs to {path or 'the model'}, a {named}, which is not a plain nn.Linear"
+                f"{way_out}"
+            )
         pattern = _skipped(path, skip)
         if pattern:
             return f"skip names {pattern!r}"
@@ -473,9 +503,32 @@ def _is_cut_once(weight: Tensor) -> bool:
     return mesh is not None and mesh.ndim == 1 and compat.is_tensor_parallel(weight)
 
 
-def _is_linear(module: nn.Module, attribute: str) -> bool:
-    is_weight = attribute == "weight" and isinstance(module, nn.Linear)
-    return is_weight and type(module).forward is nn.Linear.forward
+def _layer(module: nn.Module, attribute: str) -> str:
+    """Return which of `LAYERS` a module with this weight is, or "" for any other."""
+    kind = type(module)
+    if attribute != "weight":
+        return ""
+    if isinstance(module, nn.Linear):
+        return "Linear" if kind.forward is nn.Linear.forward else ""
+    if isinstance(module, nn.Embedding):  # one with a largest norm writes to its weight
+        return "Embedding" if module.max_norm is None and not module.sparse else ""
+    is_theirs = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return "Conv1D" if is_theirs else ""
+
+
+def require_layer(module: nn.Module, attribute: str, shape: Sequence[int]) -> None:
+    """Raise CodedWeightError where a module cannot hold a coded weight of this shape."""
+    if not _layer(module, attribute):
+        raise CodedWeightError(
+            f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
+            "the weight of a plain nn.Linear. Load it into the model it was saved from."
+        )
+    expected = module._parameters[attribute]
+    if expected is not None and tuple(expected.shape) != tuple(shape):
+        raise CodedWeightError(
+            f"a compressed weight has shape {tuple(shape)} and the model's "
+            f"{tuple(expected.shape)}; load it into the model it was saved from."
+        )
 
 
 def _skipped(path: str, skip: Sequence[str]) -> str:
@@ -660,21 +713,12 @@ def _coded_places(model: nn.Module) -> Iterator[tuple[_Place, CodedWeight]]:
 def put_coded(
     module: nn.Module, attribute: str, coded: CodedWeight, *, requires_grad: bool
 ) -> None:
-    """Make a coded weight the parameter of a linear, whatever was there.
+    """Make a coded weight the parameter of a layer, whatever was there.
 
-    CodedWeightError where the module is no plain `nn.Linear`, or its weight has another shape.
+    CodedWeightError where the module is none of `LAYERS`, or its weight has another shape.
     """
-    if not _is_linear(module, attribute):
-        raise CodedWeightError(
-            f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
-            "the weight of a plain nn.Linear. Load it into the model it was saved from."
-        )
+    require_layer(module, attribute, coded.shape)
     expected = module._parameters[attribute]
-    if expected is not None and tuple(expected.shape) != tuple(coded.shape):
-        raise CodedWeightError(
-            f"a compressed weight has shape {tuple(coded.shape)} and the model's "
-            f"{tuple(expected.shape)}; load it into the model it was saved from."
-        )
     if is_updated_in_backward(expected):
         raise CodedWeightError(
             "optim_in_backward trains this model, and a loaded weight would take the place of the "

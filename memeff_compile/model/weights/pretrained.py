@@ -49,6 +49,7 @@ class MemeffConfig(QuantizationConfigMixin):
         block: weights that share a normaliser in the lossy modes.
         skip: names of modules to leave dense; None: output projections.
         min_size: leave smaller weights dense, in elements; None: 2**20.
+        layers: classes whose weights are compressed: "Linear", "Conv1D" and "Embedding".
 
     Example:
         >>> MemeffConfig("tier").codec
@@ -62,6 +63,7 @@ class MemeffConfig(QuantizationConfigMixin):
         block: int = 512,
         skip: Sequence[str] | None = None,
         min_size: int | None = None,
+        layers: Sequence[str] = ("Linear",),
         *,
         quant_method: str = METHOD,
         # the rest describes a saved model
@@ -75,11 +77,19 @@ class MemeffConfig(QuantizationConfigMixin):
 
         self.quant_method: Any = METHOD
         names, least = SKIPPED if skip is None else skip, MIN_SIZE if min_size is None else min_size
-        _, chosen = settings_of(codec, mantissa, block, names, least)
+        _, chosen, kinds = settings_of(codec, mantissa, block, names, least, layers)
         self.codec, self.mantissa, self.block = codec, mantissa, block
-        self.skip, self.min_size = list(chosen), least
+        self.skip, self.min_size, self.layers = list(chosen), least, list(kinds)
         self.version, self.dtype, self.bits = version, dtype, bits
         self.weights, self.buffers = dict(weights or {}), dict(buffers or {})
+
+    @property
+    def full_codec(self) -> str:
+        """The codec's name with the lossy mode, as `compress_` gives it to kernels."""
+        from memeff_compile.kernels.coded_weight import Format
+
+        lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()
+        return str(Format(self.codec, *lossy)) if ":" not in self.codec else self.codec
 
     @classmethod
     def from_dict(
@@ -98,7 +108,7 @@ class MemeffConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json says; of a saved model only what loading it needs."""
         said = super().to_dict()
-        for name in ("skip", "min_size") if self.weights else ():
+        for name in ("skip", "min_size", "layers") if self.weights else ():
             del said[name]
         return said
 
@@ -171,7 +181,7 @@ class MemeffQuantizer(HfQuantizer):
         return [WeightConverter(patterns, "weight", [_Join(self)])]
 
     def _process_model_before_weight_loading(self, model: Theirs, **_: object) -> None:
-        from memeff_compile.model.weights.compress import plan, settings_of
+        from memeff_compile.model.weights.compress import plan
 
         said = self.quantization_config
         if self.pre_quantized:
@@ -182,10 +192,8 @@ class MemeffQuantizer(HfQuantizer):
                     f"{type(model).__name__} has none of them. Load it as the class that was saved."
                 )
             return
-        codec, skip = settings_of(said.codec, said.mantissa, said.block, said.skip, said.min_size)
-        chosen, self.report = plan(model, codec, skip, said.min_size)
-        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-        self.chosen = set(chosen) - tied
+        chosen, self.report = plan(model, said.full_codec, said.skip, said.min_size, said.layers)
+        self.chosen = set(chosen)
 
     def _process_model_after_weight_loading(self, model: Theirs, **_: object) -> Theirs:
         from memeff_compile.kernels.coded_weight import CodedWeight, side_by_side
@@ -239,13 +247,15 @@ class MemeffQuantizer(HfQuantizer):
         _describe(self.quantization_config, model)
         model.config.quantization_config = self.quantization_config
         state: dict[str, Tensor] = {}
-        for name, held in model.state_dict(keep_vars=True).items():
+        known: dict[int, list[Tensor]] = {}  # parts of weights with several names, as transformers
+        for name, held in model.state_dict(keep_vars=True).items():  # drops all names but one
             if not isinstance(held, CodedWeight):
                 state[name] = held.detach() if hasattr(held, "detach") else held
                 continue
-            for part_name, part in zip(parse(held.codec).parts, held.parts, strict=True):
-                shares = part.numel() * part.element_size() != part.untyped_storage().nbytes()
-                state[f"{name}.{part_name}"] = part.clone() if shares else part
+            if id(held) not in known:
+                known[id(held)] = [_with_memory_of_its_own(part) for part in held.parts]
+            for part_name, part in zip(parse(held.codec).parts, known[id(held)], strict=True):
+                state[f"{name}.{part_name}"] = part
         import torch
 
         # Where this quantizer is not known, transformers would draw dense weights at random; it
@@ -273,15 +283,19 @@ class _Join(ConversionOps):
         import torch
 
         from memeff_compile.kernels.coded_weight import CodedWeight, parse
+        from memeff_compile.model.weights.compress import require_layer
         from memeff_compile.model.weights.compressed_file import checksum
 
         said = self.hf_quantizer.quantization_config.weights
-        name = _here(model, full_layer_name, said)
-        codec, crc32 = said[name].split() if name is not None else ("", "")
+        saved_as = _here(model, full_layer_name, said)
+        codec, crc32 = said[saved_as].split() if saved_as is not None else ("", "")
         found = {key.removeprefix("weight."): held for key, held in input_dict.items()}
         wanted = parse(codec).parts if codec else ()
         parts = [found[part][0] for part in wanted if part in found]
-        shape = _shape(model, full_layer_name)
+        path, _dot, attribute = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        shape = tuple(module._parameters[attribute].shape)
+        require_layer(module, attribute, shape)
         if len(parts) != len(wanted) or not wanted:
             raise CodedWeightError(
                 f"{full_layer_name}: the checkpoint holds the parts {', '.join(sorted(found))}, "
@@ -315,16 +329,16 @@ class _Encode(ConversionOps):
         import torch
 
         from memeff_compile.kernels.coded_weight import parse
-        from memeff_compile.model.weights.compress import coded_or_dense, settings_of
+        from memeff_compile.model.weights.compress import coded_or_dense
 
         own, said, made = self.hf_quantizer, self.hf_quantizer.quantization_config, {}
-        codec, _skip = settings_of(said.codec, said.mantissa, said.block, said.skip, said.min_size)
+        codec = said.full_codec
         for name, held in input_dict.items():
             weight = held[0] if isinstance(held, list) else held
             made[name] = weight
             if name not in own.chosen:
                 continue
-            if tuple(weight.shape) != _shape(model, name):  # transformers reports it
+            if weight.shape != model.get_parameter(name).shape:  # transformers reports it
                 own.chosen.discard(name)
                 continue
             coded, about = coded_or_dense(name, weight, codec)
@@ -378,6 +392,11 @@ def _forget(module: Theirs) -> None:
     undo(module)
 
 
+def _with_memory_of_its_own(part: Tensor) -> Tensor:
+    """Return a tensor that can be written to a file alone: lists lie side by side in memory."""
+    return part.clone() if part.nbytes != part.untyped_storage().nbytes() else part
+
+
 def _describe(said: MemeffConfig, model: Theirs) -> None:
     """Bring what config.json says of a model up to date."""
     from memeff_compile.kernels.coded_weight import bits_per_weight, parse
@@ -418,20 +437,6 @@ def _here_of(model: Theirs, saved: str, known: Mapping[str, object]) -> str | No
     prefix = f"{model.base_model_prefix}."
     every = (saved, prefix + saved, saved.removeprefix(prefix))
     return next((each for each in every if each in known), None)
-
-
-def _shape(model: Theirs, name: str) -> tuple[int, ...]:
-    import torch
-
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    if attribute != "weight" or not isinstance(module, torch.nn.Linear):
-        raise CodedWeightError(
-            f"config.json says that {name} is compressed, and it belongs to a "
-            f"{type(module).__name__} here, which is not a plain nn.Linear. Load it as the class "
-            "that was saved."
-        )
-    return tuple(module.weight.shape)
 
 
 def _refuse_disk() -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import memeff_compile
 from memeff_compile.errors import (
@@ -64,7 +64,76 @@ def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
+EVERY_LAYER: dict[str, Any] = {"layers": ("Linear", "Conv1D", "Embedding"), "skip": ()}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_embd": 128, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=1)
+    return GPT2LMHeadModel(config).to(torch.bfloat16)
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 256, "tie_word_embeddings": True})
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
 # --- what is compressed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "count"), [(gpt2, 5), (tied, 15)], ids=["conv1d", "tied head"])
+def test_layers_that_are_named_are_compressed_and_train_on_the_same_bits(
+    make: Callable[[], nn.Module], count: int
+) -> None:
+    model, twin = make(), make()
+    report = compress_(model, min_size=2**14, progress=False)
+    assert "; layers may name 'Embedding'" in str(report)
+    assert ("; layers may name 'Conv1D'" in str(report)) == (make is gpt2)
+    compress_(model, min_size=2**14, progress=False, **EVERY_LAYER)
+    assert len(compressed_weights(model)) == count
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight  # type: ignore[operator]
+    for each in (model, twin):
+        memeff_compile.optim_in_backward(each, torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            each(input_ids=IDS, labels=IDS).loss.backward()
+    assert same_tensors(dict(model.state_dict()), dict(twin.state_dict()))
+    assert not same_tensors(dict(model.state_dict()), dict(make().state_dict()))
+
+
+def test_adapters_train_on_compressed_conv1d_as_on_dense() -> None:
+    settings = LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    found = []
+    for model in (gpt2(), compressed(gpt2(), layers=["Conv1D"])):
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, settings)
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+        found.append([p.grad for p in adapted.parameters() if p.requires_grad])
+    assert len(found[0]) == 6
+    assert all(map(torch.equal, *found))
+
+
+def test_rounding_for_inputs_takes_linears_and_rounds_tables_plainly() -> None:
+    model = tied()
+    report = compress_(
+        model, mantissa=3, inputs=[{"input_ids": IDS}], min_size=0, progress=False, **EVERY_LAYER
+    )
+    kinds = {each.name: each.for_inputs for each in report.compressed}
+    assert not kinds.pop("model.embed_tokens.weight")
+    assert set(kinds.values()) == {True}
+
+
+@pytest.mark.parametrize("layers", [(), ("Conv2d",), "Bilinear"])
+def test_layers_of_no_use_are_refused(layers: Any) -> None:
+    with pytest.raises(OptionError, match="layers is"):
+        compress_(nn.Linear(4, 4), layers=layers)
+
+
+def test_an_embedding_that_writes_to_its_weight_stays_dense() -> None:
+    model = nn.Sequential(nn.Embedding(256, 128, max_norm=1.0)).to(torch.bfloat16)
+    assert not compress_(model, min_size=0, progress=False, **EVERY_LAYER).compressed
 
 
 def test_linears_are_compressed_and_the_rest_is_said() -> None:

@@ -17,6 +17,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    GPT2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
     MixtralConfig,
@@ -114,8 +115,19 @@ def test_a_compressed_model_comes_back_bit_for_bit_from_shards(
     assert size < 0.85 * sum(p.nbytes for p in dense().parameters())
 
 
+EVERY_LAYER: dict[str, Any] = {"layers": ["Linear", "Conv1D", "Embedding"], "skip": ()}
 FAMILIES: dict[str, tuple[PreTrainedConfig, Any, int]] = {
-    "tied": (LlamaConfig(**SIZES, tie_word_embeddings=True), AutoModelForCausalLM, 14),
+    "tied": (
+        LlamaConfig(**{**SIZES, "vocab_size": 256}, tie_word_embeddings=True),
+        AutoModelForCausalLM,
+        14,
+    ),
+    # all of its weights belong to Conv1D and Embedding
+    "conv1d": (
+        GPT2Config(vocab_size=256, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1),
+        AutoModelForCausalLM,
+        0,
+    ),
     # its experts are joined while they are read, and taken apart while they are written
     "experts": (MixtralConfig(**SIZES, num_local_experts=4), AutoModelForCausalLM, 8),
     "encoder": (
@@ -129,19 +141,27 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_are_saved_loaded_compressed_and_dense_again(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [*((family, 0) for family in FAMILIES), ("tied", 1), ("conv1d", 10)],
+)
+def test_families_are_saved_loaded_compressed_and_dense_again(
+    tmp_path: Path, family: str, more: int
+) -> None:
     config, auto, count = FAMILIES[family]
+    settings = {**ALL_OF_IT, **(EVERY_LAYER if more else {})}
     model = dense(config, auto)
     wanted = logits(model)
     model.save_pretrained(tmp_path / "dense")
-    compress_(model, min_size=0, progress=False)
+    compress_(model, progress=False, **settings)
     served = logits(model)  # few tokens are multiplied in another order
     model.save_pretrained(tmp_path / "codes")
     loaded = memeff_compile.from_pretrained(tmp_path / "codes")
-    assert len(compressed_weights(loaded)) == count
+    assert len(compressed_weights(loaded)) == count + more
     assert torch.equal(logits(loaded), served)
-    given = MemeffConfig(**ALL_OF_IT)
+    head, table = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+    assert (head.weight is table.weight) == config.tie_word_embeddings
+    given = MemeffConfig(**settings)
     made = auto.from_pretrained(tmp_path / "dense", quantization_config=given)
     assert same_parts(made, model)
     decompress_(loaded)
