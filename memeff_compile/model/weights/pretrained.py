@@ -167,7 +167,7 @@ class MemeffQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Encode(self)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Theirs) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
         """Return how tensors of the folder become weights: ours are under the module's own names.
 
         A dense checkpoint is read as ever, by the model's own conversions.
