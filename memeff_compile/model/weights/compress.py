@@ -623,10 +623,17 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
             setattr(new, name, attribute)
 
 
-def watch_state_dicts(model: nn.Module) -> None:
-    """Have state dicts of a model with compressed weights give dense tensors, and take codes."""
-    for place, _ in _coded_places(model):
-        for _, module, _ in place.owners:
+def put_loaded(model: nn.Module, loaded: Mapping[str, CodedWeight]) -> None:
+    """Put coded weights in the places of parameters of these names, for everyone who holds them."""
+    places = {}
+    for place in _places(model):
+        for path, _, attribute in place.owners:
+            places[f"{path}.{attribute}"] = place
+    for name, coded in loaded.items():
+        value = nn.Parameter(coded, requires_grad=parse(coded.codec).is_lossless)
+        _keep_attributes(places[name].parameter, value)
+        for _, module, attribute in places[name].owners:
+            module._parameters[attribute] = value
             watch_state_dict(module)
 
 

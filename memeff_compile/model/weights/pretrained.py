@@ -128,6 +128,7 @@ class MemeffQuantizer(HfQuantizer):
     def __init__(self, quantization_config: MemeffConfig, **settings: Theirs) -> None:
         super().__init__(quantization_config, **settings)
         self.chosen: set[str] = set()  # weights to encode as they are read
+        self.loaded: dict[str, CodedWeight] = {}  # until the model is on its devices
         self.report: list[CompressedWeight] = []
         self.conversions: Any = None  # the model's own, which a folder of codes needs none of
 
@@ -150,7 +151,7 @@ class MemeffQuantizer(HfQuantizer):
         """Refuse a device map with a disk in it."""
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if "disk" in places:
-            _refuse_disk()
+            _refuse_offloading("a part")
 
     def param_element_size(self, model: Theirs, param_name: str, param: Tensor) -> float:
         """Return the bytes of an element, for a device map that is worked out."""
@@ -201,15 +202,24 @@ class MemeffQuantizer(HfQuantizer):
         from memeff_compile.model.weights.compress import (
             CompressionReport,
             compressed_weights,
-            watch_state_dicts,
+            put_loaded,
         )
         from memeff_compile.model.weights.compressed_file import loaded_changes, warn_of_buffers
 
-        if "disk" in getattr(model, "hf_device_map", {}).values():
-            _refuse_disk()
+        for path, module in model.named_modules():
+            if getattr(module, "_hf_hook", None) is not None and _offloads(module._hf_hook):
+                _refuse_offloading(path)
+        put_loaded(model, self.loaded)
+        self.loaded = {}
         coded, said = compressed_weights(model), self.quantization_config
+        known = dict(model.named_parameters(remove_duplicate=False))
+        for name in self.chosen & known.keys():
+            if not isinstance(known[name], CodedWeight) and bool(known[name].view(-1)[0].isnan()):
+                raise CodedWeightError(
+                    f"{name} is tied to a compressed weight, and the device_map puts them on two "
+                    "devices. Put both on one, or name the module in skip."
+                )
         if self.pre_quantized:
-            known = dict(model.named_parameters(remove_duplicate=False))
             names = [_here_of(model, name, known) for name in said.weights]
             lost = [n for n in names if n is not None and not isinstance(known[n], CodedWeight)]
             if lost:
@@ -225,7 +235,6 @@ class MemeffQuantizer(HfQuantizer):
             if not coded:
                 log.warning("MemeffConfig: from_pretrained compressed nothing:\n%s", report)
         side_by_side(coded.values())
-        watch_state_dicts(model)
         self.chosen = set()
         know(model)
         return model
@@ -270,6 +279,12 @@ class _Join(ConversionOps):
     def __init__(self, hf_quantizer: MemeffQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
 
+    def __deepcopy__(self, memo: object) -> _Join:
+        """Return itself: transformers copies a conversion for each weight, and one quantizer loads
+        the model.
+        """
+        return self
+
     def convert(
         self,
         input_dict: dict[str, Any],
@@ -280,8 +295,6 @@ class _Join(ConversionOps):
         full_layer_name: str = "",
         **_: object,
     ) -> dict[str, Any]:
-        import torch
-
         from memeff_compile.kernels.coded_weight import CodedWeight, parse
         from memeff_compile.model.weights.compress import require_layer
         from memeff_compile.model.weights.compressed_file import checksum
@@ -307,8 +320,8 @@ class _Join(ConversionOps):
                 f"{full_layer_name} does not match its checksum; the checkpoint is damaged. Copy "
                 "or save it again."
             )
-        coded = CodedWeight(parts, codec, shape)
-        return {full_layer_name: torch.nn.Parameter(coded, requires_grad=parse(codec).is_lossless)}
+        coded = self.hf_quantizer.loaded[full_layer_name] = CodedWeight(parts, codec, shape)
+        return {full_layer_name: _stand_in(coded)}
 
 
 class _Encode(ConversionOps):
@@ -326,9 +339,6 @@ class _Encode(ConversionOps):
         model: Theirs = None,
         **_: object,
     ) -> dict[str, Any]:
-        import torch
-
-        from memeff_compile.kernels.coded_weight import parse
         from memeff_compile.model.weights.compress import coded_or_dense
 
         own, said, made = self.hf_quantizer, self.hf_quantizer.quantization_config, {}
@@ -344,9 +354,21 @@ class _Encode(ConversionOps):
             coded, about = coded_or_dense(name, weight, codec)
             own.report.append(about)
             if coded is not None:
-                trains = parse(codec).is_lossless
-                made[name] = torch.nn.Parameter(coded, requires_grad=trains)
+                own.loaded[name] = coded
+                made[name] = _stand_in(coded)
         return made
+
+
+def _stand_in(coded: CodedWeight) -> Tensor:
+    """Return a tensor that stands where a coded weight will, of a single number.
+
+    accelerate asks for addresses when it puts a model on several devices, and codes have none that
+    would do.
+    """
+    import torch
+
+    number = torch.full((), torch.nan, dtype=coded.dtype, device=coded.device)
+    return torch.nn.Parameter(number.expand(coded.shape), requires_grad=False)
 
 
 # Not by transformers' decorators, which refuse a name that an earlier import of ours has taken.
@@ -439,8 +461,14 @@ def _here_of(model: Theirs, saved: str, known: Mapping[str, object]) -> str | No
     return next((each for each in every if each in known), None)
 
 
-def _refuse_disk() -> None:
+def _offloads(hook: Theirs) -> bool:
+    """Return whether a hook of accelerate brings weights from elsewhere for each call."""
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
+
+
+def _refuse_offloading(what: str) -> None:
     raise CodedWeightError(
-        "from_pretrained was to put a part of the model on the disk, and compressed weights are "
-        "not read from there piece by piece. Give a device_map without 'disk', or a smaller codec."
+        f"from_pretrained was to keep {what or 'the model'} on the disk or in memory of the host "
+        "and to bring it to another device in each call, which compressed weights do not allow. "
+        "Give a device_map without 'disk', and without 'cpu' next to GPUs, or a smaller codec."
     )

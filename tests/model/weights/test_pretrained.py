@@ -314,18 +314,44 @@ def test_settings_are_checked_when_they_are_given() -> None:
 # --- arguments of from_pretrained -----------------------------------------------------------------
 
 
-def test_device_maps_place_codes_and_a_disk_is_refused(tmp_path: Path) -> None:
+def test_device_maps_place_codes_and_offloading_is_refused(tmp_path: Path) -> None:
     model = compressed()
     model.save_pretrained(tmp_path)
-    for where in ("cpu", "auto", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}):
+    cpu = torch.device("cpu")
+    # Two devices by name, for which accelerate puts hooks on every module.
+    apart = {"model": cpu, "lm_head": torch.device("cpu", 0)}
+    for where in ("cpu", "auto", {"": "cpu"}, apart):
         placed = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=where)
+        assert hasattr(placed.model.layers[0].mlp.up_proj, "_hf_hook") == (where is apart)
         assert same_parts(placed, model)
         assert torch.equal(logits(placed), logits(model))
-    apart = {"model": "cpu", "lm_head": "disk"}
     with pytest.raises(CodedWeightError, match="device_map without 'disk'"):
         AutoModelForCausalLM.from_pretrained(
-            tmp_path, device_map=apart, offload_folder=tmp_path / "off"
+            tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path
         )
+    # As with a GPU and "cpu": the modules of the latter are brought to the former.
+    with pytest.raises(
+        CodedWeightError, match=r"keep model.* on the disk or in memory of the host"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": cpu})
+
+
+@pytest.mark.parametrize("is_coded", [True, False], ids=["codes", "dense"])
+def test_tied_weights_on_two_devices_are_refused(tmp_path: Path, is_coded: bool) -> None:
+    model = dense(FAMILIES["tied"][0])
+    if is_coded:
+        compress_(model, progress=False, min_size=0, **EVERY_LAYER)
+    model.save_pretrained(tmp_path)
+    given = {} if is_coded else {"quantization_config": MemeffConfig(**ALL_OF_IT, **EVERY_LAYER)}
+    read = AutoModelForCausalLM.from_pretrained
+
+    def untied(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.lm_head.weight = nn.Parameter(self.model.embed_tokens.weight.detach().clone())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "tie_weights", untied)
+        with pytest.raises(CodedWeightError, match=r"two devices|no codes of lm_head.weight"):
+            read(tmp_path, **given)
 
 
 def test_another_dtype_is_refused_with_the_way_to_it(tmp_path: Path) -> None:
