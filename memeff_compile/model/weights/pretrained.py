@@ -415,8 +415,11 @@ def _forget(module: Theirs) -> None:
 
 
 def _with_memory_of_its_own(part: Tensor) -> Tensor:
-    """Return a tensor that can be written to a file alone: lists lie side by side in memory."""
-    return part.clone() if part.nbytes != part.untyped_storage().nbytes() else part
+    """Return a tensor that can be written to a file alone: lists lie side by side in memory.
+
+    A copy is made on the host, so that saving takes no memory of a GPU.
+    """
+    return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 
 
 def _describe(said: MemeffConfig, model: Theirs) -> None:
