@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import memeff_compile
 from memeff_compile.errors import CodedWeightError
+from memeff_compile.kernels.coded_weight import CodedWeight
 from memeff_compile.model.weights.compress import compressed_weights
 from tests.support.fresh_python import FreshPython
 
@@ -121,6 +123,19 @@ def test_a_checkpoint_of_codes_is_gone_on_from(tmp_path: Path) -> None:
     last = memeff_compile.from_pretrained(tmp_path / "run" / "checkpoint-4")
     assert len(compressed_weights(last)) == 7
     assert same(dict(last.state_dict()), wanted)
+
+
+def test_an_adapter_is_saved_without_a_dense_model_if_it_is_handed_over(tmp_path: Path) -> None:
+    base = memeff_compile.from_pretrained(compressed(tmp_path / "codes"))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
+    adapted.save_pretrained(tmp_path / "whole")
+    own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CodedWeight, "decode", None)  # nothing may be decoded
+        adapted.save_pretrained(tmp_path / "own", state_dict=own)
+    files = [load_file(tmp_path / n / "adapter_model.safetensors") for n in ("whole", "own")]
+    assert len(files[0]) == 14
+    assert same(*files)
 
 
 def test_an_ordinary_optimizer_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -653,7 +653,7 @@ def _codes_in_state_dict(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> None:
-    """Take codes under the names of a saved folder, as the Trainer loads a checkpoint with."""
+    """Take codes under the names of a saved folder: the Trainer loads checkpoints this way."""
     for name, own in module._parameters.items():
         path = f"{prefix}{name}"
         parts = {part: state_dict.pop(f"{path}.{part}", None) for part in PARTS}

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Theirs: TypeAlias = Any
-"""A model of transformers, or what transformers hands over."""
+"""A model of transformers, or an argument that transformers passes."""
 
 METHOD = "memeff"
 VERSION = 1
 
 
 class MemeffConfig(QuantizationConfigMixin):
-    """How `from_pretrained` compresses a model, and what config.json says of a compressed one.
+    """How `from_pretrained` compresses a model, and how config.json describes a compressed one.
 
     The arguments are those of `compress_`. `from_pretrained(name, quantization_config=...)`
     compresses each weight as it is read.
@@ -95,7 +95,7 @@ class MemeffConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Theirs
     ) -> Theirs:
-        """Read what config.json says; CodedWeightError where another release wrote it."""
+        """Read config.json's description; CodedWeightError where another release wrote it."""
         if config_dict.get("version", VERSION) != VERSION:
             raise CodedWeightError(
                 f"config.json describes compressed weights in version {config_dict['version']!r}, "
@@ -106,7 +106,7 @@ class MemeffConfig(QuantizationConfigMixin):
         return read(config_dict, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what config.json says; of a saved model only what loading it needs."""
+        """Return the description for config.json; of a saved model only the part for loading it."""
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():
             del said[name]
@@ -246,7 +246,7 @@ class MemeffQuantizer(HfQuantizer):
         return model if dtype is None else model.to(dtype)
 
     def get_state_dict_and_metadata(self, model: Theirs) -> tuple[dict[str, Tensor] | None, Any]:
-        """Return what is written, and bring the model's config up to date."""
+        """Return the tensors to write, and bring the model's config up to date."""
         from memeff_compile import compat
         from memeff_compile.kernels.coded_weight import CodedWeight, parse
 
@@ -423,7 +423,7 @@ def _with_memory_of_its_own(part: Tensor) -> Tensor:
 
 
 def _describe(said: MemeffConfig, model: Theirs) -> None:
-    """Bring what config.json says of a model up to date."""
+    """Bring a model's description in config.json up to date."""
     from memeff_compile.kernels.coded_weight import bits_per_weight, parse
     from memeff_compile.model.weights.compress import compressed_weights
     from memeff_compile.model.weights.compressed_file import checksum, digests
