@@ -12,7 +12,6 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from memeff_compile.kernels.coded_weight import CodedWeight
     from memeff_compile.model.weights.compress import CompressedWeight
+    from memeff_compile.model.weights.conversions import Encode
 
 log = logging.getLogger(__name__)
 
@@ -155,9 +155,9 @@ class MemeffQuantizer(HfQuantizer):
 
     def param_element_size(self, model: Theirs, param_name: str, param: Tensor) -> float:
         """Return the bytes of an element, for a device map that is worked out."""
-        coded = _here(model, param_name, self.quantization_config.weights) or param_name in (
-            self.chosen if not self.pre_quantized else ()
-        )
+        coded = name_in_folder(
+            model, param_name, self.quantization_config.weights
+        ) or param_name in (self.chosen if not self.pre_quantized else ())
         bits = self.quantization_config.bits or 8.0 * param.element_size()
         return bits / 8 if coded else float(param.element_size())
 
@@ -165,8 +165,10 @@ class MemeffQuantizer(HfQuantizer):
         """Return whether a weight is encoded as it is read."""
         return param_name in self.chosen
 
-    def get_quantize_ops(self) -> ConversionOps:
-        return _Encode(self)
+    def get_quantize_ops(self) -> Encode:
+        from memeff_compile.model.weights.conversions import Encode
+
+        return Encode(self)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
         """Return how tensors of the folder become weights: ours are under the module's own names.
@@ -175,11 +177,14 @@ class MemeffQuantizer(HfQuantizer):
         """
         if not self.pre_quantized or not self.quantization_config.weights:
             return weight_conversions
+        from transformers.core_model_loading import WeightConverter
+
         from memeff_compile.model.weights.compress import PARTS
+        from memeff_compile.model.weights.conversions import Join
 
         sentinel = re.escape(_sentinel(self.quantization_config.weights).removesuffix(".weight"))
         patterns = [rf"(?<={sentinel}\.)weight$", *(f"weight.{part}" for part in sorted(PARTS))]
-        return [WeightConverter(patterns, "weight", [_Join(self)])]
+        return [WeightConverter(patterns, "weight", [Join(self)])]
 
     def _process_model_before_weight_loading(self, model: Theirs, **_: object) -> None:
         from memeff_compile.model.weights.compress import plan
@@ -273,104 +278,6 @@ class MemeffQuantizer(HfQuantizer):
         return state, {}
 
 
-class _Join(ConversionOps):
-    """Makes one weight of its parts."""
-
-    def __init__(self, hf_quantizer: MemeffQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def __deepcopy__(self, memo: object) -> _Join:
-        """Return itself: transformers copies a conversion for each weight, and one quantizer loads
-        the model.
-        """
-        return self
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        *,
-        model: Theirs = None,
-        full_layer_name: str = "",
-        **_: object,
-    ) -> dict[str, Any]:
-        from memeff_compile.kernels.coded_weight import CodedWeight, parse
-        from memeff_compile.model.weights.compress import require_layer
-        from memeff_compile.model.weights.compressed_file import checksum
-
-        said = self.hf_quantizer.quantization_config.weights
-        saved_as = _here(model, full_layer_name, said)
-        codec, crc32 = said[saved_as].split() if saved_as is not None else ("", "")
-        found = {key.removeprefix("weight."): held for key, held in input_dict.items()}
-        wanted = parse(codec).parts if codec else ()
-        parts = [found[part][0] for part in wanted if part in found]
-        path, _dot, attribute = full_layer_name.rpartition(".")
-        module = model.get_submodule(path)
-        shape = tuple(module._parameters[attribute].shape)
-        require_layer(module, attribute, shape)
-        if len(parts) != len(wanted) or not wanted:
-            raise CodedWeightError(
-                f"{full_layer_name}: the checkpoint holds the parts {', '.join(sorted(found))}, "
-                f"and {', '.join(wanted) or 'no code'} are what config.json names. Save the model "
-                "again."
-            )
-        if f"{checksum([part.cpu() for part in parts]):08x}" != crc32:
-            raise CodedWeightError(
-                f"{full_layer_name} does not match its checksum; the checkpoint is damaged. Copy "
-                "or save it again."
-            )
-        coded = self.hf_quantizer.loaded[full_layer_name] = CodedWeight(parts, codec, shape)
-        return {full_layer_name: _stand_in(coded)}
-
-
-class _Encode(ConversionOps):
-    """Encodes a weight that was just read; the dense one is given up."""
-
-    def __init__(self, hf_quantizer: MemeffQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        *,
-        model: Theirs = None,
-        **_: object,
-    ) -> dict[str, Any]:
-        from memeff_compile.model.weights.compress import coded_or_dense
-
-        own, said, made = self.hf_quantizer, self.hf_quantizer.quantization_config, {}
-        codec = said.full_codec
-        for name, held in input_dict.items():
-            weight = held[0] if isinstance(held, list) else held
-            made[name] = weight
-            if name not in own.chosen:
-                continue
-            if weight.shape != model.get_parameter(name).shape:  # transformers reports it
-                own.chosen.discard(name)
-                continue
-            coded, about = coded_or_dense(name, weight, codec)
-            own.report.append(about)
-            if coded is not None:
-                own.loaded[name] = coded
-                made[name] = _stand_in(coded)
-        return made
-
-
-def _stand_in(coded: CodedWeight) -> Tensor:
-    """Return a tensor that stands where a coded weight will, of a single number.
-
-    accelerate asks for addresses when it puts a model on several devices, and codes have none that
-    would do.
-    """
-    import torch
-
-    number = torch.full((), torch.nan, dtype=coded.dtype, device=coded.device)
-    return torch.nn.Parameter(number.expand(coded.shape), requires_grad=False)
-
-
 # Not by transformers' decorators, which refuse a name that an earlier import of ours has taken.
 AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MemeffConfig
 AUTO_QUANTIZER_MAPPING[METHOD] = MemeffQuantizer
@@ -448,7 +355,7 @@ def _sentinel(weights: Mapping[str, str]) -> str:
     return max(weights)
 
 
-def _here(model: Theirs, name: str, saved: Mapping[str, str]) -> str | None:
+def name_in_folder(model: Theirs, name: str, saved: Mapping[str, str]) -> str | None:
     """Return the name that a weight of this model has in the folder, or None.
 
     A base model is loaded from the folder of one with a head, and the other way round.
