@@ -237,10 +237,10 @@ def _initialised(
                 if buffer is not None and buffer.device.type == "meta":
                     module._buffers[name] = torch.empty_like(buffer, device=target)
             empty: Any = module._buffers[attribute]
-            version = empty._version
+            version = compat.version_of(empty)
             call(*given)
             found: Any = module._buffers[attribute]
-            if found is not None and (found is not empty or found._version > version):
+            if found is not None and (found is not empty or compat.version_of(found) > version):
                 return None if found.device.type == "meta" else cast("Tensor", found)
     finally:
         module._buffers.update(before)
