@@ -30,11 +30,14 @@ def measure(
     tiles: Sequence[tuple[int, int]],
     eps: float = EPS,
 ) -> dict[str, Any]:
-    """Return active shares and dropped mass for tile sizes, and figures independent of tile size.
+    """Return active shares and dropped mass for tile sizes, and what no tile size changes.
 
-    Args: hidden: (N, D). weight: (V, D). target: (N,) int64; rows with a negative target are left
-        out first. tiles: (rows, columns) of a tile, rows at most 512. eps: the threshold of an
-        entry.
+    Args:
+        hidden: (N, D).
+        weight: (V, D).
+        target: (N,) int64; rows with a negative target are left out first.
+        tiles: (rows, columns) of a tile, rows at most 512.
+        eps: what an entry must reach.
 
     Returns:
         loss, mass_below_eps and entries_above_eps (means per row), active_share and

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from .model.weights.compress import decompress_ as decompress_
     from .model.weights.compressed_file import load_compressed_ as load_compressed_
     from .model.weights.compressed_file import save_compressed as save_compressed
+    from .model.weights.loading import from_pretrained as from_pretrained
     from .model.weights.optim_in_backward import optim_in_backward as optim_in_backward
+    from .model.weights.pretrained import MemeffConfig as MemeffConfig
     from .options import Options as Options
     from .passes.graph.base import Decline as Decline
     from .passes.graph.base import Done as Done
@@ -72,7 +74,9 @@ _NAMES = {
     "model.ternary.verbs": "pack_ternary_ ternarize_",
     "model.weights.compress": "CompressionReport compress_ compression_report decompress_",
     "model.weights.compressed_file": "load_compressed_ save_compressed",
+    "model.weights.loading": "from_pretrained",
     "model.weights.optim_in_backward": "optim_in_backward",
+    "model.weights.pretrained": "MemeffConfig",
     "options": "Options",
     "passes.graph.base": "Decline Done Gain GraphPass",
     "passes.graph.editor": "Editor",

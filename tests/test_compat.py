@@ -872,6 +872,8 @@ UNAVOIDABLE = {
     # of transformers, whose own quantizers say by them what is read and written
     ("model/ternary/pretrained.py", "_keys_to_ignore_on_load_unexpected"),
     ("model/ternary/pretrained.py", "_weight_conversions"),
+    ("model/weights/pretrained.py", "_weight_conversions"),
+    ("model/weights/pretrained.py", "_hf_hook"),  # of accelerate: which weights it brings when
 }
 
 

@@ -138,12 +138,15 @@ def draw(
     generator: torch.Generator,
     first: float = 1.0,
 ) -> Asked:
-    """Return newly drawn sequences.
+    """Return sequences, drawn anew.
 
-    Args: plan: the sizes. shape: how many sequences, and their tokens. records: told in each; as
-        many as fit if that is less. questions: asked at the end of each, about different records.
-        generator: of the device. first: all are in this first share of the text before the
-        questions.
+    Args:
+        plan: the sizes.
+        shape: how many sequences, and their tokens.
+        records: told in each; as many as fit if that is less.
+        questions: asked at the end of each, about different records.
+        generator: of the device.
+        first: all are told in so much of what stands before the questions.
     """
     count, length = shape
     where: dict[str, Any] = {"generator": generator, "device": generator.device}

@@ -53,7 +53,15 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
 
 
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Compile layers one by one, in place, if a graph of the whole model cannot contain them."""
+    """Compile layers one by one, in place, that a graph of the whole model cannot have.
+
+    Args:
+        model: what is going to be compiled.
+        given: the arguments of `torch.compile` for it.
+
+    Returns:
+        How many there are.
+    """
     found = [each for each in model.modules() if _is_checkpointed_around_hooks(each)]
     for layer in found:
         layer.compile(**{**given, "fullgraph": False})  # its hooks end a graph

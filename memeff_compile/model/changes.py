@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -14,6 +15,23 @@ from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.report import VerbReport
 
 Kept = TypeVar("Kept", bound=VerbReport)
+
+
+def folded(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str, list[str]]]:
+    """Group entries whose texts are equal and whose names differ only in numbers, as layers' do.
+
+    For each group, return a name for it, the text of the first entry, and all names.
+    """
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name, text in entries:
+        kind = re.sub(r"\d+", "*", name), text.replace(name.rpartition(".")[0] or name, "*")
+        groups.setdefault(kind, []).append((name, text))
+    found = []
+    for group in groups.values():
+        first, text = group[0]
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        found.append((first + more, text, [name for name, _ in group]))
+    return found
 
 
 class Changes(VerbReport, int):
@@ -39,10 +57,11 @@ class Changes(VerbReport, int):
 
     def __str__(self) -> str:
         """Return the summary, then each changed module or weight, and each unchanged one with the
-        reason.
+        reason; equal layers share a line.
         """
         both = (*self.places.items(), *((p, f"left: {why}") for p, why in self.left.items()))
-        return "\n".join([f"{self.verb}: {self._sentence}", *(f"  {p}  {is_}" for p, is_ in both)])
+        lines = (f"  {name}  {is_}" for name, is_, _ in folded(both))
+        return "\n".join([f"{self.verb}: {self._sentence}", *lines])
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Return everything as JSON."""
@@ -73,8 +92,9 @@ def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
 def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
     """Return the report of the last function that changed a model in place, or None.
 
-    Args: model: the model that the function was called on, compiled since or not. verb: the name of
-        one, such as "ternarize_", to ask for its last report.
+    Args:
+        model: the model that the function was called on, compiled since or not.
+        verb: the name of one, such as "ternarize_", to ask for its last report.
 
     Example:
         >>> print(memeff_compile.verb_report(model).summary)  # doctest: +SKIP

@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.live = dict(self._alive())
         for leaf in tree_leaves(result):
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor) or leaf.is_meta:  # which has no memory
                 continue
             storage = leaf.untyped_storage()
             if storage._cdata not in inputs and storage._cdata not in self.live:

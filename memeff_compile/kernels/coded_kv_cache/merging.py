@@ -95,8 +95,9 @@ def kept_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose rows to keep: those beyond the bound, the most extreme first, while there is room.
 
-    Returns: chosen: bool (B, H, N). rank: int64 (B, H, N), 0 for the most extreme row of those
-        beyond the bound. left_over: (B, H) int64, rows beyond the bound that had no room.
+    Returns:
+        chosen: bool (B, H, N). rank: int64 (B, H, N), 0 for the most extreme row of those beyond
+        the bound. left_over: (B, H) int64, rows beyond the bound that had no room.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)

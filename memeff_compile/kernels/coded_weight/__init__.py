@@ -19,6 +19,7 @@ from .codecs import Room as Room
 from .codecs import Step as Step
 from .codecs import sheltered as sheltered
 from .layout import CODECS as CODECS
+from .layout import LISTS as LISTS
 from .layout import Format as Format
 from .layout import parse as parse
 from .memory import bits_per_weight as bits_per_weight

@@ -36,20 +36,28 @@ ENGINES = {
 MAX_WEIGHTS = 1 << 31
 
 
-def supports_weight(weight: Tensor, codec: str = "win4") -> str | None:
+def supports_weight(
+    weight: Tensor,
+    codec: str = "win4",
+    *,
+    is_loaded_later: bool = False,  # a tensor on the meta device gets values before it is coded
+) -> str | None:
     """Say in a sentence why a codec that `parse` reads cannot code a tensor, or return None."""
     if weight.layout != torch.strided or weight.is_quantized:
         return "it is not a plain strided tensor"
     if weight.dtype != torch.bfloat16:
         return (
             f"its dtype is {str(weight.dtype).removeprefix('torch.')}; bfloat16 is what is coded "
-            "(its exponents hold the redundancy, which is under a sixth of fp16 and fp32)"
+            "(its exponents hold the redundancy, which is under a sixth of fp16 and fp32); load "
+            "the model with dtype=torch.bfloat16 to compress it, which rounds its weights"
         )
-    if weight.device.type == "meta":
+    if weight.device.type == "meta" and not is_loaded_later:
         return "it is on the meta device and holds no values yet"
     if not 0 < weight.numel() < MAX_WEIGHTS:
         return f"it has {weight.numel()} elements; 1 to {MAX_WEIGHTS - 1} can be coded"
-    if not parse(codec).is_lossless and not bool(weight.isfinite().all()):
+    if weight.device.type == "meta" or parse(codec).is_lossless:
+        return None
+    if not bool(weight.isfinite().all()):
         return "it holds values that are not finite, which a lossy mode cannot keep"
     return None
 

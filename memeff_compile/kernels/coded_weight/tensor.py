@@ -356,7 +356,15 @@ class CodedWeight(Tensor):
                 f"a value of shape {tuple(value.shape)} was stored in a coded weight of "
                 f"{tuple(self.shape)}; the shapes have to be equal."
             )
-        dense = value.decode() if isinstance(value, CodedWeight) else value.detach()
+        if isinstance(value, CodedWeight):
+            if value.codec == self.codec and not parse(self.codec).is_lossless:
+                # Rounded values, rounded again, are not always the same ones.
+                torch.autograd.graph.increment_version(self)
+                self.show_all([part.to(self.device, copy=True) for part in value.parts])
+                return
+            dense = value.decode()
+        else:
+            dense = value.detach()
         self.store_soon(dense.to(device=self.device, dtype=self.dtype)).settle()
 
     def store_soon(
@@ -982,8 +990,8 @@ def _write_error(writer: str) -> CodedWeightError:
     )
     if writer.endswith(".step"):
         return CodedWeightError(
-            f"{seen} To train it, use {train}; to have a dense model again, use "
-            "memeff_compile.decompress_(model)."
+            f"{seen} To train it, use {train} (in the Trainer: optimizers=(that, None)); to have a "
+            "dense model again, use memeff_compile.decompress_(model)."
         )
     return CodedWeightError(
         f"{seen} Call memeff_compile.decompress_(model) first, as before merging adapters "

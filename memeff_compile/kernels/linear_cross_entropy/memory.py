@@ -54,7 +54,17 @@ def bytes_before(
     training: bool = True,  # whether gradients follow
     compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
-    """Return the peak bytes of N x V buffers that the loss takes without this op."""
+    """Return the peak bytes of N x V buffers that the loss takes without us.
+
+    Compiled by Inductor: one logits tensor in the compute dtype, which backward overwrites with its
+    own gradient; if the logits are returned to the user it cannot, and needs a second one. Casts
+    and log_softmax are fused away. Measured at N, V = 8192, 256000 in bf16: 4001 MiB, formula 4000.
+
+    Eager forward: the logits, an fp32 copy if there is a cast, and the output of log_softmax. Eager
+    backward: that output, its gradient and the gradient of its input, each in the cast's dtype, and
+    the logits if they are returned. Measured at the same shape: 24000 MiB (22839 beyond the two
+    gradients, which do not exist yet at the peak), formula 24000.
+    """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
     if compiled:

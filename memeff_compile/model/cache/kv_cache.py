@@ -69,7 +69,8 @@ class KVCache(Cache):
             directions of their older tokens. Much lossier than the codes if layers are not alike;
             warns unless you pass the result of `fidelity_report` for your model.
 
-    Raises: UnsupportedInputError: A setting or a model is not supported; the message says why.
+    Raises:
+        UnsupportedInputError: A setting or a model is not supported; the message says why.
 
     Example:
         cache = memeff_compile.KVCache(model.config, max_cache_len=32768, bits=4)
@@ -525,12 +526,21 @@ def use_kv_cache_(
     passes its cache, or ``use_cache=False``, is not changed. Lengths are rounded up to buckets, and
     a cache that generate() does not return is used again in later calls. On a GPU generate()
     compiles decoding by itself, with this backend unless you choose another one. The most recent
-    `use_kv_cache_` applies until you undo it. Copies of the model keep the setting. Args: model: a
-    model of transformers that generates, also with PEFT's adapters or compiled. bits: as for
-    `KVCache`. max_cache_len: the most tokens it can hold; by default the tokens that each call
-    needs, rounded up. settings: as for `KVCache`. Returns: An object that undoes it: call it, or
-    use it in a ``with`` statement. It is also a report. Raises: UnsupportedInputError: The model
-    does not generate, is an encoder-decoder or brings its cache, or a setting is not supported.
+    `use_kv_cache_` applies until you undo it. Copies of the model keep the setting.
+
+    Args:
+        model: a model of transformers that generates, also with PEFT's adapters or compiled.
+        bits: as for `KVCache`.
+        max_cache_len: the most tokens it can hold; by default the tokens that each call needs,
+            rounded up.
+        settings: as for `KVCache`.
+
+    Returns:
+        An object that undoes it: call it, or use it in a ``with`` statement. It is also a report.
+
+    Raises:
+        UnsupportedInputError: The model does not generate, is an encoder-decoder or brings its
+            cache, or a setting is not supported.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, OptionError
 from memeff_compile.kernels.coded_weight import (
+    CODECS,
+    LISTS,
     OWN_ATTRIBUTES,
     CodedWeight,
     bits_per_weight,
@@ -30,7 +34,7 @@ from memeff_compile.kernels.coded_weight import (
     supports_weight,
 )
 from memeff_compile.kernels.marks import is_updated_in_backward
-from memeff_compile.model.changes import Changes, keep, require_module, verb_report
+from memeff_compile.model.changes import Changes, folded, keep, require_module, verb_report
 from memeff_compile.model.runs import runs_of
 from memeff_compile.model.weights.rounding import gram_groups, grams, rounded_for
 from memeff_compile.report import VerbReport, format_bytes
@@ -42,6 +46,9 @@ LARGEST_SHARE = 0.9
 
 SKIPPED = ("lm_head", "embed_out", "output_projection")
 """Modules left dense by default: heads, whose losses the backend fuses on dense weights."""
+
+LAYERS = ("Linear", "Conv1D", "Embedding")
+"""Classes of layers whose weights can be compressed; by default the first alone is."""
 
 MIN_SIZE = 1 << 20
 """Elements of the smallest weight that is compressed by default."""
@@ -65,10 +72,15 @@ class CompressedWeight:
         """Bits per weight, everything counted."""
         return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
 
+    @property
+    def about(self) -> str:
+        """Its shape and how it was compressed."""
+        return f"{list(self.shape)} {self.codec}{', rounded for inputs' * self.for_inputs}"
+
 
 @dataclass(frozen=True)
 class CompressionReport(VerbReport):
-    """What `compress_` did, weight by weight. `str()` of it is a table, `to_json()` has it all."""
+    """What `compress_` did. `str()` has a line for equal weights of all layers, `to_json()` all."""
 
     weights: tuple[CompressedWeight, ...]
 
@@ -107,7 +119,7 @@ class CompressionReport(VerbReport):
         return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the totals, and per weight what it takes or why it is as it was."""
+        """Return the totals, and for equal weights what they take or why they are as they were."""
         before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
         sizes = f", {before:.1f} MiB before, {after:.1f} after, {self.bits:.2f} bits a weight"
         already = len(self.compressed_before)
@@ -117,14 +129,16 @@ class CompressionReport(VerbReport):
             + (f"; {already} were compressed already" if already else "")
             + f"; {len(self.left_dense)} left dense"
         ]
-        for each in self.compressed:
-            how = ", rounded for inputs" if each.for_inputs else ""
-            shown = f"{each.name} {list(each.shape)} {each.codec}{how}"
-            lines.append(f"  {each.bits:5.2f} bits  {shown}")
-        for each in self.compressed_before:
-            lines.append(f"  as it was   {each.name} {list(each.shape)}: {each.reason}")
-        for each in self.left_dense:
-            lines.append(f"  dense       {each.name} {list(each.shape)}: {each.reason}")
+        by_name = {each.name: each for each in self.compressed}
+        for name, about, names in folded((n, each.about) for n, each in by_name.items()):
+            some = CompressionReport(tuple(by_name[each] for each in names))
+            lines.append(f"  {some.bits:5.2f} bits  {name} {about}")
+        dense = [(each, "as it was ", each.reason) for each in self.compressed_before]
+        dense += [(each, "dense     ", each.reason) for each in self.left_dense]
+        texts = ((each.name, f"{how}|{list(each.shape)}: {why}") for each, how, why in dense)
+        for name, text, _ in folded(texts):
+            how, _, why = text.partition("|")
+            lines.append(f"  {how}  {name} {why}")
         return "\n".join(lines)
 
 
@@ -140,6 +154,11 @@ class _Place(NamedTuple):
         path, _, attribute = self.owners[0]
         return f"{path}.{attribute}" if path else attribute
 
+    @property
+    def is_of_linears(self) -> bool:
+        """Whether nothing but linears owns it."""
+        return all(isinstance(module, nn.Linear) for _, module, _ in self.owners)
+
 
 @torch.no_grad()
 def compress_(
@@ -150,25 +169,41 @@ def compress_(
     block: int = 512,
     skip: Sequence[str] = SKIPPED,
     min_size: int = MIN_SIZE,
+    layers: Sequence[str] = LAYERS[:1],
     inputs: Iterable[Any] | Tensor | Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> CompressionReport:
-    """Compress the weights of a model's linears in place. Compressed are bf16 weights that nothing
-    but `nn.Linear` modules owns. Every bit of them comes back where `mantissa` is 7; products with
-    a few tokens, which decode on the way, sum in another order. Call it before an optimizer is made
-    and before the model is compiled. Args: model: any module, also under PEFT; on the device where
-    it will run. codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest). mantissa:
-    mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no longer require
-    gradients. block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
-    skip: names of modules to leave dense, with everything inside them; a name matches the last
-    parts of a path, and `*` and `?` match as in file names. min_size: leave smaller weights dense,
-    in elements. inputs: for the lossy modes: the model's arguments, for each run a mapping of
-    keyword arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
-    itself is that of one run. Weights are then rounded so that products by such inputs lose less,
-    in as many bits. The model runs eagerly, without gradients, in eval mode. progress: show a bar
-    (with tqdm, if it is installed); None: on a terminal only. Returns: The result for each weight.
-    Raises: OptionError: The codec, mantissa or block does not exist, or inputs are empty or not
-    used.
+    """Compress the weights of a model's linears in place.
+
+    Compressed are bf16 weights that nothing but `nn.Linear` modules owns, unless you name more
+    `layers`. Every bit of them comes
+    back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
+    order. Call it before an optimizer is made and before the model is compiled.
+
+    Args:
+        model: any module, also under PEFT; on the device where it will run.
+        codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
+        mantissa: mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no
+            longer require gradients.
+        block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
+        skip: names of modules to leave dense, with everything inside them; a name matches the last
+            parts of a path, and `*` and `?` match as in file names.
+        min_size: leave smaller weights dense, in elements.
+        layers: classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and "Embedding".
+            The latter two decode the whole weight in each call. A tied head needs "Linear" and
+            "Embedding", and `skip=()`.
+        inputs: of the lossy modes: what the model is called with, for each run a mapping of keyword
+            arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
+            itself is that of one run. Weights are then rounded so that products by such inputs
+            lose less, in as many bits. The model runs eagerly, without gradients, in eval mode.
+        progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
+
+    Returns:
+        What became of each weight.
+
+    Raises:
+        OptionError: The codec, mantissa or block is not one there is, or inputs are none or not
+            looked at.
 
     Example:
         >>> linear = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
@@ -177,23 +212,17 @@ def compress_(
         12.0
     """
     require_module(model, "compress_")
-    name = _codec_name(codec, mantissa, block)
-    skip = (skip,) if isinstance(skip, str) else skip
-    are_names = isinstance(skip, Collection) and all(isinstance(each, str) for each in skip)
-    if not are_names or not isinstance(min_size, (int, float)):
-        raise OptionError(
-            f"compress_: min_size is {min_size!r} and skip {skip!r}; a number of elements and the "
-            "names of modules are needed."
-        )
+    name, skip, layers = settings_of(codec, mantissa, block, skip, min_size, layers)
     places = list(_places(model))
     memory: dict[int, set[int]] = {}  # which tensors share each piece of it
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta":
             memory.setdefault(compat.storage_key(tensor), set()).add(id(tensor))
-    reasons = [_reason(place, name, skip, min_size, memory) for place in places]
+    reasons = [_reason(place, name, skip, min_size, layers, memory) for place in places]
     rounding = None
     if inputs is not None:
-        chosen = [place for place, reason in zip(places, reasons, strict=True) if not reason]
+        several = zip(places, reasons, strict=True)
+        chosen = [place for place, reason in several if not reason and place.is_of_linears]
         rounding = _Rounding(model, chosen, _runs(inputs, chosen, name), name)
     found = []
     for place, reason in _with_progress(list(zip(places, reasons, strict=True)), progress):
@@ -205,7 +234,69 @@ def compress_(
     names = {each.name for each in found if each.codec}
     # What FSDP2 keeps of a shard shows its lists where they are.
     side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
+    _tell_transformers(model)
     return keep(model, "compress_", CompressionReport(tuple(found)))
+
+
+def settings_of(
+    codec: str,
+    mantissa: int,
+    block: int,
+    skip: Sequence[str],
+    min_size: int,
+    layers: Sequence[str],
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return the codec's full name, the names to skip and the layers; OptionError for any other."""
+    name = _codec_name(codec, mantissa, block)
+    skip = (skip,) if isinstance(skip, str) else skip
+    are_names = isinstance(skip, Collection) and all(isinstance(each, str) for each in skip)
+    if not are_names or not isinstance(min_size, (int, float)):
+        raise OptionError(
+            f"compress_: min_size is {min_size!r} and skip {skip!r}; a number of elements and the "
+            "names of modules are needed."
+        )
+    layers = (layers,) if isinstance(layers, str) else tuple(layers)
+    if not layers or set(layers) - set(LAYERS):
+        raise OptionError(
+            f"compress_: layers is {layers!r}; one or more of {', '.join(LAYERS)} are needed."
+        )
+    return name, tuple(skip), layers
+
+
+def plan(
+    model: nn.Module, codec: str, skip: Sequence[str], min_size: int, layers: Sequence[str]
+) -> tuple[list[str], list[CompressedWeight]]:
+    """Return which weights of a model on the meta device will be compressed, and the others."""
+    chosen: list[str] = []
+    left: list[CompressedWeight] = []
+    for place in _places(model):
+        if reason := _reason(place, codec, skip, min_size, layers, None):
+            left.append(_dense(place, reason))
+        else:
+            chosen += [f"{path}.{attribute}" for path, _, attribute in place.owners]
+    return chosen, left
+
+
+def coded_or_dense(
+    name: str, weight: Tensor, codec: str
+) -> tuple[CodedWeight | None, CompressedWeight]:
+    """Encode a weight that has just been loaded, unless its code is hardly smaller."""
+    sentence = supports_weight(weight, codec)
+    parts = [] if sentence else encode(weight, codec)
+    after, shape = sum(part.nbytes for part in parts), tuple(weight.shape)
+    if parts and after > LARGEST_SHARE * weight.nbytes:
+        bits = bits_per_weight(after, weight.numel())
+        sentence = f"its code would take {bits:.1f} bits a weight"
+    if sentence:
+        return None, CompressedWeight(name, shape, "", weight.nbytes, weight.nbytes, sentence)
+    coded = CodedWeight(parts, codec, shape)
+    return coded, CompressedWeight(name, shape, codec, weight.nbytes, coded.coded_bytes)
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """Let save_pretrained of transformers' models write codes; see `pretrained`."""
+    if "transformers.modeling_utils" in sys.modules:
+        import_module("memeff_compile.model.weights.pretrained").know(model)
 
 
 def compression_report(model: nn.Module) -> CompressionReport | None:
@@ -245,6 +336,7 @@ def decompress_(model: nn.Module) -> Changes:
             continue
         before, after = before + size, after + dense.nbytes
         found[place.name] = f"was {codec}"
+    _tell_transformers(model)
     sizes = (
         f"{format_bytes(after)} for {format_bytes(before)}" if found else "nothing was compressed"
     )
@@ -335,7 +427,12 @@ def _places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _reason(
-    place: _Place, codec: str, skip: Sequence[str], min_size: int, memory: dict[int, set[int]]
+    place: _Place,
+    codec: str,
+    skip: Sequence[str],
+    min_size: int,
+    layers: Sequence[str],
+    memory: dict[int, set[int]] | None,  # which tensors share memory; None: it is not there yet
 ) -> str:
     """Return why a weight is left dense, or "" if it is to be compressed."""
     weight = place.parameter
@@ -344,9 +441,14 @@ def _reason(
         way_out = "" if held.codec == codec else f"; for {codec}, call decompress_(model) first"
         return f"it is compressed already, with {held.codec}{way_out}"
     for path, module, attribute in place.owners:
-        if not _is_linear(module, attribute):
-            kind = type(module).__name__
-            return f"it belongs to {path or 'the model'}, a {kind}, which is not a plain nn.Linear"
+        kind = _layer(module, attribute)
+        if kind not in layers:
+            named = type(module).__name__
+            way_out = f"; layers may name {kind!r}" if kind and kind != "Linear" else ""
+            return (
+                f"it belongs to {path or 'the model'}, a {named}, which is not a plain nn.Linear"
+                f"{way_out}"
+            )
         pattern = _skipped(path, skip)
         if pattern:
             return f"skip names {pattern!r}"
@@ -358,8 +460,8 @@ def _reason(
         return f"it is a {type(weight).__name__}; compress it before it is sharded or quantised"
     if weight.numel() < min_size:
         return f"it has {weight.numel()} elements, fewer than min_size, which is {min_size}"
-    sentence = supports_weight(weight, codec)
-    if sentence is None and len(memory[compat.storage_key(weight)]) > 1:
+    sentence = supports_weight(weight, codec, is_loaded_later=memory is None)
+    if sentence is None and memory and len(memory[compat.storage_key(weight)]) > 1:
         return "its memory is shared with another tensor of the model"
     return sentence or _unmovable(weight)
 
@@ -398,9 +500,32 @@ def _is_cut_once(weight: Tensor) -> bool:
     return mesh is not None and mesh.ndim == 1 and compat.is_tensor_parallel(weight)
 
 
-def _is_linear(module: nn.Module, attribute: str) -> bool:
-    is_weight = attribute == "weight" and isinstance(module, nn.Linear)
-    return is_weight and type(module).forward is nn.Linear.forward
+def _layer(module: nn.Module, attribute: str) -> str:
+    """Return which of `LAYERS` a module with this weight is, or "" for any other."""
+    kind = type(module)
+    if attribute != "weight":
+        return ""
+    if isinstance(module, nn.Linear):
+        return "Linear" if kind.forward is nn.Linear.forward else ""
+    if isinstance(module, nn.Embedding):  # one with a largest norm writes to its weight
+        return "Embedding" if module.max_norm is None and not module.sparse else ""
+    is_theirs = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return "Conv1D" if is_theirs else ""
+
+
+def require_layer(module: nn.Module, attribute: str, shape: Sequence[int]) -> None:
+    """Raise CodedWeightError where a module cannot hold a coded weight of this shape."""
+    if not _layer(module, attribute):
+        raise CodedWeightError(
+            f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
+            "the weight of a plain nn.Linear. Load it into the model it was saved from."
+        )
+    expected = module._parameters[attribute]
+    if expected is not None and tuple(expected.shape) != tuple(shape):
+        raise CodedWeightError(
+            f"a compressed weight has shape {tuple(shape)} and the model's "
+            f"{tuple(expected.shape)}; load it into the model it was saved from."
+        )
 
 
 def _skipped(path: str, skip: Sequence[str]) -> str:
@@ -495,9 +620,72 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
             setattr(new, name, attribute)
 
 
+def put_loaded(model: nn.Module, loaded: Mapping[str, CodedWeight]) -> None:
+    """Put coded weights in the places of parameters of these names, for everyone who holds them."""
+    places = {}
+    for place in _places(model):
+        for path, _, attribute in place.owners:
+            places[f"{path}.{attribute}"] = place
+    for name, coded in loaded.items():
+        value = nn.Parameter(coded, requires_grad=parse(coded.codec).is_lossless)
+        _keep_attributes(places[name].parameter, value)
+        for _, module, attribute in places[name].owners:
+            module._parameters[attribute] = value
+            watch_state_dict(module)
+
+
 def watch_state_dict(module: nn.Module) -> None:
     if not compat.has_state_dict_hook(module, _decode_in_state_dict):
         module.register_state_dict_post_hook(_decode_in_state_dict)
+        module.register_load_state_dict_pre_hook(_codes_in_state_dict)
+
+
+def _codes_in_state_dict(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> None:
+    """Take codes under the names of a saved folder: the Trainer loads checkpoints this way."""
+    for name, own in module._parameters.items():
+        path = f"{prefix}{name}"
+        parts = {part: state_dict.pop(f"{path}.{part}", None) for part in PARTS}
+        parts = {part: held for part, held in parts.items() if held is not None}
+        if parts and own is not None:
+            try:
+                state_dict[path] = _from_parts(own, parts)
+            except CodedWeightError as error:
+                error_messages.append(f"{path}: {error}")
+
+
+PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norms"))
+"""Names of the parts of compressed weights, of any codec."""
+
+
+def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
+    """Return a coded weight of these parts, by which a module's own may be replaced."""
+    forms = [own.codec] if isinstance(own, CodedWeight) else list(CODECS)
+    codec = next((each for each in forms if set(parse(each).parts) == set(found)), None)
+    if codec is None:
+        raise CodedWeightError(
+            f"the state dict holds the parts {', '.join(sorted(found))} of a compressed weight, "
+            f"and this model's weight is {forms[0] if len(forms) == 1 else 'dense'}. Load the "
+            "whole folder with memeff_compile.from_pretrained, or compress_ the model as the saved "
+            "one was."
+        )
+    parts = [found[part].to(own.device) for part in parse(codec).parts]
+    if isinstance(own, CodedWeight):
+        for name, part, held in zip(parse(codec).parts, parts, own.parts, strict=True):
+            if name not in LISTS and part.shape != held.shape:
+                raise CodedWeightError(
+                    f"its part {name} has {part.numel()} elements in the state dict and "
+                    f"{held.numel()} in the model. Load it into the model it was saved from."
+                )
+    return CodedWeight(parts, codec, own.shape)
 
 
 def _decode_in_state_dict(
@@ -529,21 +717,12 @@ def _coded_places(model: nn.Module) -> Iterator[tuple[_Place, CodedWeight]]:
 def put_coded(
     module: nn.Module, attribute: str, coded: CodedWeight, *, requires_grad: bool
 ) -> None:
-    """Make a coded weight the parameter of a linear, whatever was there.
+    """Make a coded weight the parameter of a layer, whatever was there.
 
-    CodedWeightError where the module is no plain `nn.Linear`, or its weight has another shape.
+    CodedWeightError where the module is none of `LAYERS`, or its weight has another shape.
     """
-    if not _is_linear(module, attribute):
-        raise CodedWeightError(
-            f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
-            "the weight of a plain nn.Linear. Load it into the model it was saved from."
-        )
+    require_layer(module, attribute, coded.shape)
     expected = module._parameters[attribute]
-    if expected is not None and tuple(expected.shape) != tuple(coded.shape):
-        raise CodedWeightError(
-            f"a compressed weight has shape {tuple(coded.shape)} and the model's "
-            f"{tuple(expected.shape)}; load it into the model it was saved from."
-        )
     if is_updated_in_backward(expected):
         raise CodedWeightError(
             "optim_in_backward trains this model, and a loaded weight would take the place of the "

@@ -2,12 +2,14 @@
 
 Every part of a compressed weight is a tensor of a plain dtype under `<name>.<part>`; other tensors
 are stored unchanged. One string of the file's metadata says format version, codec, shape and
-checksum of each weight.
+checksum of each weight. Small buffers that a state dict leaves out, such as rotary tables, are
+stored too: a model on the meta device gets them from the file.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -23,8 +25,14 @@ from memeff_compile.model.changes import Changes, keep, require_module
 from memeff_compile.model.weights.compress import compressed_weights, put_coded, watch_state_dict
 from memeff_compile.report import format_bytes
 
-VERSION = 1
+VERSION = 2
+READ = (1, VERSION)
+"""Versions that can be read; 1 holds no buffers."""
 METADATA = "memeff_coded_weights"
+BUFFER = "non_persistent:"
+"""Begins the key of a buffer that a state dict leaves out."""
+LARGEST_BUFFER = 1 << 20
+"""Bytes of the largest such buffer that is stored; of larger ones there is a checksum alone."""
 
 
 class _File(Protocol):
@@ -40,10 +48,12 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
         model: a model that `compress_` was called on.
         path: the file to write.
 
-    Returns: A report of the written weights; as a number, how many are compressed.
+    Returns:
+        A report of the written weights; as a number, how many are compressed.
 
-    Raises: CodedWeightError: No weight of the model is compressed. MemeffError: The package
-        safetensors is missing.
+    Raises:
+        CodedWeightError: No weight of the model is compressed.
+        MemeffError: The package safetensors is missing.
     """
     require_module(model, "save_compressed")
     coded = compressed_weights(model)
@@ -61,7 +71,7 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
     table: dict[str, Any] = {}
     for name, weight in coded.items():
         parts = [part.detach().cpu().contiguous() for part in weight.parts]
-        shape, crc32 = list(weight.shape), _checksum(parts)
+        shape, crc32 = list(weight.shape), checksum(parts)
         table[name] = {"codec": weight.codec, "shape": shape, "crc32": crc32}
         for part_name, part in zip(parse(weight.codec).parts, parts, strict=True):
             tensors[f"{name}.{part_name}"] = part
@@ -73,7 +83,11 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
             aliases[name] = first
         elif not isinstance(tensor, CodedWeight):
             tensors[name] = tensor.detach().cpu().contiguous().clone()
-    note = {"version": VERSION, "tensors": table, "aliases": aliases}
+    for name, buffer in _left_out(model):
+        if buffer.nbytes <= LARGEST_BUFFER and buffer.device.type != "meta":
+            tensors[f"{BUFFER}{name}"] = buffer.detach().cpu().contiguous().clone()
+    buffers = digests(model)
+    note = {"version": VERSION, "tensors": table, "aliases": aliases, "buffers": buffers}
     _safetensors().save_file(tensors, str(path), metadata={METADATA: json.dumps(note)})
     return _changes("save_compressed", f"written to {path}", table, tensors.values())
 
@@ -83,20 +97,27 @@ def load_compressed_(
 ) -> Changes:
     """Load such a file into a model of the same architecture; no dense copy is made.
 
+    Buffers that a state dict leaves out, such as rotary tables, stay as the model has them; a
+    warning names those that differ from the saved model's. On the meta device they come from the
+    file, or from the module's own initialisation.
+
     Args:
         model: dense or compressed, also one on the meta device.
         path: the file that `save_compressed` wrote.
         device: where weights of a model on the meta device go; by default the CPU.
 
-    Returns: A report of the loaded weights; as a number, how many are compressed.
+    Returns:
+        A report of the loaded weights; as a number, how many are compressed.
 
     Raises:
-        CodedWeightError: The file is of another version, damaged, or of another model.
+        CodedWeightError: The file is of another version, damaged, or of another model, or a buffer
+            on the meta device gets its values from nowhere.
     """
     require_module(model, "load_compressed_")
     with _opened(path) as file:
         note = _note(file, path)
         _check_names(model, file, note)
+        _make_buffers(model, file, device)
         modules = dict(model.named_modules())
         for name, about in note["tensors"].items():
             owner, _, attribute = name.rpartition(".")
@@ -106,13 +127,124 @@ def load_compressed_(
             trains = old.requires_grad and parse(codec).is_lossless
             coded = CodedWeight(parts, codec, about["shape"])
             put_coded(modules[owner], attribute, coded, requires_grad=trains)
-        for name in sorted(set(file.keys()) - _coded_names(note)):
+        for name in sorted(_tensor_names(file) - _coded_names(note)):
             _set_dense(modules, name, file.get_tensor(name), device)
         for name, first in note["aliases"].items():
             _alias(modules, name, first)
     held = {id(tensor): tensor for _, tensor in _everything(model)}.values()
     changes = _changes("load_compressed_", f"read from {path}", note["tensors"], held)
+    warn_of_buffers(model, note.get("buffers", {}), "load_compressed_")
     return keep(model, "load_compressed_", changes)
+
+
+def loaded_changes(coded: Mapping[str, CodedWeight], model: nn.Module, path: object) -> Changes:
+    """Return what was read from a folder, as `load_compressed_` reports it of a file."""
+    table = {n: {"codec": weight.codec, "shape": list(weight.shape)} for n, weight in coded.items()}
+    held = {id(tensor): tensor for _, tensor in _everything(model)}.values()
+    return _changes("load_compressed_", f"read from {path}", table, held)
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    """Return dtype, shape and checksum of each buffer that a state dict leaves out."""
+    return {name: _digest(b) for name, b in _left_out(model) if b.device.type != "meta"}
+
+
+def warn_of_buffers(model: nn.Module, saved: Mapping[str, str], verb: str) -> None:
+    """Warn of buffers that differ from the saved model's, of which `saved` are the digests."""
+    found, differ = digests(model), []
+    for name in sorted(saved.keys() & found.keys()):
+        if found[name] != saved[name]:
+            (here, size, _), (there, its_size, _) = found[name].split(), saved[name].split()
+            kinds = (here, there) if here != there else (size, its_size)
+            how = f"{kinds[0]} here and {kinds[1]} there" if len(set(kinds)) > 1 else "other values"
+            differ.append(f"{name} ({how})")
+    if differ:
+        warnings.warn(
+            f"{verb}: every weight is the saved one, but buffers that no checkpoint holds differ "
+            f"from the saved model's, and so will its outputs: {', '.join(differ[:3])}"
+            + (f" and {len(differ) - 3} more" if len(differ) > 3 else "")
+            + ". model.to(torch.bfloat16) rounds such buffers. Make the model in its dtype from "
+            "the start, as memeff_compile.from_pretrained does, or make it under "
+            'torch.device("meta"), and load_compressed_ takes them from the file.',
+            stacklevel=3,
+        )
+
+
+def _digest(buffer: Tensor) -> str:
+    kind, shape = str(buffer.dtype).removeprefix("torch."), "x".join(map(str, buffer.shape)) or "1"
+    return f"{kind} {shape} {checksum([buffer.detach().cpu().contiguous().view(-1)]):08x}"
+
+
+def _left_out(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a state dict leaves out."""
+    for path, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+@torch.no_grad()
+def _make_buffers(model: nn.Module, file: _File, device: object) -> None:
+    """Give values to buffers on the meta device that a state dict leaves out.
+
+    CodedWeightError, with nothing changed, where one gets them from nowhere.
+    """
+    modules, stored = dict(model.named_modules()), set(file.keys())
+    made: list[tuple[nn.Module, str, Tensor]] = []
+    lost: list[str] = []
+    for name, buffer in _left_out(model):
+        if buffer.device.type != "meta":
+            continue
+        owner, _, attribute = name.rpartition(".")
+        value = file.get_tensor(f"{BUFFER}{name}") if f"{BUFFER}{name}" in stored else None
+        if value is None or value.shape != buffer.shape:
+            value = _initialised(model, modules[owner], attribute, _target(buffer, device))
+        if value is None:
+            lost.append(name)
+        else:
+            made.append((modules[owner], attribute, value.to(_target(buffer, device))))
+    if lost:
+        raise CodedWeightError(
+            f"load_compressed_: the model is on the meta device, and neither the file nor the "
+            f"modules' own initialisation has values for the buffers {', '.join(lost[:5])}. Make "
+            "these modules outside of torch.device('meta'), or register the buffers as persistent "
+            "and save the model again."
+        )
+    for module, attribute, value in made:
+        module._buffers[attribute] = value
+
+
+def _initialised(
+    model: nn.Module, module: nn.Module, attribute: str, target: torch.device
+) -> Tensor | None:
+    """Return a buffer as the module's own initialisation makes it, or None if none does.
+
+    transformers has a function for all modules of a model, others a method of the module. It is
+    called only where every parameter of the module is on the meta device, so that none changes.
+    """
+    if any(each.device.type != "meta" for each in module.parameters()):
+        return None
+    of_model = [getattr(each, "_init_weights", None) for each in model.modules()]
+    calls: list[tuple[Any, tuple[nn.Module, ...]]] = [(call, (module,)) for call in of_model]
+    calls += [(getattr(module, name, None), ()) for name in ("reset_parameters", "rope_init")]
+    before = dict(module._buffers)
+    try:
+        for call, given in calls:
+            if not callable(call):
+                continue
+            for name, buffer in before.items():
+                if buffer is not None and buffer.device.type == "meta":
+                    module._buffers[name] = torch.empty_like(buffer, device=target)
+            empty: Any = module._buffers[attribute]
+            version = compat.version_of(empty)
+            call(*given)
+            found: Any = module._buffers[attribute]
+            if found is not None and (found is not empty or compat.version_of(found) > version):
+                return None if found.device.type == "meta" else cast("Tensor", found)
+    finally:
+        module._buffers.update(before)
+    return None
 
 
 def _changes(verb: str, what: str, table: Mapping[str, Any], tensors: Iterable[Tensor]) -> Changes:
@@ -163,7 +295,8 @@ def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
     watch_state_dict(modules[owner])
 
 
-def _checksum(parts: Sequence[Tensor]) -> int:
+def checksum(parts: Sequence[Tensor]) -> int:
+    """Return the crc32 of tensors on the CPU, one after the other."""
     found = 0
     for part in parts:
         found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
@@ -172,7 +305,7 @@ def _checksum(parts: Sequence[Tensor]) -> int:
 
 def _parts(file: _File, name: str, about: dict[str, Any], path: object) -> list[Tensor]:
     parts = [file.get_tensor(f"{name}.{part}") for part in parse(about["codec"]).parts]
-    if _checksum(parts) != about["crc32"]:
+    if checksum(parts) != about["crc32"]:
         raise CodedWeightError(
             f"load_compressed_: {name} in {path} does not match its checksum; the file is damaged. "
             "Copy or save it again."
@@ -188,13 +321,17 @@ def _note(file: _File, path: object) -> dict[str, Any]:
             "loaded with load_state_dict; compress_ the model afterwards."
         )
     note = cast("dict[str, Any]", json.loads(text))
-    if note.get("version") != VERSION:
+    if note.get("version") not in READ:
         raise CodedWeightError(
             f"load_compressed_: {path} has format version {note.get('version')!r} and this release "
-            f"reads {VERSION}. Load it with the release that wrote it, decompress_ the model and "
-            "save its state_dict."
+            f"reads {' and '.join(map(str, READ))}. Load it with the release that wrote it, "
+            "decompress_ the model and save its state_dict."
         )
     return note
+
+
+def _tensor_names(file: _File) -> set[str]:
+    return {name for name in set(file.keys()) if not name.startswith(BUFFER)}
 
 
 def _coded_names(note: dict[str, Any]) -> set[str]:
@@ -204,7 +341,7 @@ def _coded_names(note: dict[str, Any]) -> set[str]:
 
 def _check_names(model: nn.Module, file: _File, note: dict[str, Any]) -> None:
     """Raise before anything is changed if the file is another model's."""
-    held, needed = set(file.keys()), _coded_names(note)
+    held, needed = _tensor_names(file), _coded_names(note)
     known = {name for name, _ in _everything(model)}
     there = set(note["tensors"]) | (held - needed) | set(note["aliases"])
     missing = sorted((needed - held) | (known - there))

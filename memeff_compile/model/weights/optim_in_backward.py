@@ -197,10 +197,11 @@ class _Update:
             self.held, self.room = nn.Parameter(parameter.decode()), sheltered(parameter.numel())
         try:
             self.optimizer = factory(self.held)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise OptionError(
-                f"optim_in_backward: the factory failed for {name} ({error}); it gets one parameter"
-                " and returns its optimizer, such as lambda p: torch.optim.SGD([p], lr=1e-3)."
+                f"optim_in_backward: the factory failed for {name} ({error}); it is a class and "
+                "its settings, as in optim_in_backward(model, torch.optim.SGD, lr=1e-3), or a "
+                "function that gets one parameter and returns its optimizer."
             ) from error
         _check_optimizer(self.optimizer, self.held, name)
         self._empty()
@@ -495,27 +496,38 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
 
 def optim_in_backward(
-    model: nn.Module, factory: Factory, *, accumulate: int = 1, max_norm: float | None = None
+    model: nn.Module,
+    factory: Factory | type[Optimizer],
+    *,
+    accumulate: int = 1,
+    max_norm: float | None = None,
+    **settings: Any,  # noqa: ANN401 - whatever the class takes
 ) -> BackwardOptimizer:
-    """Update every trainable weight during the backward, as soon as its gradient is there. After
-    `loss.backward()` the weights are updated and all gradients are freed. Global-norm clipping is
-    therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips the gradient
-    of each parameter by its own norm. Args: model: compressed or dense, or some of both; sharded by
-    FSDP2 if dense, and not under DDP. factory: makes the optimizer of one parameter. accumulate:
-    gradients per update, counted per parameter: one that a backward pass does not reach is updated
-    later. With more than one, gradients are kept dense in between, which takes back the memory they
-    would have saved.
+    """Update every trainable weight during the backward, as soon as its gradient is there.
+
+    After `loss.backward()` the weights are updated and there are no gradients any more. Global-norm
+    clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
+    the gradient of each parameter by its own norm.
+
+    Args:
+        model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
+        factory: the class of an optimizer, or a function that makes the optimizer of one parameter.
+        accumulate: gradients per update, counted per parameter: one that a backward does not
+            reach is updated later than the others. With more than one, gradients are kept dense in
+            between, which takes back the memory they would have saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
+        settings: what the class takes, such as `lr`.
 
     Returns:
         An optimizer for schedulers, checkpoints and training loops.
 
-    Raises: OptionError: An argument, or the factory's result, cannot be used. MemeffError: Several
-        processes train together, and FSDP2 does not shard every weight.
+    Raises:
+        OptionError: An argument, or the factory's result, cannot be used.
+        MemeffError: Several processes train together, and FSDP2 does not shard every weight.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
-        >>> _ = optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=0.1))
+        >>> _ = optim_in_backward(model, torch.optim.SGD, lr=0.1)
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> model.weight.grad is None
         True
@@ -530,6 +542,7 @@ def optim_in_backward(
         raise OptionError(
             f"optim_in_backward: max_norm is {max_norm!r}; a positive number or None is needed."
         )
+    factory = _with_settings(factory, settings)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     shards = compat.fsdp_shards()
     for name, parameter in trained:
@@ -549,6 +562,20 @@ def optim_in_backward(
             "on what is to be trained (lossy compressed weights cannot be)."
         )
     return BackwardOptimizer(updates, accumulate, max_norm, queue)
+
+
+def _with_settings(factory: Factory | type[Optimizer], settings: dict[str, Any]) -> Factory:
+    """Return a function of one parameter."""
+    if isinstance(factory, type) and issubclass(factory, Optimizer):
+        kind: Any = factory
+        return lambda parameter: cast("Optimizer", kind([parameter], **settings))
+    if settings:
+        raise OptionError(
+            f"optim_in_backward: {', '.join(settings)} were given, which are for the class of an "
+            "optimizer, as in optim_in_backward(model, torch.optim.SGD, lr=1e-4); the factory is "
+            f"a {type(factory).__name__}. Give them where it makes the optimizer."
+        )
+    return cast("Factory", factory)
 
 
 def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:

@@ -16,4 +16,5 @@ SYSTEM = System(
     ),
     ops=("kernels.coded_weight.op",),
     hooks="model.weights.hooks:WeightHooks",
+    on_import=("model.weights.registration",),  # for from_pretrained, which reads a table alone
 )

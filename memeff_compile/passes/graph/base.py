@@ -79,14 +79,15 @@ class Done:
 
 
 class GraphPass(ABC):
-    """One entry of the compiler: finds matches, checks each one and rewrites those that pass.
+    """One entry of the compiler: finds places, judges each, rewrites the good ones.
 
     ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline
     verifies the result and rolls the match back when an edit is refused. A match is what ``find``
     yields: a node, or whatever ``places`` can read.
 
-    Attributes: name: in reports, in ``memeff.skip`` and in ``memeff.strict``. when: whether a pass
-        given in ``memeff.passes`` runs before or after the built-in ones.
+    Attributes:
+        name: in reports, in ``memeff.skip`` and in ``memeff.strict``.
+        when: whether a pass given in ``memeff.passes`` runs before ours or after them.
     """
 
     name: str

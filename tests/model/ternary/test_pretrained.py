@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.model import PackedTernaryLinear
-from memeff_compile.model.ternary import registration
+from memeff_compile.model import PackedTernaryLinear, quantizers
 from tests.support.fresh_python import FreshPython
 
 transformers = pytest.importorskip("transformers", reason="save_pretrained is of transformers")
@@ -67,8 +66,9 @@ def test_a_packed_model_comes_back_bit_for_bit_from_shards(
     assert len(set(linears(model).values())) == 3
     assert again.dtype == dtype
     assert torch.equal(logits(again), logits(model))
-    again.save_pretrained(tmp_path / "2")  # a loaded model is saved as the packed one
-    third = auto.from_pretrained(tmp_path / "2")
+    again.save_pretrained(tmp_path / "2")  # what was loaded is saved as what was packed
+    third = memeff_compile.from_pretrained(tmp_path / "2")
+    assert linears(third) == linears(model)
     assert torch.equal(logits(third), logits(model))
     files = [sum(f.stat().st_size for f in (tmp_path / n).glob("*.safetensors")) for n in "12"]
     dense = sum(p.numel() for p in transformers.LlamaForCausalLM(config()).parameters())
@@ -116,7 +116,7 @@ def test_the_quantizer_is_found_whatever_is_loaded_again(monkeypatch: pytest.Mon
         def find_module(self, *_: object) -> None:
             return None
 
-    twice: list[Any] = [registration._BesideQuantizers(), registration._BesideQuantizers()]
+    twice: list[Any] = [quantizers._BesideQuantizers(), quantizers._BesideQuantizers()]
     monkeypatch.setattr(sys, "meta_path", [Old(), *twice, *sys.meta_path])
     importlib.reload(auto)  # fills new tables
     ours = sys.modules["memeff_compile.model.ternary.pretrained"]

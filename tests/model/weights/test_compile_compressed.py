@@ -70,6 +70,39 @@ def test_a_model_is_compressed_before_its_first_call(codec: str) -> None:
     assert rewrites() == 1
 
 
+def test_compiled_embeddings_and_conv1d_train_on_the_bits_of_dense_ones() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(128, 128)
+            self.mix = Conv1D(256, 128)
+            self.back = Conv1D(128, 256)
+            self.head = nn.Linear(128, 128, bias=False)
+            self.head.weight = self.table.weight
+            self.to(torch.bfloat16)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            found = self.head(self.back(torch.relu(self.mix(self.table(ids)))))
+            assert isinstance(found, Tensor)
+            return found
+
+    found = []
+    for layers in ((), ("Linear", "Conv1D", "Embedding")):
+        model = Tied()
+        if layers:
+            assert len(compress_(model, layers=layers, skip=()).compressed) == 3
+        made = memeff_compile.compile(model, inner="aot_eager")
+        for ids in (IDS, IDS + 1):
+            made(ids).float().square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+        torch._dynamo.reset()
+    assert len(found[0]) == 5
+    assert all(map(torch.equal, *found))
+
+
 def test_every_instance_is_compressed_with_its_own_codec() -> None:
     """Dynamo runs the code of the first instance for the second without asking a backend."""
     models = [Model(seed) for seed in range(3)]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import memeff_compile
 from memeff_compile.errors import (
@@ -28,7 +28,12 @@ from memeff_compile.errors import (
 )
 from memeff_compile.kernels.coded_weight import CodedWeight
 from memeff_compile.model.weights.compress import compress_, compressed_weights, decompress_
-from memeff_compile.model.weights.compressed_file import METADATA, load_compressed_, save_compressed
+from memeff_compile.model.weights.compressed_file import (
+    LARGEST_BUFFER,
+    METADATA,
+    load_compressed_,
+    save_compressed,
+)
 from tests.support.hostile_weights import bits, hostile
 
 LLAMA = LlamaConfig(
@@ -59,7 +64,76 @@ def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-# --- compressed -----------------------------------------------------------------------------------
+EVERY_LAYER: dict[str, Any] = {"layers": ("Linear", "Conv1D", "Embedding"), "skip": ()}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_embd": 128, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=1)
+    return GPT2LMHeadModel(config).to(torch.bfloat16)
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 256, "tie_word_embeddings": True})
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+# --- what is compressed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "count"), [(gpt2, 5), (tied, 15)], ids=["conv1d", "tied head"])
+def test_layers_that_are_named_are_compressed_and_train_on_the_same_bits(
+    make: Callable[[], nn.Module], count: int
+) -> None:
+    model, twin = make(), make()
+    report = compress_(model, min_size=2**14, progress=False)
+    assert "; layers may name 'Embedding'" in str(report)
+    assert ("; layers may name 'Conv1D'" in str(report)) == (make is gpt2)
+    compress_(model, min_size=2**14, progress=False, **EVERY_LAYER)
+    assert len(compressed_weights(model)) == count
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight  # type: ignore[operator]
+    for each in (model, twin):
+        memeff_compile.optim_in_backward(each, torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            each(input_ids=IDS, labels=IDS).loss.backward()
+    assert same_tensors(dict(model.state_dict()), dict(twin.state_dict()))
+    assert not same_tensors(dict(model.state_dict()), dict(make().state_dict()))
+
+
+def test_adapters_train_on_compressed_conv1d_as_on_dense() -> None:
+    settings = LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    found = []
+    for model in (gpt2(), compressed(gpt2(), layers=["Conv1D"])):
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, settings)
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+        found.append([p.grad for p in adapted.parameters() if p.requires_grad])
+    assert len(found[0]) == 6
+    assert all(map(torch.equal, *found))
+
+
+def test_rounding_for_inputs_takes_linears_and_rounds_tables_plainly() -> None:
+    model = tied()
+    report = compress_(
+        model, mantissa=3, inputs=[{"input_ids": IDS}], min_size=0, progress=False, **EVERY_LAYER
+    )
+    kinds = {each.name: each.for_inputs for each in report.compressed}
+    assert not kinds.pop("model.embed_tokens.weight")
+    assert set(kinds.values()) == {True}
+
+
+@pytest.mark.parametrize("layers", [(), ("Conv2d",), "Bilinear"])
+def test_layers_of_no_use_are_refused(layers: Any) -> None:
+    with pytest.raises(OptionError, match="layers is"):
+        compress_(nn.Linear(4, 4), layers=layers)
+
+
+def test_an_embedding_that_writes_to_its_weight_stays_dense() -> None:
+    model = nn.Sequential(nn.Embedding(256, 128, max_norm=1.0)).to(torch.bfloat16)
+    assert not compress_(model, min_size=0, progress=False, **EVERY_LAYER).compressed
 
 
 def test_linears_are_compressed_and_the_rest_is_said() -> None:
@@ -74,7 +148,8 @@ def test_linears_are_compressed_and_the_rest_is_said() -> None:
     assert "lm_head" in why["lm_head.weight"]
     text = str(report)
     assert report.summary.startswith("compress_: 14 weights compressed, ")
-    assert "model.layers.1.mlp.up_proj.weight [256, 128] win4" in text
+    assert "12.01 bits  model.layers.0.mlp.up_proj.weight and 1 more [256, 128] win4" in text
+    assert len(text.splitlines()) == 1 + 7 + 2  # the same linear of all layers is one line
     assert len(json.loads(report.to_json())["weights"]) == 16
 
 
@@ -245,12 +320,6 @@ def test_a_model_is_saved_whole_with_its_codes_and_nothing_else(codec: str, tmp_
     assert same_tensors(dict(model.state_dict()), dict(loaded.state_dict()))
     weight = model.model.layers[0].mlp.up_proj.weight
     assert len(pickle.dumps(weight)) < sum(part.nbytes for part in weight.parts) + 8192
-
-
-def test_save_pretrained_writes_a_dense_checkpoint(tmp_path: Path) -> None:
-    compressed(llama()).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert same_tensors(dict(llama().state_dict()), dict(loaded.state_dict()))
 
 
 def test_a_copy_of_a_model_is_compressed_and_its_own() -> None:
@@ -428,6 +497,73 @@ def test_a_compressed_file_comes_back_bit_for_bit(codec: str, tmp_path: Path) ->
         assert not [p for p in target.parameters() if p.is_meta]
 
 
+class Table(nn.Module):
+    """Has a buffer that no state dict holds, which `reset_parameters` computes if it may."""
+
+    def __init__(self, size: int, computes: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+        self.computes = computes
+        self.table: Tensor
+        self.register_buffer("table", torch.empty(size), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.computes:
+            self.table.copy_(torch.arange(self.table.numel()) / 3)
+
+
+@pytest.mark.parametrize("source", ["the file", "the module", "nowhere"])
+def test_buffers_on_the_meta_device_get_values_or_a_sentence(tmp_path: Path, source: str) -> None:
+    size = 8 if source == "the file" else LARGEST_BUFFER
+    model = nn.Sequential(Table(size, computes=True))
+    model[0].linear.bfloat16()
+    model[0].table += source == "the file"  # not as it was made
+    save_compressed(compressed(model), tmp_path / "codes")
+    with torch.device("meta"):
+        other = nn.Sequential(Table(size, computes=source != "nowhere"))
+    other[0].linear.bfloat16()
+    if source == "nowhere":
+        with pytest.raises(CodedWeightError, match=r"values for the buffers 0\.table"):
+            load_compressed_(other, tmp_path / "codes")
+        assert all(each.is_meta for each in (*other.parameters(), *other.buffers()))
+        return
+    load_compressed_(other, tmp_path / "codes")
+    assert not [each for each in (*other.parameters(), *other.buffers()) if each.is_meta]
+    assert torch.equal(other[0].table, model[0].table)
+    assert torch.equal(bits(other[0].linear.weight.decode()), bits(model[0].linear.weight.decode()))
+
+
+def test_a_model_on_the_meta_device_computes_the_same_bits_once_it_is_loaded(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM._from_config(LLAMA, dtype=torch.bfloat16).eval()
+    save_compressed(compressed(model), tmp_path / "codes")
+    with torch.device("meta"):
+        made = LlamaForCausalLM(LLAMA).to(torch.bfloat16).eval()
+    load_compressed_(made, tmp_path / "codes")
+    with torch.no_grad():
+        assert torch.equal(made(IDS).logits, model(IDS).logits)
+
+
+def test_buffers_that_were_rounded_are_named(tmp_path: Path, recwarn: Any) -> None:
+    model = LlamaForCausalLM._from_config(LLAMA, dtype=torch.bfloat16)
+    save_compressed(compressed(model), tmp_path / "codes")
+    load_compressed_(LlamaForCausalLM._from_config(LLAMA, dtype=torch.bfloat16), tmp_path / "codes")
+    assert not [w for w in recwarn if "buffers" in str(w.message)]
+    with pytest.warns(UserWarning, match=r"inv_freq \(bfloat16 here and float32 there\)"):
+        load_compressed_(llama(), tmp_path / "codes")
+
+
+def test_a_file_of_the_first_version_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    rewritten(path, lambda note, _: (note.update(version=1), note.pop("buffers")))
+    target = strange()
+    load_compressed_(target, path)
+    assert len(compressed_weights(target)) == 2
+
+
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
     save_compressed(compressed(strange()), path)
@@ -454,8 +590,8 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "checksum",
     ),
     "another version": (
-        lambda path: rewritten(path, lambda note, tensors: note.update(version=2)),
-        "version 2",
+        lambda path: rewritten(path, lambda note, tensors: note.update(version=3)),
+        "version 3",
     ),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "not a whole"),
     "dense": (lambda path: save_file({"0.weight": torch.ones(1)}, path), "load_state_dict"),

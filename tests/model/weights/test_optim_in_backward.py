@@ -758,7 +758,9 @@ def test_accumulating_with_frozen_weights_leaves_them(codec: str) -> None:
     ("factory", "settings", "needed"),
     [
         (lambda p: None, {}, "NoneType"),
-        (torch.optim.SGD, {}, "the factory failed for weight .*should be an iterable"),
+        (torch.optim.SGD, {"rate": 1}, "the factory failed for weight .*'rate'"),
+        (torch.optim.SGD, {"lr": -1.0}, "the factory failed for weight .*learning rate: -1.0"),
+        (FACTORIES["SGD"], {"lr": 1e-4}, r"lr were given.*optim_in_backward\(model, torch"),
         (torch.optim.SGD([torch.ones(1)]), {}, "the factory failed for weight .*not callable"),
         (lambda p: torch.optim.SGD([p, nn.Parameter(torch.ones(1))], lr=1.0), {}, "2 parameters"),
         (lambda p: torch.optim.LBFGS([p]), {}, r"LBFGS.step\(\) needs closure"),
@@ -768,7 +770,9 @@ def test_accumulating_with_frozen_weights_leaves_them(codec: str) -> None:
     ],
     ids=[
         "no optimizer",
-        "a class",
+        "a setting that the class has not",
+        "a setting that the class refuses",
+        "settings of a function",
         "an instance",
         "two parameters",
         "a closure",
@@ -780,6 +784,28 @@ def test_accumulating_with_frozen_weights_leaves_them(codec: str) -> None:
 def test_a_wrong_argument_is_said(factory: Any, settings: dict[str, Any], needed: str) -> None:
     with pytest.raises(OptionError, match=needed):
         optim_in_backward(nn.Linear(4, 4), factory, **settings)
+
+
+@pytest.mark.parametrize("codec", ["", "win4"])
+def test_a_class_is_given_its_settings(codec: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256).bfloat16()
+    twin = copy.deepcopy(model)
+    if codec:
+        compressed(model, codec)
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    made = optim_in_backward(model, torch.optim.AdamW, accumulate=2, **settings)
+    wanted = optim_in_backward(twin, lambda p: torch.optim.AdamW([p], **settings), accumulate=2)
+    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.1]
+    for each in (model, twin):
+        for seed in range(4):
+            each(inputs_of(seed)).float().square().sum().backward()
+    assert made.accumulate == wanted.accumulate == 2
+    assert torch.equal(model.state_dict()["weight"], twin.state_dict()["weight"])
+
+
+def inputs_of(seed: int) -> torch.Tensor:
+    return torch.randn(4, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def test_nothing_to_train_is_said() -> None:

@@ -1,0 +1,108 @@
+"""How tensors of a folder become compressed weights while transformers loads a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import ConversionOps
+
+from memeff_compile.errors import CodedWeightError
+from memeff_compile.kernels.coded_weight import CodedWeight, parse
+from memeff_compile.model.weights.compress import coded_or_dense, require_layer
+from memeff_compile.model.weights.compressed_file import checksum
+from memeff_compile.model.weights.pretrained import name_in_folder
+
+if TYPE_CHECKING:
+    from memeff_compile.model.weights.pretrained import MemeffQuantizer, Theirs
+
+
+class Join(ConversionOps):
+    """Makes one weight of its parts."""
+
+    def __init__(self, hf_quantizer: MemeffQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def __deepcopy__(self, memo: object) -> Join:
+        """Return itself: transformers copies a conversion for each weight, and one quantizer loads
+        the model.
+        """
+        return self
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        model: Theirs = None,
+        full_layer_name: str = "",
+        **_: object,
+    ) -> dict[str, Any]:
+        said = self.hf_quantizer.quantization_config.weights
+        saved_as = name_in_folder(model, full_layer_name, said)
+        codec, crc32 = said[saved_as].split() if saved_as is not None else ("", "")
+        found = {key.removeprefix("weight."): held for key, held in input_dict.items()}
+        wanted = parse(codec).parts if codec else ()
+        parts = [found[part][0] for part in wanted if part in found]
+        path, _dot, attribute = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        shape = tuple(module._parameters[attribute].shape)
+        require_layer(module, attribute, shape)
+        if len(parts) != len(wanted) or not wanted:
+            raise CodedWeightError(
+                f"{full_layer_name}: the checkpoint holds the parts {', '.join(sorted(found))}, "
+                f"and {', '.join(wanted) or 'no code'} are what config.json names. Save the model "
+                "again."
+            )
+        if f"{checksum([part.cpu() for part in parts]):08x}" != crc32:
+            raise CodedWeightError(
+                f"{full_layer_name} does not match its checksum; the checkpoint is damaged. Copy "
+                "or save it again."
+            )
+        coded = self.hf_quantizer.loaded[full_layer_name] = CodedWeight(parts, codec, shape)
+        return {full_layer_name: _stand_in(coded)}
+
+
+class Encode(ConversionOps):
+    """Encodes a weight that was just read; the dense one is given up."""
+
+    def __init__(self, hf_quantizer: MemeffQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        model: Theirs = None,
+        **_: object,
+    ) -> dict[str, Any]:
+        own, said, made = self.hf_quantizer, self.hf_quantizer.quantization_config, {}
+        codec = said.full_codec
+        for name, held in input_dict.items():
+            weight = held[0] if isinstance(held, list) else held
+            made[name] = weight
+            if name not in own.chosen:
+                continue
+            if weight.shape != model.get_parameter(name).shape:  # transformers reports it
+                own.chosen.discard(name)
+                continue
+            coded, about = coded_or_dense(name, weight, codec)
+            own.report.append(about)
+            if coded is not None:
+                own.loaded[name] = coded
+                made[name] = _stand_in(coded)
+        return made
+
+
+def _stand_in(coded: CodedWeight) -> Tensor:
+    """Return a tensor that stands where a coded weight will, of a single number.
+
+    accelerate asks for addresses when it puts a model on several devices, and codes have none that
+    would do.
+    """
+    number = torch.full((), torch.nan, dtype=coded.dtype, device=coded.device)
+    return torch.nn.Parameter(number.expand(coded.shape), requires_grad=False)

@@ -1,0 +1,52 @@
+"""from_pretrained: the model of a folder or of the hub, in the class that config.json names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from memeff_compile.errors import MemeffError, OptionError
+
+
+def from_pretrained(name: str | PathLike[str], **settings: Any) -> Any:  # noqa: ANN401 - a model
+    """Load a model that `save_pretrained` wrote, compressed or not, in the class it was saved from.
+
+    It is the `from_pretrained` of transformers: codes are read as they are, dense weights are
+    compressed one by one as they are read if you pass a `MemeffConfig`, and buffers that no
+    checkpoint holds are made by the model. `AutoModelForCausalLM.from_pretrained` does the same
+    once memeff_compile is imported.
+
+    Args:
+        name: a folder, or a name on the hub.
+        settings: everything that transformers' own takes, such as `quantization_config`,
+            `device_map`, `dtype` and `revision`.
+
+    Raises:
+        OptionError: The name is that of a file.
+        CodedWeightError: The folder is damaged, of another model, or of another release.
+        MemeffError: The package transformers is missing.
+
+    Example:
+        >>> model = memeff_compile.from_pretrained("folder")  # doctest: +SKIP
+    """
+    if Path(name).is_file():
+        raise OptionError(
+            f"from_pretrained was given {name}, a file. It needs a folder with a config.json, as "
+            "model.save_pretrained(folder) writes. Load a file of save_compressed into a model "
+            "that you have made: memeff_compile.load_compressed_(model, file)."
+        )
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError:
+        raise MemeffError(
+            "from_pretrained loads models of transformers, and the package transformers is not "
+            "installed. Install memeff_compile[transformers]."
+        ) from None
+    given = {key: each for key, each in settings.items() if key != "quantization_config"}
+    config, _ = transformers.PretrainedConfig.get_config_dict(name, **given)
+    kinds = config.get("architectures") or [""]
+    is_theirs = not settings.get("trust_remote_code") or "auto_map" not in config
+    kind = getattr(transformers, kinds[0], None) if is_theirs else None
+    return (kind or transformers.AutoModelForCausalLM).from_pretrained(name, **settings)
