@@ -173,6 +173,20 @@ def frame_variables() -> Mapping[str, Any]:
     return {} if captured is None else {"L": captured.f_locals, "G": captured.f_globals}
 
 
+def capturing_backend() -> Any:
+    """Return the backend that the graph being captured is for, or None outside of a capture."""
+    from torch._dynamo import symbolic_convert
+
+    captured = getattr(symbolic_convert.tls, "current_tx", None)
+    backend = None if captured is None else captured.output.compiler_fn
+    around = backend
+    while around is not None:  # debugging, and DDP, which cuts graphs, put something around it
+        backend = around
+        around = getattr(backend, "_torchdynamo_orig_backend", None)
+        around = around or getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
+    return getattr(backend, "compiler_fn", backend)  # torch.compile has it with its mode and options
+
+
 def readable_source(node: Node) -> str:
     """Return the name of a placeholder as its owner would say it: ``lm_head.weight``."""
     held = r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]"
@@ -942,6 +956,11 @@ def is_fsdp2_module(module: torch.nn.Module) -> bool:
     """Return whether FSDP2 has hooks around ``module``."""
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return states is not None and states._get_module_fsdp_state(module) is not None
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
 
 
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:
