@@ -184,7 +184,7 @@ def capturing_backend() -> Any:
         backend = around
         around = getattr(backend, "_torchdynamo_orig_backend", None)
         around = around or getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
-    return getattr(backend, "compiler_fn", backend)  # torch.compile has it with its mode and options
+    return getattr(backend, "compiler_fn", backend)  # from torch.compile's settings
 
 
 def readable_source(node: Node) -> str:

@@ -1,6 +1,6 @@
 """Compiles by memeff what an Accelerator prepares.
 
-    Accelerator(dynamo_plugin=MemeffPlugin())
+Accelerator(dynamo_plugin=MemeffPlugin())
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ host("accelerate", "1.10")
 from accelerate.utils import TorchDynamoPlugin  # noqa: E402
 
 
-class MemeffPlugin(TorchDynamoPlugin):
+class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
     """Have `Accelerator.prepare(model)` call `torch.compile` with `backend="memeff"`.
 
     The arguments are those of `memeff_compile.compile`, options by keyword included:

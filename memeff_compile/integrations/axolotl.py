@@ -1,9 +1,9 @@
 """Compiles by memeff what Axolotl trains, from its YAML file.
 
-    plugins:
-      - memeff_compile.integrations.axolotl.MemeffPlugin
-    memeff:                     # optional
-      memeff.logits: eager
+plugins:
+  - memeff_compile.integrations.axolotl.MemeffPlugin
+memeff:                     # optional
+  memeff.logits: eager
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from pydantic import create_model
 
 from ..errors import OptionError
 from .hosts import host
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 _TOP_LEVEL = ("mode", "dynamic", "fullgraph")
 
 
-class MemeffArgs(BaseModel):  # type: ignore[misc]
-    """What the plugin adds to Axolotl's configuration."""
-
-    memeff: dict[str, Any] | None = None
-    """Options by the names of docs/options.md, and mode, dynamic or fullgraph of torch.compile."""
+MemeffArgs: Any = create_model("MemeffArgs", memeff=(dict[str, Any] | None, None))
+"""What the plugin adds to the YAML file: options by the names of docs/options.md, and mode, dynamic
+or fullgraph of torch.compile.
+"""
 
 
 class MemeffPlugin(BasePlugin):  # type: ignore[misc]

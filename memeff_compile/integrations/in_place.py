@@ -73,7 +73,7 @@ def compile_in_place(model: nn.Module, request: Request) -> bool:
     """Compile a model in place, unless it is compiled already.
 
     Returns:
-        Whether it was compiled now. A model that is compiled already stays as it is, whoever did it.
+        Whether it was compiled now. A model that is compiled already stays as it is.
     """
     compile_layers(model, request.arguments())  # FSDP2 may have sharded it since the last call
     if compat.is_compiled_in_place(model):

@@ -1,6 +1,6 @@
 """Compiles in place the models inside of a LightningModule.
 
-    lightning.Trainer(callbacks=[MemeffCallback()])
+lightning.Trainer(callbacks=[MemeffCallback()])
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class MemeffCallback(Callback):
+class MemeffCallback(Callback):  # type: ignore[misc]
     """Compile the models of a LightningModule in place with `backend="memeff"`.
 
     Lightning calls `training_step` and never the module, so that compiling the module itself

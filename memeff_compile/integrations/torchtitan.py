@@ -1,6 +1,6 @@
 """Computes torchtitan's chunked loss by our op, over the whole sequence at once.
 
-    --override.imports memeff_compile.integrations.torchtitan.fused_loss
+--override.imports memeff_compile.integrations.torchtitan.fused_loss
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         if not self._is_prepared:
             self._prepare(pred, labels)
         if self._left is not None or loss_inputs:
-            return super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
+            chunks: Any = super().__call__
+            found: tuple[Tensor, dict[str, Tensor]] = chunks(
+                pred, labels, global_valid_tokens, **loss_inputs
+            )
+            return found
         loss = getattr(self.lm_head, _METHOD)(pred, labels)
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
@@ -91,7 +95,7 @@ def _unserved(head: Any, *tensors: Tensor) -> str | None:
     return None
 
 
-@override(
+@override(  # type: ignore[untyped-decorator]
     target=ChunkedLossWrapper.Config,
     description="Output projection and cross entropy in one op, without logits (memeff_compile)",
     exact=True,

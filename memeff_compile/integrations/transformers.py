@@ -1,6 +1,6 @@
 """Compiles in place the model that a Trainer trains, TRL's trainers among them.
 
-    Trainer(..., callbacks=[MemeffCallback()])
+Trainer(..., callbacks=[MemeffCallback()])
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class MemeffCallback(TrainerCallback):
             )
         from accelerate.utils import extract_model_from_parallel
 
-        if "trl.trainer.utils" in sys.modules:
-            from . import trl
+        from .trl import hand_over_head
 
-            trl.hand_over_head()
+        if hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head"):
+            hand_over_head()
         compile_in_place(extract_model_from_parallel(model), self.request)
 
     def _trainers(self) -> Iterator[Trainer]:

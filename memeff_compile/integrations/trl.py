@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
