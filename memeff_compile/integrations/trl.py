@@ -4,7 +4,9 @@ TRL's trainers call `model(..., labels=labels, fused_lm_head=True)`, and a `forw
 then computes log-probabilities by chunks, in an autograd function that ends every graph. While
 this backend captures such a model, that function is replaced by the same formula in plain PyTorch,
 which the pass `fuse_linear_cross_entropy` makes one op of. Nothing else of TRL changes: outside of
-such a capture, and for any other backend, its own function runs.
+such a capture, and for any other backend, its own function runs. On a GPU TRL picks the rows whose
+label counts before it calls the function. Their number is in the data, so there the graph of the
+model ends, and head and loss share the next one.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from .hosts import host
 log = logging.getLogger(__name__)
 
 LEAST = "1.16"
-FUNCTION, ON_TRITON = "_ChunkedLogProbFunction", "_use_triton"
-"""The names by which TRL's forward calls what is replaced."""
+FUNCTION = "_ChunkedLogProbFunction"
+"""The name by which TRL's forward calls what is replaced."""
 _CLASSES_AT_ONCE = 8192
 
 
@@ -49,25 +51,23 @@ def hand_over_head() -> Callable[[], None]:
     host("trl", LEAST)
     from trl.trainer import utils
 
-    theirs, on_triton = getattr(utils, FUNCTION, None), getattr(utils, ON_TRITON, None)
+    theirs = getattr(utils, FUNCTION, None)
     if isinstance(theirs, _Head):
         return theirs.take_back
-    if theirs is None or on_triton is None:
-        _warn_of_other_names()
+    if theirs is None:
+        _warn_of_another_name()
         return lambda: None
-    head = _Head(utils, theirs, on_triton)
+    head = _Head(utils, theirs)
     setattr(utils, FUNCTION, head)
-    setattr(utils, ON_TRITON, head.on_triton)
     return head.take_back
 
 
 @cache
-def _warn_of_other_names() -> None:
+def _warn_of_another_name() -> None:
     log.warning(
-        "trl.trainer.utils of this version has no %s and %s: TRL computes the loss of its trainers "
-        "by itself, and memeff does not fuse it. memeff_compile was written for TRL %s.",
+        "trl.trainer.utils of this version has no %s: TRL computes the loss of its trainers by "
+        "itself, and memeff does not fuse it. memeff_compile was written for TRL %s.",
         FUNCTION,
-        ON_TRITON,
         LEAST,
     )
 
@@ -75,19 +75,13 @@ def _warn_of_other_names() -> None:
 class _Head:
     """Stands in for TRL's autograd function, and calls it unless this backend is capturing."""
 
-    def __init__(self, utils: ModuleType, theirs: Any, on_triton: Callable[..., bool]) -> None:
-        def use_triton(device: torch.device) -> bool:
-            """Say whether TRL is to pick the rows that count, whose number ends a graph."""
-            return not (torch.compiler.is_compiling() and _is_ours()) and on_triton(device)
-
-        self.utils, self.theirs, self.before = utils, theirs, on_triton
-        self.on_triton = use_triton
+    def __init__(self, utils: ModuleType, theirs: Any) -> None:
+        self.utils, self.theirs = utils, theirs
 
     def take_back(self) -> None:
-        """Give TRL its functions back."""
+        """Give TRL its function back."""
         if getattr(self.utils, FUNCTION) is self:
             setattr(self.utils, FUNCTION, self.theirs)
-            setattr(self.utils, ON_TRITON, self.before)
 
     def apply(self, *given: Any) -> Any:
         """Compute what TRL's function does, from the same arguments."""

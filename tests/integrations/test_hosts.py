@@ -127,7 +127,7 @@ def test_the_head_of_trl_is_one_op_with_the_values_and_gradients_of_its_formula(
 
 @pytest.fixture
 def utils(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a stand-in of trl.trainer.utils with a model's forward that calls its two names."""
+    """Return a stand-in of trl.trainer.utils with a forward that calls its function."""
     code = """
 import torch
 class _ChunkedLogProbFunction:
@@ -138,15 +138,10 @@ class _ChunkedLogProbFunction:
         cls.calls += 1
         every = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias), -1)
         return every.gather(-1, targets.unsqueeze(-1)).squeeze(-1), None, None, None, None
-def _use_triton(device):
-    return True
 def forward(model, ids):
     hidden = model.embed(ids)
-    compact = _use_triton(hidden.device)
     given = (1.0, 32768, None, 1.0, ("log_probs",))
-    rows = hidden[ids > 0] if compact else hidden
-    targets = ids[ids > 0] if compact else ids
-    out = _ChunkedLogProbFunction.apply(rows, model.head.weight, model.head.bias, targets, *given)
+    out = _ChunkedLogProbFunction.apply(hidden, model.head.weight, model.head.bias, ids, *given)
     return -out[0].sum()
 """
     for name in ("trl", "trl.trainer", "trl.trainer.utils"):
@@ -191,14 +186,13 @@ def test_the_head_is_handed_over_while_this_backend_captures_and_only_then(utils
     assert utils._ChunkedLogProbFunction is theirs
 
 
-def test_a_trl_with_other_names_is_left_alone_with_a_warning(
+def test_a_trl_with_another_name_is_left_alone_with_a_warning(
     utils: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    del utils._use_triton
-    theirs = utils._ChunkedLogProbFunction
-    trl._warn_of_other_names.cache_clear()
+    del utils._ChunkedLogProbFunction
+    trl._warn_of_another_name.cache_clear()
     trl.hand_over_head()()
-    assert utils._ChunkedLogProbFunction is theirs
+    assert not hasattr(utils, "_ChunkedLogProbFunction")
     assert "memeff does not fuse it" in caplog.text
 
 

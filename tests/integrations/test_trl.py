@@ -258,7 +258,7 @@ def test_a_reward_model_is_compiled_by_the_callback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "more", "exactly"),
+    ("make", "more", "nearly"),
     [
         pytest.param(sft, {"gradient_checkpointing": True}, 5e-5, id="checkpointing"),
         pytest.param(sft, {"bf16": True}, 1e-3, id="bf16"),
@@ -269,13 +269,38 @@ def test_a_reward_model_is_compiled_by_the_callback(tmp_path: Path) -> None:
     ],
 )
 def test_settings_of_the_trainers_go_with_the_callback(
-    make: Any, more: dict[str, Any], exactly: float, tmp_path: Path
+    make: Any, more: dict[str, Any], nearly: float, tmp_path: Path
 ) -> None:
     expected = curve(make(tmp_path, llama(), **more))
     trainer = make(tmp_path, llama(), **more)
     trainer.add_callback(MemeffCallback(options=OPTIONS))
     for ours, theirs in zip(curve(trainer), expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=exactly, abs=1e-6)
+        assert ours == pytest.approx(theirs, rel=nearly, abs=1e-6)
+    assert fused()
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "nearly"),
+    [
+        pytest.param(sft, {}, 5e-5, id="sft"),
+        pytest.param(sft, {"bf16": True}, 1e-3, id="bf16"),
+        pytest.param(dpo, {}, 5e-5, id="dpo"),
+        pytest.param(grpo, {"cast_lm_head_to_fp32": True}, 5e-5, id="fp32-head"),
+    ],
+)
+def test_rows_that_trl_picks_as_on_a_gpu_have_the_fused_loss(
+    make: Any,
+    more: dict[str, Any],
+    nearly: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = curve(make(tmp_path, llama(), **more))
+    monkeypatch.setattr("trl.trainer.utils._use_triton", lambda device: True)
+    trainer = make(tmp_path, llama(), **more)
+    trainer.add_callback(MemeffCallback(options=OPTIONS))
+    for ours, theirs in zip(curve(trainer), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=nearly, abs=1e-6)
     assert fused()
 
 
