@@ -848,6 +848,12 @@ def cut_inside(gm: GraphModule) -> str:
     return str(frames[-1].name) if feeds_resumed_code(gm) and frames else ""
 
 
+def is_cut_in(gm: GraphModule, file: str) -> bool:
+    """Return whether Dynamo cut the user's function, behind ``gm``, in code that a file called."""
+    frames = getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None) or []
+    return feeds_resumed_code(gm) and any(frame.filename.endswith(file) for frame in frames)
+
+
 # Lets the device stop with a message when it finds a condition false; the host goes on.
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 # Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now.

@@ -243,3 +243,46 @@ def test_axolotl_is_told_at_once_of_options_and_of_a_second_fused_loss(
 ) -> None:
     with pytest.raises(OptionError, match=said):
         axolotl.MemeffPlugin().register(cfg)
+
+
+class Patcher:
+    """What the node of ComfyUI uses of a ModelPatcher."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def clone(self) -> Patcher:
+        return Patcher(self.module)
+
+
+def test_the_node_of_comfyui_compiles_a_copy_with_attention_in_the_bits_it_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ComfyUI's function hands its arguments to torch.compile; here a stand-in does."""
+    from examples.comfyui import NODE_CLASS_MAPPINGS
+
+    def set_torch_compile_wrapper(model: Patcher, **given: Any) -> None:
+        given["options"] |= OPTIONS
+        model.module = torch.compile(model.module, **given)  # type: ignore[assignment]
+
+    helpers = ModuleType("comfy_api.torch_helpers")
+    helpers.set_torch_compile_wrapper = set_torch_compile_wrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comfy_api", ModuleType("comfy_api"))
+    monkeypatch.setitem(sys.modules, "comfy_api.torch_helpers", helpers)
+
+    class Attends(nn.Module):
+        def forward(self, x: Tensor, transformer_options: dict[str, int]) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x) * transformer_options["step"]
+
+    model, x = Attends(), torch.randn(1, 2, 256, 64, dtype=torch.bfloat16)
+    node = NODE_CLASS_MAPPINGS["CompileByMemeff"]()
+    levels = node.INPUT_TYPES()["required"]["attention"][0]
+    assert levels == ["exact", "8b", "8b+f16", "4b"]
+    before = Patcher(model)
+    (copied,) = getattr(node, node.FUNCTION)(before, "8b")
+    assert before.module is model
+    with torch.no_grad():
+        found = [copied.module(x, {"step": step}) for step in (1, 1)]
+    torch.testing.assert_close(found[1], model(x, {"step": 1}), rtol=0.05, atol=0.05)
+    (record,) = memeff_compile.last_report().records
+    assert (record.pass_name, record.code) == ("quantize_attention", "not_faster")  # on a CPU
