@@ -123,8 +123,8 @@ def test_the_callback_compiles_without_training(lightning: Any, call: str) -> No
 def test_a_child_that_is_not_there_is_named(lightning: Any) -> None:
     from memeff_compile.integrations.lightning import MemeffCallback
 
-    with pytest.raises(UnsupportedInputError, match="no child 'modle'; its children are model"):
-        fit(lightning, build(lightning), callbacks=[MemeffCallback("modle")])
+    with pytest.raises(UnsupportedInputError, match="no child 'core'; its children are model"):
+        fit(lightning, build(lightning), callbacks=[MemeffCallback("core")])
     empty = build(lightning)
     del empty.model
     with pytest.raises(UnsupportedInputError, match="no child with parameters"):
