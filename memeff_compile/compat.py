@@ -969,6 +969,11 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """Return what runs before and after a module's forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:
     """Return whether a module runs compiled, or as someone wishes, wherever it is called from."""
     return module._compiled_call_impl is not None or "forward" in vars(module)

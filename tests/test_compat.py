@@ -850,6 +850,15 @@ def test_the_backend_that_a_graph_is_captured_for_is_known() -> None:
     assert compat.capturing_backend() is None
 
 
+@probes("forward_hooks")
+def test_hooks_around_forward_are_listed() -> None:
+    module = nn.Linear(2, 2)
+    assert compat.forward_hooks(module) == []
+    module.register_forward_hook(print)
+    module.register_forward_pre_hook(repr)
+    assert compat.forward_hooks(module) == [repr, print]
+
+
 @probes("is_compiled_in_place")
 def test_a_module_that_is_compiled_in_place_is_known() -> None:
     module = nn.Linear(2, 2)

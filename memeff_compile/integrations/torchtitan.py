@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from .. import compat
 from ..functional import linear_cross_entropy
 from .hosts import host
 
@@ -89,8 +90,8 @@ def _unserved(head: Any, *tensors: Tensor) -> str | None:
     is_split |= get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1
     if is_split or any(isinstance(tensor, DTensor) for tensor in tensors):
         return "tensor parallelism splits the output projection or what comes before it"
-    own = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-    if any("fsdp" not in (getattr(hook, "__module__", None) or "") for hook in own):
+    owners = [getattr(hook, "__module__", None) or "" for hook in compat.forward_hooks(head)]
+    if any("fsdp" not in owner for owner in owners):
         return "the output projection has forward hooks"
     return None
 
