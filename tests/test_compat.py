@@ -812,6 +812,62 @@ def test_the_function_inside_which_dynamo_cuts_is_named() -> None:
     assert seen[-1] == ""
 
 
+@probes("is_cut_in")
+def test_the_file_in_which_dynamo_cuts_is_known() -> None:
+    seen: list[list[bool]] = []
+
+    def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append([compat.is_cut_in(gm, file) for file in ("tests/test_compat.py", "other.py")])
+        return gm.forward
+
+    def cuts(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: cuts(x * 2) * 3, backend=keep)(torch.ones(2))
+    assert seen[0] == [True, False]
+    assert seen[-1] == [False, False]
+
+
+@probes("capturing_backend")
+def test_the_backend_that_a_graph_is_captured_for_is_known() -> None:
+    seen: list[object] = []
+
+    @compat.constant_in_traces
+    def ask() -> int:
+        seen.append(compat.capturing_backend())
+        return 1
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return gm.forward
+
+    for given in (backend, "eager"):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + ask(), backend=given)(torch.ones(2))  # type: ignore[call-overload]
+    assert seen[0] is backend
+    assert getattr(seen[-1], "__name__", "") == "eager"
+    assert compat.capturing_backend() is None
+
+
+@probes("forward_hooks")
+def test_hooks_around_forward_are_listed() -> None:
+    module = nn.Linear(2, 2)
+    assert compat.forward_hooks(module) == []
+    module.register_forward_hook(print)
+    module.register_forward_pre_hook(repr)
+    assert compat.forward_hooks(module) == [repr, print]
+
+
+@probes("is_compiled_in_place")
+def test_a_module_that_is_compiled_in_place_is_known() -> None:
+    module = nn.Linear(2, 2)
+    torch.compile(module, backend="eager")
+    assert not compat.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert compat.is_compiled_in_place(module)
+
+
 @needs_compiler
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="aot_compile of torch 2.11 saves no graph of AOTAutograd"

@@ -10,7 +10,9 @@ LOADED = """
 import sys
 import memeff_compile
 {then}
-heavy = [name for name in ("torch", "triton", "torch._dynamo", "sympy") if name in sys.modules]
+hosts = ("transformers", "accelerate", "peft", "trl", "lightning", "axolotl", "torchtitan")
+heavy = ("torch", "triton", "torch._dynamo", "sympy", "memeff_compile.integrations", *hosts)
+heavy = [name for name in heavy if name in sys.modules]
 print(heavy)
 """
 
@@ -51,6 +53,7 @@ def test_the_backend_is_found_by_name_without_triton_and_public_names_resolve(
     transformers, until a name that needs it has said so.
     """
     rooms = ("kernels", "logits.tensor", "passes", "model", "verify", "backend", "planning", "cli")
+    rooms += ("integrations", "integrations.trl")
     code = f"""
 import sys
 sys.modules["triton"] = sys.modules["transformers"] = None

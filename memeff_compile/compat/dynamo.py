@@ -110,6 +110,20 @@ def frame_variables() -> Mapping[str, Any]:
     return {} if captured is None else {"L": captured.f_locals, "G": captured.f_globals}
 
 
+def capturing_backend() -> Any:
+    """Return the backend that the graph being captured is for, or None outside of a capture."""
+    from torch._dynamo import symbolic_convert
+
+    captured = getattr(symbolic_convert.tls, "current_tx", None)
+    backend = None if captured is None else captured.output.compiler_fn
+    around = backend
+    while around is not None:  # debuggers, and DDP, which cuts graphs, wrap it
+        backend = around
+        around = getattr(backend, "_torchdynamo_orig_backend", None)
+        around = around or getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)
+    return getattr(backend, "compiler_fn", backend)  # from torch.compile's settings
+
+
 def readable_source(node: Node) -> str:
     """Return the name of a placeholder as its owner would say it: ``lm_head.weight``."""
     held = r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]"
@@ -250,6 +264,22 @@ def cut_inside(gm: GraphModule) -> str:
     why = getattr(gm, "compile_subgraph_reason", None)
     frames = getattr(why, "user_stack", None) or []
     return str(frames[-1].name) if feeds_resumed_code(gm) and frames else ""
+
+
+def is_cut_in(gm: GraphModule, file: str) -> bool:
+    """Return whether Dynamo ended ``gm`` in code that a file called."""
+    frames = getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None) or []
+    return feeds_resumed_code(gm) and any(frame.filename.endswith(file) for frame in frames)
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run before and after a module's forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:

@@ -22,6 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memeff_compile
+from memeff_compile import compat
+from memeff_compile.backend import memeff
+from memeff_compile.integrations.transformers import MemeffCallback
 from tests.distributed import models
 from tests.distributed.models import TRAINING, codes, fresh_start, gradients, ids
 from tests.distributed.processes import RANKS, TwoProcesses
@@ -97,31 +100,65 @@ def fsdp2_sharded_before_prepare() -> None:
     assert codes() == TRAINING
 
 
-def the_trainer(accumulate: int) -> None:
+def the_trainer(accumulate: int, by_callback: bool = False) -> None:
     """Under DDP, with rows of different numbers of labels on each rank."""
     from tests.integrations import test_trainer
 
-    def run(model: nn.Module) -> Any:
+    def run(model: nn.Module, *callbacks: MemeffCallback) -> Any:
         folder = Path(tempfile.mkdtemp())
         with as_torchrun_starts_it():
             made = test_trainer.trainer(model, folder, gradient_accumulation_steps=accumulate)
             assert made.args.world_size == RANKS
+            for callback in callbacks:
+                made.add_callback(callback)
             made.train()
         return made
 
     fresh_start()
     expected = test_trainer.losses(run(llama()))
-    made = run(test_trainer.compiled(models.OPTIONS["memeff.inner"]))
+    if by_callback:
+        made = run(llama(), MemeffCallback(options=models.OPTIONS))
+    else:
+        made = run(test_trainer.compiled(models.OPTIONS["memeff.inner"]))
     assert test_trainer.losses(made) == pytest.approx(expected, rel=2e-6)
     assert codes() == TRAINING
     assert set(test_trainer.products(made.seen)) == {0}
     assert memeff_compile.last_report().graphs
 
 
+class Asks(nn.Module):
+    """Asks, while it is captured, which backend that is for."""
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        super().__init__()
+        self.linear, self.ask = nn.Linear(4, 4), ask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.ask()
+
+
+def the_backend_under_ddp() -> None:
+    """DDP puts a backend of its own around ours; TRL's head is handed to ours all the same."""
+    seen: list[object] = []
+
+    @compat.constant_in_traces
+    def ask() -> int:
+        seen.append(compat.capturing_backend())
+        return 1
+
+    fresh_start()
+    model = Asks(ask)
+    model.compile(backend="memeff", options=models.OPTIONS)
+    nn.parallel.DistributedDataParallel(model)(torch.ones(2, 4)).sum().backward()
+    assert seen == [memeff]
+
+
 CASES: list[Any] = [
+    the_backend_under_ddp,
     pytest.param(fsdp2_as_accelerate_groups_it, marks=pytest.mark.slow),
     pytest.param(fsdp2_sharded_before_prepare, marks=pytest.mark.slow),
     partial(the_trainer, 1),
+    partial(the_trainer, 1, by_callback=True),
     pytest.param(partial(the_trainer, 3), marks=pytest.mark.slow),
 ]
 

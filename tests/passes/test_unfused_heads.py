@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
+from memeff_compile.passes.losses import unfused
 from memeff_compile.report import Record
 
 D, V = 16, 8192
@@ -117,6 +118,25 @@ def test_a_loss_inside_which_dynamo_cuts_the_function_has_a_record() -> None:
     assert "inside of `linear_cross_entropy`" in record.sentence
     (record,) = records_of(without_options)
     assert record.action == "rewrote"
+
+
+IN_TRL = """
+import torch
+def chunks(x):
+    torch._dynamo.graph_break()
+    return x
+"""
+
+
+def test_the_loss_of_trl_names_the_callback_that_hands_it_over() -> None:
+    """Dynamo cuts inside of TRL's function on a CPU; here a function of that file stands for it."""
+    trl: dict[str, Any] = {}
+    exec(compile(IN_TRL, f"packages/{unfused.TRL_LOSS}", "exec"), trl)
+    records = records_of(lambda m, h, y: trl["chunks"](h * 2).sum())
+    record, *_ = [r for r in records if r.code == "graph_break_in_loss"]
+    assert record.action == "declined"
+    assert "fused_lm_head=True" in record.sentence
+    assert "integrations.transformers.MemeffCallback()" in record.hint
 
 
 def gated(m: Model, h: Tensor, y: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from . import outputs
 from .head import Chain, Head, HeadReader
 
 LARGE_VOCABULARY = 8192  # classes from which a loss that is not fused is worth a word
+TRL_LOSS = "trl/kernels/chunked_logprob.py"  # what its trainers compute log-probabilities by
 _MAX_NODES = 256
 _FEWER = 16  # a tensor with less than this part of a product's elements no longer has the classes
 
@@ -141,13 +142,28 @@ def _own_function(info: GraphInfo, node: Node) -> Decline | None:
         if any(compat.statically_true(v.shape[-1] == features) for v in others):
             said = f"an autograd function takes hidden states and a weight of {rows} classes, and "
             said += "computes their loss by itself, as losses by chunks do"
-            hint = "compute the loss by the head and F.cross_entropy, which needs no chunks here"
+            hint = (
+                "compute the loss by the head and F.cross_entropy, which needs no chunks here; in "
+            )
+            hint += "TRL, memeff_compile.integrations.transformers.MemeffCallback() does that"
             return Decline("own_loss_function", said, hint, node)
     return None
 
 
 def _cut_inside_a_loss(info: GraphInfo) -> Iterable[Decline]:
     """Name a loss inside which Dynamo cut the function, so that its head is in no graph."""
+    if info.parent is None and compat.is_cut_in(info.gm, TRL_LOSS):
+        said = (
+            "TRL computes this loss by its own head (fused_lm_head=True), inside of which Dynamo "
+        )
+        said += "cuts the function; no graph has head and loss"
+        hint = (
+            "give the trainer memeff_compile.integrations.transformers.MemeffCallback(), which "
+            "hands that head to this backend, or call "
+            "memeff_compile.integrations.trl.hand_over_head() before training"
+        )
+        yield Decline("graph_break_in_loss", said, hint, info.output)
+        return
     name = compat.cut_inside(info.gm)
     if info.parent is None and "cross_entropy" in name and not _has_loss(info):
         said = f"Dynamo cuts the function inside of `{name}`, which then runs outside of any graph"

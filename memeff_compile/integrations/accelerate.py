@@ -1,0 +1,75 @@
+"""Compiles by memeff what an Accelerator prepares.
+
+Accelerator(dynamo_plugin=MemeffPlugin())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..options import Options
+from .hosts import host
+from .in_place import Request
+
+host("accelerate", "1.10")
+
+from accelerate.utils import TorchDynamoPlugin  # noqa: E402
+
+
+class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
+    """Have `Accelerator.prepare(model)` call `torch.compile` with `backend="memeff"`.
+
+    The arguments are those of `memeff_compile.compile`, options by keyword included:
+    `MemeffPlugin(logits="eager")`. They are checked here. The environment variables of accelerate
+    (`ACCELERATE_DYNAMO_...`), which `accelerate launch` sets, are not read.
+
+    Args:
+        mode: An Inductor mode, such as "reduce-overhead".
+        options: As in `torch.compile(options=...)`, or an `Options`.
+        dynamic: As in `torch.compile`.
+        fullgraph: As in `torch.compile`.
+        use_regional_compilation: Compile repeated blocks, and what is left of the model, one by
+            one, which starts sooner. The output projection then has a graph of its own, and the
+            loss is computed from its deferred logits outside of the graphs.
+        **settings: Options of ours by keyword.
+
+    Raises:
+        OptionError: As `memeff_compile.compile`.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str | None = None,
+        options: Mapping[str, object] | Options | None = None,
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+        use_regional_compilation: bool = False,
+        **settings: object,
+    ) -> None:
+        self.request = Request.of(
+            settings, mode=mode, options=options, dynamic=dynamic, fullgraph=fullgraph
+        )
+        self.backend = "memeff"  # accelerate compares it with "NO", and its own list is closed
+        self.mode = mode
+        self.fullgraph = fullgraph
+        self.dynamic = dynamic
+        self.options = self.request.options.to_dict() or None
+        self.disable = False
+        self.use_regional_compilation = use_regional_compilation
+
+    def __post_init__(self) -> None:
+        """Do nothing: accelerate looks names up here, and there is no name to look up."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as accelerate logs and stores them."""
+        return {
+            **self.request.arguments(),
+            "mode": self.mode,
+            "use_regional_compilation": self.use_regional_compilation,
+        }
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile`; `mode` is one of the options."""
+        return self.request.arguments()

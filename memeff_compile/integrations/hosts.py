@@ -1,0 +1,35 @@
+"""Imports the program that an integration is for, or says which version of it is needed."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from types import ModuleType
+
+
+def host(name: str, least: str | None = None) -> ModuleType:
+    """Import a host.
+
+    Args:
+        name: The name of its module, which is also the name that pip installs it by.
+        least: The oldest version that works.
+
+    Raises:
+        ImportError: It is not installed, does not import, or is older.
+    """
+    wanted = f"{name}>={least}" if least else name
+    remedy = f"Install it by `pip install '{wanted}'`."
+    try:
+        module = import_module(name)
+    except ImportError as error:
+        said = f"memeff_compile.integrations.{name} needs {wanted}, which does not import: {error}."
+        raise ImportError(f"{said} {remedy}", name=name) from error
+    found = str(getattr(module, "__version__", least or ""))
+    if least and _numbers(found) < _numbers(least):
+        said = f"memeff_compile.integrations.{name} needs {wanted}; this environment has {found}."
+        raise ImportError(f"{said} {remedy}", name=name)
+    return module
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -1,0 +1,87 @@
+"""Compiles a model in place, once, for a host that calls it at more than one moment."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .. import compat
+from ..backend.sharded_layers import compile_layers
+from ..errors import OptionError
+from ..options import Options, key_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """How a model is to be compiled, checked when the host is set up and not at the first step."""
+
+    options: Options
+    dynamic: bool | None
+    fullgraph: bool
+
+    @classmethod
+    def of(
+        cls,
+        settings: Mapping[str, object],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, object] | Options | None = None,
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+    ) -> Request:
+        """Read the arguments of an integration, which are those of `memeff_compile.compile`.
+
+        Raises:
+            OptionError: An option has an unknown name, a wrong type or a value out of range, is
+                given twice, or would compress the weights of a model that has its optimizer.
+        """
+        given = options.to_dict() if isinstance(options, Options) else dict(options or {})
+        named = {key_of(name): value for name, value in settings.items()}
+        if twice := sorted(named.keys() & given.keys()):
+            raise OptionError(f"{twice[0]} is given by keyword and in options; give it once.")
+        checked = Options.parse(mode, {**given, **named})
+        if checked.weights not in ("exact", "off"):
+            raise OptionError(
+                f"memeff.weights is {checked.weights!r}, and a host makes the optimizer before it "
+                "lets us compile; call memeff_compile.compress_(model) before the host has the "
+                "model."
+            )
+        return cls(checked, dynamic, fullgraph)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile` that say the same."""
+        return {
+            "backend": "memeff",
+            "options": self.options.to_dict() or None,
+            "dynamic": self.dynamic,
+            "fullgraph": self.fullgraph,
+        }
+
+
+_asked: weakref.WeakKeyDictionary[nn.Module, Request] = weakref.WeakKeyDictionary()
+"""What each model was compiled for here."""
+
+
+def compile_in_place(model: nn.Module, request: Request) -> bool:
+    """Compile a model in place, unless it is compiled already.
+
+    Returns:
+        Whether it was compiled now. A model that is compiled already stays as it is.
+    """
+    compile_layers(model, request.arguments())  # FSDP2 may have sharded it since the last call
+    if compat.is_compiled_in_place(model):
+        if _asked.get(model, request) != request:
+            log.warning(
+                "%s is compiled already, with other options; they stay.", type(model).__name__
+            )
+        return False
+    model.compile(**request.arguments())
+    _asked[model] = request
+    return True

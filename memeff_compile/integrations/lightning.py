@@ -1,0 +1,94 @@
+"""Compiles in place the models inside of a LightningModule.
+
+lightning.Trainer(callbacks=[MemeffCallback()])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..errors import UnsupportedInputError
+from ..options import Options
+from .hosts import host
+from .in_place import Request, compile_in_place
+
+host("lightning", "2.4")
+
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class MemeffCallback(Callback):  # type: ignore[misc]
+    """Compile the models of a LightningModule in place with `backend="memeff"`.
+
+    Lightning calls `training_step` and never the module, so that compiling the module itself
+    compiles nothing. This compiles its children that have parameters, each in place, before
+    training, validation, testing and prediction. Children that are compiled already stay as they
+    are.
+
+    Args:
+        *children: Names of the children to compile, such as "model" or "generator.body"; all
+            direct children with parameters if there are none.
+        mode: An Inductor mode, such as "reduce-overhead".
+        options: As in `torch.compile(options=...)`, or an `Options`.
+        dynamic: As in `torch.compile`.
+        fullgraph: As in `torch.compile`.
+        **settings: Options of ours by keyword, as in `memeff_compile.compile`.
+
+    Raises:
+        OptionError: As `memeff_compile.compile`.
+        UnsupportedInputError: When training begins: the module has no child of that name, or no
+            child with parameters.
+    """
+
+    def __init__(
+        self,
+        *children: str,
+        mode: str | None = None,
+        options: Mapping[str, object] | Options | None = None,
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+        **settings: object,
+    ) -> None:
+        self.children = children
+        self.request = Request.of(
+            settings, mode=mode, options=options, dynamic=dynamic, fullgraph=fullgraph
+        )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compile before training."""
+        self._compile(pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compile before `validate()`."""
+        self._compile(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compile before `test()`."""
+        self._compile(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compile before `predict()`."""
+        self._compile(pl_module)
+
+    def _compile(self, module: nn.Module) -> None:
+        named = dict(module.named_modules())
+        if missing := [name for name in self.children if name not in named]:
+            has = ", ".join(name for name, _ in module.named_children())
+            said = f"{type(module).__name__} has no child {missing[0]!r}; its children are {has}."
+            raise UnsupportedInputError(said)
+        chosen = [named[name] for name in self.children] or [
+            child for child in module.children() if any(True for _ in child.parameters())
+        ]
+        if not chosen:
+            raise UnsupportedInputError(
+                f"{type(module).__name__} has no child with parameters. Give it its model as an "
+                "attribute (self.model = ...), and call that in training_step."
+            )
+        for child in chosen:
+            compile_in_place(child, self.request)

@@ -1,0 +1,117 @@
+"""Compiles in place the model that a Trainer trains, TRL's trainers among them.
+
+Trainer(..., callbacks=[MemeffCallback()])
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..errors import UnsupportedInputError
+from ..options import Options
+from .hosts import host
+from .in_place import Request, compile_in_place
+
+host("transformers", "5.16")
+
+from transformers import TrainerCallback  # noqa: E402
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+
+class MemeffCallback(TrainerCallback):
+    """Compile the Trainer's model in place with `backend="memeff"`.
+
+    The arguments are those of `memeff_compile.compile`, options by keyword included:
+    `MemeffCallback(logits="eager")`. They are checked here.
+
+    A Trainer calls this when it has been made, so that `evaluate()` and `predict()` run compiled
+    without a `train()` before them, and when training begins. At the second call it compiles what
+    the first one could not see: a model from `model_init`, layers that FSDP2 has sharded since, the
+    reference model of a TRL trainer, or everything, where `add_callback` came after the trainer. A
+    model that is compiled already stays as it is. Compiling in place is lazy: what accelerate,
+    PEFT or TRL do to `forward` in between is compiled with it.
+
+    Under TRL the loss of its trainers is handed to the backend (`integrations.trl`).
+
+    Raises:
+        OptionError: As `memeff_compile.compile`.
+        UnsupportedInputError: When the trainer is made: it would put the model on several GPUs of
+            one process (`nn.DataParallel`).
+
+    Example:
+        >>> Trainer(model=model, args=args, callbacks=[MemeffCallback()])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str | None = None,
+        options: Mapping[str, object] | Options | None = None,
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+        **settings: object,
+    ) -> None:
+        self.request = Request.of(
+            settings, mode=mode, options=options, dynamic=dynamic, fullgraph=fullgraph
+        )
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **given: Any,
+    ) -> None:
+        """Compile the model of a trainer that has just been made."""
+        self._compile(args, model)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **given: Any,
+    ) -> None:
+        """Compile what there was not to be seen at `on_init_end`."""
+        self._compile(args, model)
+        for trainer in self._trainers():
+            self._compile(args, getattr(trainer, "ref_model", None))
+
+    def _compile(self, args: TrainingArguments, model: object) -> None:
+        if not isinstance(model, nn.Module):
+            return
+        if args.n_gpu > 1:
+            raise UnsupportedInputError(
+                f"The Trainer sees {args.n_gpu} GPUs in one process and would wrap the model in "
+                "nn.DataParallel, whose replicas all run the compiled code of the first one with "
+                "its weights. Start one process per GPU (torchrun --nproc-per-node "
+                f"{args.n_gpu} train.py), or set CUDA_VISIBLE_DEVICES=0."
+            )
+        from accelerate.utils import extract_model_from_parallel
+
+        from .trl import hand_over_head
+
+        if hasattr(sys.modules.get("trl.trainer.utils"), "add_fused_lm_head"):
+            hand_over_head()
+        compile_in_place(extract_model_from_parallel(model), self.request)
+
+    def _trainers(self) -> Iterator[Trainer]:
+        """Yield the trainer that is calling: it hands its model to callbacks, and not itself."""
+        from transformers import Trainer
+
+        frame = inspect.currentframe()
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, Trainer) and self in caller.callback_handler.callbacks:
+                yield caller
+                return
+            frame = frame.f_back
