@@ -13,6 +13,7 @@ import inspect
 import re
 import sys
 import threading
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -1143,9 +1144,31 @@ def keep_address(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
+def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
+    """Compile a module in place with these arguments of torch.compile.
+
+    `Module.compile` compiles nothing of a module that is PyTorch's own, such as an nn.Sequential:
+    Dynamo leaves out the frames of PyTorch's files. What `torch.compile(module)` returned gives way
+    to the compilation in place, which it would else hide.
+    """
+    from torch._dynamo import external_utils, trace_rules
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if isinstance(module, OptimizedModule):
+        module.forward = module._orig_mod.__call__
+        module = module._orig_mod
+    forward, call = module.forward, module._call_impl
+    if isinstance(forward, types.MethodType) and trace_rules.check(forward):
+        call = external_utils.wrap_inline(call)
+    module._compiled_call_impl = torch.compile(call, **given)
+
+
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
     """Put a function around what runs in the place of a module that is compiled in place."""
-    module._compiled_call_impl = wrap(module._compiled_call_impl)
+    module = without_compile(module)
+    around = wrap(module._compiled_call_impl)
+    around.__wrapped__ = module._compiled_call_impl
+    module._compiled_call_impl = around
 
 
 def names_around() -> dict[str, Any]:

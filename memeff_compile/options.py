@@ -762,7 +762,7 @@ This page is printed by `python -m memeff_compile options`; do not edit it by ha
 
 ```python
 torch.compile(model, backend="memeff", options={"memeff.logits": "eager", "max_autotune": True})
-memeff_compile.compile(model, logits="eager", options={"max_autotune": True})  # same, checked now
+memeff_compile.compile(model, logits="eager", options={"max_autotune": True})  # in place, checked
 ```
 
 Keys that start with `memeff.` are in the table below; every other key is an Inductor config key

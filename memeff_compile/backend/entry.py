@@ -139,9 +139,10 @@ def compile(
 ) -> Compilable | Callable[[Compilable], Compilable]:
     """Compile with `backend="memeff"`, checking the options now and not at the first call.
 
-    `torch.compile` does not look at the options of a backend until the first call, and refuses
-    `mode` next to `options`; this does neither. Layers that FSDP2 shards, and that a checkpoint
-    around its hooks keeps out of every graph, it compiles one by one, in place.
+    A module is compiled in place and returned, as `module.compile()` does it; `undo(model)` takes
+    it back. `torch.compile` does not look at the options of a backend until the first call, and
+    refuses `mode` next to `options`; this does neither. Layers that FSDP2 shards, and that a
+    checkpoint around its hooks keeps out of every graph, it compiles one by one.
 
     Args:
         model: A module or function; leave it out to use the call as a decorator.
@@ -151,14 +152,14 @@ def compile(
         fullgraph: As in `torch.compile`.
         disable: As in `torch.compile`.
         kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
-            mapping, or "static" for an exact one. The model is compiled in place, and every later
-            `generate()` makes, allocates and reuses such caches by itself, as `use_kv_cache_`.
+            mapping, or "static" for an exact one. Every later `generate()` makes, allocates and
+            reuses such caches by itself, as `use_kv_cache_`.
         **settings: Options of ours by keyword: `logits="eager"` is `memeff.logits`.
             `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
             `compression_report(model)` is what it returned.
 
     Returns:
-        What `torch.compile` returns; with `kv_cache` the model itself.
+        The module itself, compiled; of a function, what `torch.compile` returns.
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
@@ -167,7 +168,7 @@ def compile(
             of its own.
 
     Example:
-        >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
+        >>> memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
         >>> memeff_compile.compile(model, kv_cache=4).generate(ids)  # doctest: +SKIP
     """
     if not (model is None or callable(model)):
@@ -179,22 +180,22 @@ def compile(
         raise UnsupportedInputError(said)
     checked = _parse(mode, options, settings)
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
-    request = system.Request(model, checked, kv_cache)
-    asked = [hooks for hooks in system.hooks() if hooks.wants(request)]
-    if asked and model is None:  # a decorator: the function or module that follows decides
+    if model is None:  # a decorator: the function or module that follows decides
         given |= settings
         return partial(compile, mode=mode, options=options, kv_cache=kv_cache, **given)
+    request = system.Request(model, checked, kv_cache)
+    asked = [hooks for hooks in system.hooks() if hooks.wants(request)]
     for hooks in asked:  # all of them, before one changes the model
         hooks.check(request)
     for hooks in asked:
         request = replace(request, options=hooks.prepare(request))
     given |= {"backend": "memeff", "options": request.options.to_dict() or None}
-    if any(hooks.compile(request, given) for hooks in asked):
-        return cast("Compilable", model)
-    if isinstance(model, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module):
+        return cast("Compilable", torch.compile(model, **given))
+    if not any(hooks.compile(request, given) for hooks in asked):
         compile_layers(model, given)
-    wrapped: Any = torch.compile(model, **given)
-    return cast("Compilable | Callable[[Compilable], Compilable]", wrapped)
+        compat.compile_in_place(model, given)
+    return cast("Compilable", model)
 
 
 def _parse(

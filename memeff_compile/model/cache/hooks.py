@@ -30,9 +30,10 @@ class CacheHooks(Hooks):
         assert isinstance(model, torch.nn.Module)
         if is_cut_elsewhere(model):
             # PyTorch stops where a DTensor's strides vary, such as those of a prompt's last token.
-            model.compile(**{**given, "dynamic": False}, **compat.room_for_graphs())
+            given = {**given, "dynamic": False}
+            compat.compile_in_place(model, {**given, **compat.room_for_graphs()})
             return True
-        model.compile(**given, **compat.room_for_graphs())
+        compat.compile_in_place(model, {**given, **compat.room_for_graphs()})
         compat.wrap_compiled(model, for_any_length)
         return True
 
