@@ -1163,6 +1163,78 @@ def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     module._compiled_call_impl = torch.compile(call, **given)
 
 
+def backend_of(call: object) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the name and options of the backend of what torch.compile returned for a function, or
+    of what runs in the place of a module compiled in place; None where nothing is compiled.
+    """
+    seen: list[object] = []  # what is wrapped may be what wraps it
+    while call is not None and call not in seen:
+        cells = getattr(call, "__closure__", None) or ()
+        held = [each.cell_contents for each in cells if not _is_empty(each)]
+        backend = next((b for b in map(_asked_of, held) if hasattr(b, "compiler_name")), None)
+        if backend is not None:
+            return backend.compiler_name, getattr(backend, "kwargs", {}).get("options") or {}
+        seen.append(call)
+        call = getattr(call, "__wrapped__", None)
+    return None
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _asked_of(held: object) -> Any:
+    """Return the backend behind the callback of what Dynamo runs a function in."""
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    backend: Any = held.callback if isinstance(held, OptimizeContext) else None
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+def undo_compile(module: torch.nn.Module, name: str) -> str:
+    """Take away what a backend compiled of a module by itself; say what that was, or "".
+
+    What `torch.compile(module)` returned stays the object that it is, and runs the module.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    def is_its(call: object) -> bool:
+        found = backend_of(call)
+        return found is not None and found[0] == name
+
+    if isinstance(module, OptimizedModule):
+        if not is_its(module.forward):
+            return ""
+        module.forward = module._orig_mod.__call__
+        return "what torch.compile returned runs the module itself"
+    found = ""
+    if is_its(module._compiled_call_impl):
+        module._compiled_call_impl = None
+        found = "no longer compiled"
+    forward = vars(module).get("forward")
+    if is_its(forward):
+        before: Any = getattr(forward, "_torchdynamo_orig_callable", None)
+        if getattr(before, "__func__", None) is type(module).forward:
+            del module.forward
+        else:
+            module.forward = before
+        found = "no longer compiled"
+    return found
+
+
+def original_of(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that `torch.compile(module)` was given, None for any other module."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
     """Put a function around what runs in the place of a module that is compiled in place."""
     module = without_compile(module)

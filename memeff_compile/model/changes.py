@@ -46,7 +46,14 @@ class Changes(VerbReport, int):
         return json.dumps({**said, "places": self.places, "left": self.left}, indent=indent)
 
 
-VERBS = "compress_", "decompress_", "load_compressed_", "pack_ternary_", "ternarize_"
+VERBS = (
+    "compress_",
+    "decompress_",
+    "load_compressed_",
+    "pack_ternary_",
+    "ternarize_",
+    "undo",
+)
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, VerbReport]] = weakref.WeakKeyDictionary()
 
 

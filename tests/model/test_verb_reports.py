@@ -66,6 +66,7 @@ def explained(_: Path) -> Any:
 REPORTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "compress_": (lambda _: verb_report(compressed()), "2 weights compressed"),
     "decompress_": (lambda _: memeff_compile.decompress_(compressed()), "2 weights dense again"),
+    "undo": (lambda _: memeff_compile.undo(compressed()), "2 compressed weights dense again"),
     "save_compressed": (
         lambda folder: memeff_compile.save_compressed(compressed(), folder / "a"),
         "2 compressed weights written to",
@@ -160,6 +161,7 @@ VERBS: dict[str, tuple[object, ...]] = {
     "compress_": (),
     "compression_report": (),
     "decompress_": (),
+    "undo": (),
     "ternarize_": (),
     "pack_ternary_": (),
     "use_kv_cache_": (),
@@ -184,6 +186,6 @@ def test_a_report_is_asked_for_by_the_name_of_a_verb() -> None:
     model = Model()
     for name in ("ternarise_", "explain", "", 3):
         with pytest.raises(
-            OptionError, match=r"verb is .*; one of compress_, .*ternarize_ is needed"
+            OptionError, match=r"verb is .*; one of compress_, .*ternarize_, undo is needed"
         ):
             verb_report(model, name)  # type: ignore[arg-type]

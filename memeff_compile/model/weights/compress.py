@@ -34,6 +34,7 @@ from memeff_compile.model.changes import Changes, keep, require_module, verb_rep
 from memeff_compile.model.runs import runs_of
 from memeff_compile.model.weights.rounding import gram_groups, grams, rounded_for
 from memeff_compile.report import VerbReport, format_bytes
+from memeff_compile.system import Undone
 
 log = logging.getLogger(__name__)
 
@@ -264,6 +265,32 @@ def decompress_(model: nn.Module) -> Changes:
     )
     sentence = f"{len(found)} weights dense again, {sizes}"
     return keep(model, "decompress_", Changes("decompress_", sentence, found, None))
+
+
+@torch.no_grad()
+def dense_again(model: nn.Module) -> Undone:
+    """Put dense weights back where every bit of them is known, for `undo`."""
+    found: dict[str, str] = {}
+    left: dict[str, str] = {}
+    before = after = 0
+    for place, shard in _coded_places(model):
+        codec, size, coded = shard.codec, shard.coded_bytes, place.parameter
+        if not parse(codec).is_lossless:
+            left[place.name] = f"rounded to {codec}, so its bits are gone: load the model again"
+        elif compat.tensor_hooks(coded):
+            left[place.name] = (
+                "hooks are registered on it, which would be lost: call remove() on what "
+                "optim_in_backward returned, and undo again"
+            )
+        elif not _put_local(place, dense := shard.decode().clone(), coded.requires_grad):
+            left[place.name] = "FSDP has gathered it: call reshard() on the model, and undo again"
+        else:
+            before, after = before + size, after + dense.nbytes
+            found[place.name] = f"dense, was {codec}"
+    count = len(found)
+    sizes = f"{format_bytes(before)} -> {format_bytes(after)}"
+    what = f"{count} compressed weight{'s' * (count > 1)} dense again ({sizes})" if count else ""
+    return Undone(what, found, left)
 
 
 def _codec_name(codec: str, mantissa: int, block: int) -> str:
