@@ -10,6 +10,7 @@ import copy
 import functools
 import hashlib
 import inspect
+import os
 import re
 import sys
 import threading
@@ -1233,6 +1234,19 @@ def original_of(module: torch.nn.Module) -> torch.nn.Module | None:
     from torch._dynamo.eval_frame import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def compiling_is_off() -> bool:
+    """Return whether PyTorch is told to compile nothing, by its environment variables, its config
+    or a stance.
+    """
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return True
+    if "torch._dynamo.eval_frame" not in sys.modules:  # then nothing else has said so
+        return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    from torch._dynamo import config, eval_frame
+
+    return bool(config.disable) or eval_frame._stance.stance == "force_eager"
 
 
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:

@@ -11,6 +11,7 @@ Nothing here imports torch until an Inductor key or a mode name has to be looked
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -333,9 +334,15 @@ _PRESETS: Mapping[str, Mapping[str, object]] = {
     "exact": {_FILTER: "exact", _SORTED: False, "attention": "exact"},
     "fast": {_FILTER: "mass", _SORTED: True, "attention": "8b"},
     "paper": {_FILTER: "block", _SORTED: True, "attention": "8b"},
+    "off": {_FILTER: "exact", _SORTED: False, "attention": "exact"},
 }
 # Default of what a preset decides: tells a value that was given from one that was not.
 _NOT_CHOSEN = object()
+
+
+def is_disabled() -> bool:
+    """Return whether `MEMEFF_DISABLE` in the environment switches everything off."""
+    return os.environ.get("MEMEFF_DISABLE", "") not in ("", "0")
 
 
 @dataclass(frozen=True)
@@ -393,7 +400,9 @@ class Options:
         "Which defaults to start from; what is given beside it goes before. `exact` "
         "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
         "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
-        "`attention=8b` and `linear_cross_entropy=block`.",
+        "`attention=8b` and `linear_cross_entropy=block`. `off` switches everything off, whatever "
+        "else is given: the graph goes on as it came, and `generate()` makes the model's own "
+        "cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
     )
     linear_cross_entropy: str = _choice(
         "exact mass block off",
@@ -572,6 +581,8 @@ class Options:
         self._store("inductor", _check_inductor("inductor", self.inductor))
         self._check_filter_knobs()
         self._check_pass_names()
+        if self.preset == "off":
+            self._switch_off()
 
     @property
     def filter_level(self) -> float:
@@ -602,6 +613,18 @@ class Options:
             name = _field_of(PREFIX + key)
             if getattr(self, name) is _NOT_CHOSEN:
                 self._store(name, value)
+
+    def _switch_off(self) -> None:
+        """Let no pass run; what was given has been checked all the same."""
+        for each in fields(self):
+            if each.name.startswith("linear_cross_entropy_"):  # knobs of what is off
+                chosen = each.default is not _NOT_CHOSEN
+                self._store(each.name, each.default if chosen else False)
+        for facts in PASS_FACTS:
+            value = "off" if "off" in facts.off else facts.off[0]
+            self._store(_field_of(PREFIX + facts.option), value)
+        for name, nothing in (("cuda_graphs", "off"), ("passes", ()), ("strict", ())):
+            self._store(name, nothing)
 
     @property
     def pass_names(self) -> tuple[str, ...]:
@@ -714,6 +737,11 @@ class Options:
         if self.skip:
             changed[f"{PREFIX}skip"] = dict(self.skip)
         return {**changed, **self.inductor}
+
+
+def or_off(options: Options) -> Options:
+    """Return the options, with everything off where the environment says so."""
+    return replace(options, preset="off") if is_disabled() else options
 
 
 @cache

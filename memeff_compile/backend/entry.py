@@ -22,7 +22,7 @@ from .. import compat, report, system
 from ..errors import OptionError, UnsupportedInputError
 from ..kernels.device import decided_by_measurement
 from ..kernels.library import direct_in_inductor
-from ..options import Options, key_of
+from ..options import Options, key_of, or_off
 from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
 from .sharded_layers import compile_layers
@@ -53,7 +53,7 @@ def memeff(
         StrictError: a pass named in ``memeff.strict`` did not fire.
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
-    chosen = Options.parse(mode, options)
+    chosen = or_off(Options.parse(mode, options))
     for hooks in system.hooks():
         hooks.refuse(chosen)
     trip = Trip(gm, example_inputs, chosen)
@@ -178,7 +178,7 @@ def compile(
         # torch.compile would change the class, and with it every model that is made of it.
         said = f"compile was given the class {model.__name__}; it needs a model that is made of it."
         raise UnsupportedInputError(said)
-    checked = _parse(mode, options, settings)
+    checked = or_off(_parse(mode, options, settings))
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
     if model is None:  # a decorator: the function or module that follows decides
         given |= settings

@@ -42,7 +42,7 @@ from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_al
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
 from memeff_compile.model.cache.run_ahead import let_run_ahead
 from memeff_compile.model.changes import require_module
-from memeff_compile.options import plain_path
+from memeff_compile.options import is_disabled, plain_path
 from memeff_compile.system import Undone
 
 Untyped: TypeAlias = Any
@@ -455,7 +455,7 @@ class _Hook:
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         is_named = named_cache(model_kwargs) is not None
         asks = generation_config.use_cache is False or generation_config.cache_implementation
-        if is_named or asks:
+        if is_named or asks or self.is_off:
             return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
         tokens = self.max_cache_len or bucket(max_cache_length)
         if tokens < max_cache_length:
@@ -483,6 +483,14 @@ class _Hook:
             # Without a mode: the backend records each step, and nothing else, as a CUDA graph.
             generation_config.compile_config = CompileConfig(backend="memeff", mode="default")
         return None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether a switch of ours, or PyTorch's own, turns everything off."""
+        if is_disabled() or compat.compiling_is_off():
+            return True
+        compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))
+        return compiled is not None and compiled[1].get("memeff.preset") == "off"
 
     def undo(self) -> None:  # of this use alone
         """Let the model make the caches it made before, as far as that is not undone as well."""

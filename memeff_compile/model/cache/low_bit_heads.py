@@ -13,15 +13,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from memeff_compile import compat
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import quantized_heads, require_bits
-from memeff_compile.options import plain_path
+from memeff_compile.options import is_disabled, plain_path
 from memeff_compile.report import VerbReport
 from memeff_compile.system import Undone
 
 _FULL = 16
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_off() -> bool:
+    """Return whether a switch of ours, or PyTorch's own, turns everything off."""
+    return is_disabled() or compat.compiling_is_off()
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class _Heads:
         *args: object,
         **kwargs: object,
     ) -> Any:  # noqa: ANN401 - what the attention of transformers returns
+        if _is_off():
+            return self.inner(module, query, key, value, *args, **kwargs)
         if self.query != _FULL:
             query = quantized_heads(query, self.query)
         if self.key_value != _FULL:
