@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -1255,6 +1256,21 @@ def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
     around = wrap(module._compiled_call_impl)
     around.__wrapped__ = module._compiled_call_impl
     module._compiled_call_impl = around
+
+
+def users_line() -> str:
+    """Return the line that runs and is neither PyTorch's nor ours, as "train.py:12", or ""."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+_NOT_USERS = (
+    *(str(Path(f).parent) + os.sep for f in (__file__, torch.__file__)),
+    str(Path(contextlib.__file__)),
+    "<",
+)
 
 
 def names_around() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from memeff_compile import compat
 from memeff_compile.errors import OptionError, UnsupportedInputError
-from memeff_compile.report import VerbReport
+from memeff_compile.report import VerbReport, fold_names
 
 Kept = TypeVar("Kept", bound=VerbReport)
 
@@ -36,9 +36,23 @@ class Changes(VerbReport, int):
         return self.verb, self._sentence, self.places, self.left
 
     def __str__(self) -> str:
+        """Return what was done, and by place what is there now or why nothing is.
+
+        Places of several layers of which the same is said are one line; `details` has them all.
+        """
+        return self._text(fold_names(self._said()))
+
+    def details(self) -> str:
         """Return what was done, and place by place what is there now or why nothing is."""
-        both = (*self.places.items(), *((p, f"left: {why}") for p, why in self.left.items()))
-        return "\n".join([f"{self.verb}: {self._sentence}", *(f"  {p}  {is_}" for p, is_ in both)])
+        return self._text(self._said())
+
+    def _said(self) -> list[tuple[str, str]]:
+        left = ((place, f"left: {why}") for place, why in self.left.items())
+        return [*self.places.items(), *left]
+
+    def _text(self, said: list[tuple[str, str]]) -> str:
+        lines = [f"{self.verb}: {self._sentence}", *(f"  {p}  {is_}" for p, is_ in said)]
+        return "\n".join(lines)
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Return everything as JSON."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -62,6 +63,14 @@ class CompressedWeight:
     for_inputs: bool = False  # whether it was rounded with inputs in view
 
     @property
+    def _what(self) -> str:
+        """What the report says of it besides its name and bits."""
+        if not self.codec:
+            return f"{list(self.shape)}: {self.reason}"
+        how = ", rounded for inputs" if self.for_inputs else ""
+        return f"{list(self.shape)} {self.codec}{how}"
+
+    @property
     def bits(self) -> float:
         """Bits per weight, everything counted."""
         return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
@@ -108,9 +117,19 @@ class CompressionReport(VerbReport):
         return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
 
     def __str__(self) -> str:
+        """Return the totals, and what weights take or why they are as they were.
+
+        Weights of several layers are one line; `details` has each.
+        """
+        return self._text(folds=True)
+
+    def details(self) -> str:
         """Return the totals, and per weight what it takes or why it is as it was."""
-        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
-        sizes = f", {before:.1f} MiB before, {after:.1f} after, {self.bits:.2f} bits a weight"
+        return self._text(folds=False)
+
+    def _text(self, *, folds: bool) -> str:
+        sizes = f", {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+        sizes += f", {self.bits:.2f} bits a weight"
         already = len(self.compressed_before)
         lines = [
             f"compress_: {len(self.compressed)} weights compressed"
@@ -118,15 +137,32 @@ class CompressionReport(VerbReport):
             + (f"; {already} were compressed already" if already else "")
             + f"; {len(self.left_dense)} left dense"
         ]
-        for each in self.compressed:
-            how = ", rounded for inputs" if each.for_inputs else ""
-            shown = f"{each.name} {list(each.shape)} {each.codec}{how}"
-            lines.append(f"  {each.bits:5.2f} bits  {shown}")
-        for each in self.compressed_before:
-            lines.append(f"  as it was   {each.name} {list(each.shape)}: {each.reason}")
-        for each in self.left_dense:
-            lines.append(f"  dense       {each.name} {list(each.shape)}: {each.reason}")
+        groups: dict[Hashable, list[CompressedWeight]] = {}
+        for each in (*self.compressed, *self.compressed_before, *self.left_dense):
+            alike = each.shape, each.codec, each.for_inputs, each.before
+            names = (_NUMBER.sub("*", text) for text in (each.name, each.reason))
+            groups.setdefault((*alike, *names) if folds else each.name, []).append(each)
+        lines += (_line(weights) for weights in groups.values())
         return "\n".join(lines)
+
+    def _bytes_before_and_after(self) -> tuple[int, int] | None:
+        return (self.bytes_before, self.bytes_after) if self.compressed else None
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _line(weights: Sequence[CompressedWeight]) -> str:
+    """Return the line of weights of which the same is said."""
+    first = weights[0]
+    label = "as it was " if first.before else "dense     "
+    if first.codec:
+        before, after = (
+            sum(getattr(w, f"bytes_{n}") for w in weights) for n in ("before", "after")
+        )
+        label = f"{bits_per_weight(after, max(before // 2, 1)):5.2f} bits"
+    more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+    return f"  {label}  {first.name}{more} {first._what}"
 
 
 class _Place(NamedTuple):
