@@ -3,7 +3,7 @@
 `torch.compile(model, backend="memeff", options={...})` takes two kinds of keys. Keys that start
 with `memeff.` are ours and are the fields of `Options`; every other key is an Inductor config key
 and is handed on to Inductor. `docs/options.md` is printed from the fields below
-(`python -m memeff_compile options`), so the page cannot drift from the code.
+(`python -m memeff_compile options --page`), so the page cannot drift from the code.
 
 Nothing here imports torch until an Inductor key or a mode name has to be looked up.
 """
@@ -98,6 +98,14 @@ def _plain(name: str) -> str:
 def _suggest(name: str, candidates: Iterable[str]) -> str:
     nearest = _nearest(name, candidates)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _suggest_of_all(name: str, candidates: Collection[str]) -> str:
+    """Return the nearest candidate and where the others are listed, or all of them."""
+    nearest = _suggest(name, candidates)
+    if nearest:
+        return f"{nearest} `memeff options` lists all of them."
+    return f" The options are {', '.join(candidates)}."
 
 
 def _check_choice(key: str, value: object, *, values: Collection[str], of: str = "") -> object:
@@ -765,10 +773,7 @@ def _field_of(key: str) -> str:
             "Call memeff_compile.compile(model, kv_cache=...), or memeff_compile.use_kv_cache_."
         )
     if key not in keys:
-        raise OptionError(
-            f"{key!r} is not an option of memeff.{_suggest(key, keys)} "
-            f"The options are {', '.join(keys)}."
-        )
+        raise OptionError(f"{key!r} is not an option of memeff.{_suggest_of_all(key, keys)}")
     return keys[key]
 
 
@@ -783,10 +788,91 @@ def key_of(name: str) -> str:
     return known[name].key
 
 
+@dataclass(frozen=True)
+class OptionFacts:
+    """What there is to say of one option."""
+
+    key: str
+    values: str  # that it takes, as on the page
+    default: str
+    meaning: str
+    example: Mapping[str, Any]  # of settings by keyword, the option's own among them
+    keys: Mapping[str, str]  # of those
+
+
+def option_facts() -> tuple[OptionFacts, ...]:
+    """Return what there is to say of every option."""
+    keys = {name: info.key for name, info in _by_field().items()}
+    defaults = Options()
+    return tuple(
+        OptionFacts(
+            info.key,
+            info.values,
+            _shown(getattr(defaults, name)),
+            info.meaning,
+            _EXAMPLES.get(name) or {name: _VALUE.findall(info.values)[1]},
+            keys,
+        )
+        for name, info in _by_field().items()
+    )
+
+
+def facts_of(key: str) -> OptionFacts:
+    """Return what there is to say of an option; OptionError where there is none of that key.
+
+    The keyword that `compile` takes serves, too: `verify_limit` for `memeff.verify.limit`.
+    """
+    name = key.removeprefix(PREFIX)
+    key = _by_field()[name].key if name in _by_field() else key
+    _field_of(key)
+    return next(each for each in option_facts() if each.key == key)
+
+
+def _shown(value: object) -> str:
+    is_empty = value is None or (not isinstance(value, (int, float, str)) and not value)
+    return "none" if is_empty else str(value)
+
+
+class _Code(str):
+    """A value that is shown as the code that makes it."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+_VALUE = re.compile(r"`([^`]+)`")
+
+_EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "linear_cross_entropy_workspace": {"linear_cross_entropy_workspace": "64MiB"},
+    "linear_cross_entropy_eps": {
+        "linear_cross_entropy": "block",
+        "linear_cross_entropy_eps": 0.001,
+    },
+    "linear_cross_entropy_tau": {"linear_cross_entropy": "mass", "linear_cross_entropy_tau": 0.01},
+    "linear_cross_entropy_parts": {
+        "linear_cross_entropy": "mass",
+        "linear_cross_entropy_parts": "hidden",
+    },
+    "linear_cross_entropy_sort_vocabulary": {
+        "linear_cross_entropy": "mass",
+        "linear_cross_entropy_sort_vocabulary": False,
+    },
+    "attention_length": {"attention": "8b", "attention_length": 2048},
+    "weights": {"weights": "win4"},
+    "skip": {"skip": {"defer_logits": ["lm_head"]}},
+    "strict": {"strict": "fuse_linear_cross_entropy"},
+    "passes": {"passes": _Code("[MyPass()]")},
+    "verify_tolerance": {"verify": "on", "verify_tolerance": 2.0},
+    "verify_folder": {"verify": "on", "verify_folder": "reproducers"},
+    "verify_limit": {"verify": "on", "verify_limit": "1GiB"},
+    "mode": {"mode": "max-autotune"},
+}
+"""For options of which the second value on the page is no example by itself."""
+
 _PAGE_HEAD = """\
 # Options
 
-This page is printed by `python -m memeff_compile options`; do not edit it by hand.
+This page is printed by `python -m memeff_compile options --page`; do not edit it by hand.
 
 ```python
 torch.compile(model, backend="memeff", options={"memeff.logits": "eager", "max_autotune": True})

@@ -24,7 +24,6 @@ DEFAULT_PROCESSORS = 132
 """Of an H200; also what the width rules assume where there is no GPU to ask."""
 
 
-
 class _Planned(NamedTuple):
     """The device that questions about engines are answered for, and its kind of GPU."""
 
