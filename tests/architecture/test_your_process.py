@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "memeff_compile"
 PAGE = (ROOT / "docs" / "use" / "your-process.md").read_text()
 NAMED = set(
-    re.findall(r"`((?:kernels|logits|model|compat|backend|passes|planning|cli|__main__)[\w.]*)`", PAGE)
+    re.findall(
+        r"`((?:kernels|logits|model|compat|backend|passes|planning|cli|__main__)[\w.]*)`", PAGE
+    )
 )
 
 # Calls by which code registers itself with PyTorch, Python or transformers.

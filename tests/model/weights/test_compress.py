@@ -72,7 +72,7 @@ def test_linears_are_compressed_and_the_rest_is_said() -> None:
     assert set(why) == {"model.embed_tokens.weight", "lm_head.weight"}
     assert "Embedding" in why["model.embed_tokens.weight"]
     assert "lm_head" in why["lm_head.weight"]
-    text = str(report)
+    text = report.details()
     assert report.summary.startswith("compress_: 14 weights compressed, ")
     assert "model.layers.1.mlp.up_proj.weight [256, 128] win4" in text
     assert len(json.loads(report.to_json())["weights"]) == 16
