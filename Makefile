@@ -82,7 +82,7 @@ check: $(INSTALLED_DEV)  ## lint, format, types, import directions, spelling, ge
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/codespell
-	$(PY) -m memeff_compile options | diff docs/options.md - \
+	$(PY) -m memeff_compile options --page | diff docs/options.md - \
 	  || { echo "docs/options.md is out of date: run 'make docs'"; exit 1; }
 
 golden: $(INSTALLED)  ## accept new goldens, after reading the diff
@@ -109,7 +109,7 @@ figures: $(INSTALLED)  ## redraw every figure from the raw results
 	$(PY) benchmarks/plot.py
 
 docs: $(INSTALLED)  ## rewrite the generated pages
-	$(PY) -m memeff_compile options > docs/options.md.new
+	$(PY) -m memeff_compile options --page > docs/options.md.new
 	mv docs/options.md.new docs/options.md
 
 # Not --quiet: a warning that is not logged does not count in strict mode.

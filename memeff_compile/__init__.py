@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .model.changes import verb_report as verb_report
     from .model.ternary.verbs import pack_ternary_ as pack_ternary_
     from .model.ternary.verbs import ternarize_ as ternarize_
+    from .model.undo import undo as undo
     from .model.weights.compress import CompressionReport as CompressionReport
     from .model.weights.compress import compress_ as compress_
     from .model.weights.compress import compression_report as compression_report
@@ -72,6 +73,7 @@ _NAMES = {
     "model.cache.minicache": "MiniCache",
     "model.changes": "verb_report",
     "model.ternary.verbs": "pack_ternary_ ternarize_",
+    "model.undo": "undo",
     "model.weights.compress": "CompressionReport compress_ compression_report decompress_",
     "model.weights.compressed_file": "load_compressed_ save_compressed",
     "model.weights.loading": "from_pretrained",

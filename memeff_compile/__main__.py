@@ -1,17 +1,18 @@
-"""memeff doctor | explain | demo | options: the commands of memeff_compile."""
+"""memeff doctor | explain | demo | options | report-bug: the commands of memeff_compile."""
 
 from __future__ import annotations
 
 import argparse
-import runpy
+import difflib
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import memeff_compile
-from memeff_compile.cli.explain import add_arguments, run
-
-DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_tiny_llama.py"
+from memeff_compile.cli import explain, options, report_bug
+from memeff_compile.errors import MemeffError
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -22,60 +23,74 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action) if says else action.help
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the command that is nearest to one that there is not."""
+
+    def error(self, message: str) -> NoReturn:
+        given = re.search(r"invalid choice: '([^']*)'", message)
+        names = (name for a in self._actions for name in a.choices or ())
+        near = difflib.get_close_matches(given[1], names, n=1) if given else []
+        super().error(f"{message}. Did you mean {near[0]!r}?" if near else message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     is_module = Path(sys.argv[0]).name == "__main__.py"
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m memeff_compile" if is_module else "memeff", description=__doc__
     )
     version = f"memeff_compile {memeff_compile.__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
 
-    def add(name: str, does: str, *, add_help: bool = True) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=does, description=does, formatter_class=_Help, add_help=add_help
-        )
+    def add(name: str, does: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=does, description=does, formatter_class=_Help)
 
-    add("doctor", "what this machine can run, and what is missing")
-    add_arguments(add("explain", "what would happen to a model, and its memory"))
-    add("options", "every option, as docs/options.md")
-    # The arguments that follow belong to the demo, --help included.
-    add("demo", "train a small Llama with and without the backend", add_help=False)
-    command, rest = parser.parse_known_args(arguments)
-    if rest and command.command != "demo":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if command.command == "demo":
-        return _demo(rest)
-    commands_of = {"doctor": _doctor, "explain": run, "options": _options}
+    doctor = add("doctor", "what this machine can run, and what is missing")
+    doctor.add_argument("--json", action="store_true", help="print JSON, for a report of a bug")
+    said = "what another GPU would get, by its name, such as rtx4090"
+    doctor.add_argument("--gpu", metavar="NAME", help=said)
+    explain.add_arguments(add("explain", "what would happen to a model, and its memory"))
+    options.add_arguments(add("options", "every option, or all about one"))
+    demo = add("demo", "train a small Llama with and without the backend")
+    demo.add_argument("--steps", type=int, default=30, help="of training")
+    one_run = ("NAME", "INNER", "BATCHES", "RESULT")  # of the two, in a process of its own
+    demo.add_argument("--run", nargs=4, metavar=one_run, help=argparse.SUPPRESS)
+    report_bug.add_arguments(add("report-bug", "run a script and zip what a bug report needs"))
+    command = parser.parse_args(arguments)
+    if command.command is None:
+        parser.print_help()
+        return 2
+    commands_of = {
+        "doctor": _doctor,
+        "explain": explain.run,
+        "options": options.run,
+        "demo": _demo,
+        "report-bug": report_bug.run,
+    }
     return commands_of[command.command](command)
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    from memeff_compile.cli.doctor import diagnose, findings_text, is_usable
+def _doctor(given: argparse.Namespace) -> int:
+    from memeff_compile.cli import doctor
 
-    findings = diagnose()
-    sys.stdout.write(findings_text(findings) + "\n")
-    return 0 if is_usable(findings) else 1
+    if given.gpu is not None:
+        try:
+            sys.stdout.write(doctor.card_text(given.gpu) + "\n")
+        except MemeffError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+        return 0
+    findings = doctor.diagnose()
+    text = doctor.findings_json if given.json else doctor.findings_text
+    sys.stdout.write(text(findings) + "\n")
+    return 0 if doctor.is_usable(findings) else 1
 
 
-def _options(_: argparse.Namespace) -> int:
-    from memeff_compile.options import options_page
+def _demo(given: argparse.Namespace) -> int:
+    from memeff_compile.cli import demo
 
-    sys.stdout.write(options_page())
-    return 0
-
-
-def _demo(arguments: list[str]) -> int:
-    if not DEMO.exists():
-        sys.stderr.write(
-            "The demo is a file of the repository, examples/train_tiny_llama.py, and is not part "
-            "of the installed package. Clone the repository and run `make demo` there.\n"
-        )
-        return 1
-    sys.argv = [str(DEMO), *arguments]
-    runpy.run_path(str(DEMO), run_name="__main__")
-    return 0
+    return demo.run(given)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 `torch.compile(model, backend="memeff", options={...})` takes two kinds of keys. Keys that start
 with `memeff.` are the fields of `Options`; every other key is an Inductor config key and is passed
 on to Inductor. `docs/options.md` is printed from the fields below (`python -m memeff_compile
-options`), so the page cannot drift from the code.
+options --page`), so the page cannot drift from the code.
 
 This module imports torch only to look up an Inductor key or a mode name.
 """
@@ -11,6 +11,7 @@ This module imports torch only to look up an Inductor key or a mode name.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -97,6 +98,14 @@ def _plain(name: str) -> str:
 def _suggest(name: str, candidates: Iterable[str]) -> str:
     nearest = _nearest(name, candidates)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _suggest_of_all(name: str, candidates: Collection[str]) -> str:
+    """Return the nearest candidate and where the others are listed, or all of them."""
+    nearest = _suggest(name, candidates)
+    if nearest:
+        return f"{nearest} `memeff options` lists all of them."
+    return f" The options are {', '.join(candidates)}."
 
 
 def _check_choice(key: str, value: object, *, values: Collection[str], of: str = "") -> object:
@@ -333,9 +342,15 @@ _PRESETS: Mapping[str, Mapping[str, object]] = {
     "exact": {_FILTER: "exact", _SORTED: False, "attention": "exact"},
     "fast": {_FILTER: "mass", _SORTED: True, "attention": "8b"},
     "paper": {_FILTER: "block", _SORTED: True, "attention": "8b"},
+    "off": {_FILTER: "exact", _SORTED: False, "attention": "exact"},
 }
 # Default of options that a preset sets: distinguishes them from values set explicitly.
 _NOT_CHOSEN = object()
+
+
+def is_disabled() -> bool:
+    """Return whether `MEMEFF_DISABLE` in the environment switches everything off."""
+    return os.environ.get("MEMEFF_DISABLE", "") not in ("", "0")
 
 
 @dataclass(frozen=True)
@@ -393,7 +408,9 @@ class Options:
         "Which defaults to start from; options you set explicitly override it. `exact` "
         "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
         "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
-        "`attention=8b` and `linear_cross_entropy=block`.",
+        "`attention=8b` and `linear_cross_entropy=block`. `off` switches everything off, whatever "
+        "else is given: the graph goes on as it came, and `generate()` makes the model's own "
+        "cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
     )
     linear_cross_entropy: str = _choice(
         "exact mass block off",
@@ -580,6 +597,8 @@ class Options:
         self._store("inductor", _check_inductor("inductor", self.inductor))
         self._check_filter_knobs()
         self._check_pass_names()
+        if self.preset == "off":
+            self._switch_off()
 
     @property
     def filter_level(self) -> float:
@@ -613,6 +632,18 @@ class Options:
             name = _field_of(PREFIX + key)
             if getattr(self, name) is _NOT_CHOSEN:
                 self._store(name, value)
+
+    def _switch_off(self) -> None:
+        """Let no pass run; what was given has been checked all the same."""
+        for each in fields(self):
+            if each.name.startswith("linear_cross_entropy_"):  # knobs of what is off
+                chosen = each.default is not _NOT_CHOSEN
+                self._store(each.name, each.default if chosen else False)
+        for facts in PASS_FACTS:
+            value = "off" if "off" in facts.off else facts.off[0]
+            self._store(_field_of(PREFIX + facts.option), value)
+        for name, nothing in (("cuda_graphs", "off"), ("passes", ()), ("strict", ())):
+            self._store(name, nothing)
 
     @property
     def pass_names(self) -> tuple[str, ...]:
@@ -729,6 +760,11 @@ class Options:
         return {**changed, **self.inductor}
 
 
+def or_off(options: Options) -> Options:
+    """Return the options, with everything off where the environment says so."""
+    return replace(options, preset="off") if is_disabled() else options
+
+
 @cache
 def _by_field() -> dict[str, _Info]:
     infos = {each.name: each.metadata.get("info") for each in fields(Options)}
@@ -750,10 +786,7 @@ def _field_of(key: str) -> str:
             "Call memeff_compile.compile(model, kv_cache=...), or memeff_compile.use_kv_cache_."
         )
     if key not in keys:
-        raise OptionError(
-            f"{key!r} is not an option of memeff.{_suggest(key, keys)} "
-            f"The options are {', '.join(keys)}."
-        )
+        raise OptionError(f"{key!r} is not an option of memeff.{_suggest_of_all(key, keys)}")
     return keys[key]
 
 
@@ -768,14 +801,95 @@ def key_of(name: str) -> str:
     return known[name].key
 
 
+@dataclass(frozen=True)
+class OptionFacts:
+    """What there is to say of one option."""
+
+    key: str
+    values: str  # that it takes, as on the page
+    default: str
+    meaning: str
+    example: Mapping[str, Any]  # of settings by keyword, the option's own among them
+    keys: Mapping[str, str]  # of those
+
+
+def option_facts() -> tuple[OptionFacts, ...]:
+    """Return what there is to say of every option."""
+    keys = {name: info.key for name, info in _by_field().items()}
+    defaults = Options()
+    return tuple(
+        OptionFacts(
+            info.key,
+            info.values,
+            _shown(getattr(defaults, name)),
+            info.meaning,
+            _EXAMPLES.get(name) or {name: _VALUE.findall(info.values)[1]},
+            keys,
+        )
+        for name, info in _by_field().items()
+    )
+
+
+def facts_of(key: str) -> OptionFacts:
+    """Return what there is to say of an option; OptionError where there is none of that key.
+
+    The keyword that `compile` takes serves, too: `verify_limit` for `memeff.verify.limit`.
+    """
+    name = key.removeprefix(PREFIX)
+    key = _by_field()[name].key if name in _by_field() else key
+    _field_of(key)
+    return next(each for each in option_facts() if each.key == key)
+
+
+def _shown(value: object) -> str:
+    is_empty = value is None or (not isinstance(value, (int, float, str)) and not value)
+    return "none" if is_empty else str(value)
+
+
+class _Code(str):
+    """A value that is shown as the code that makes it."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+_VALUE = re.compile(r"`([^`]+)`")
+
+_EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "linear_cross_entropy_workspace": {"linear_cross_entropy_workspace": "64MiB"},
+    "linear_cross_entropy_eps": {
+        "linear_cross_entropy": "block",
+        "linear_cross_entropy_eps": 0.001,
+    },
+    "linear_cross_entropy_tau": {"linear_cross_entropy": "mass", "linear_cross_entropy_tau": 0.01},
+    "linear_cross_entropy_parts": {
+        "linear_cross_entropy": "mass",
+        "linear_cross_entropy_parts": "hidden",
+    },
+    "linear_cross_entropy_sort_vocabulary": {
+        "linear_cross_entropy": "mass",
+        "linear_cross_entropy_sort_vocabulary": False,
+    },
+    "attention_length": {"attention": "8b", "attention_length": 2048},
+    "weights": {"weights": "win4"},
+    "skip": {"skip": {"defer_logits": ["lm_head"]}},
+    "strict": {"strict": "fuse_linear_cross_entropy"},
+    "passes": {"passes": _Code("[MyPass()]")},
+    "verify_tolerance": {"verify": "on", "verify_tolerance": 2.0},
+    "verify_folder": {"verify": "on", "verify_folder": "reproducers"},
+    "verify_limit": {"verify": "on", "verify_limit": "1GiB"},
+    "mode": {"mode": "max-autotune"},
+}
+"""For options of which the second value on the page is no example by itself."""
+
 _PAGE_HEAD = """\
 # Options
 
-This page is printed by `python -m memeff_compile options`; do not edit it by hand.
+This page is printed by `python -m memeff_compile options --page`; do not edit it by hand.
 
 ```python
 torch.compile(model, backend="memeff", options={"memeff.logits": "eager", "max_autotune": True})
-memeff_compile.compile(model, logits="eager", options={"max_autotune": True})  # same, checked now
+memeff_compile.compile(model, logits="eager", options={"max_autotune": True})  # in place, checked
 ```
 
 Keys that start with `memeff.` are in the table below; every other key is an Inductor config key

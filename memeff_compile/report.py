@@ -8,8 +8,9 @@ model, so a reader can check the number and put in other sizes.
 from __future__ import annotations
 
 import ast
-import html
 import json
+import re
+import shutil
 import textwrap
 import threading
 from abc import ABC, abstractmethod
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from memeff_compile.notebook import bars, folded, pre
 
 if TYPE_CHECKING:
     import sympy
@@ -50,9 +53,33 @@ DEFERRED_SENTENCE = (
     "restores eager logits."
 )
 
-_WIDTH = 96
+_WIDEST, _NARROWEST = 96, 40
 _INDENT = 11
 _TWO_LINES = 145  # characters of a source line that are shown, however its words break
+
+
+def text_width(most: int = _WIDEST) -> int:
+    """Return how many columns a line of text may take: those of the terminal, within bounds."""
+    return max(_NARROWEST, min(most, shutil.get_terminal_size((most, 24)).columns))
+
+
+def fold_names(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return names and texts with those of one text, and numbers apart of one name, as one.
+
+    Example:
+        >>> fold_names([("layers.0.up", "win4"), ("layers.1.up", "win4"), ("head", "dense")])
+        [('layers.0.up and 1 more', 'win4'), ('head', 'dense')]
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, text in named:
+        found.setdefault((_NUMBER.sub("*", name), text), []).append(name)
+    return [
+        (names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), text)
+        for (_, text), names in found.items()
+    ]
+
+
+_NUMBER = re.compile(r"\d+")
 
 
 class VerbReport(ABC):
@@ -71,10 +98,20 @@ class VerbReport(ABC):
     def to_json(self, *, indent: int | None = None) -> str:
         """Return everything as JSON."""
 
+    def _bytes_before_and_after(self) -> tuple[int, int] | None:
+        """Return the bytes that a notebook draws as bars, or None."""
+        return None
+
+    def _bars(self) -> str:
+        sizes = self._bytes_before_and_after()
+        if sizes is None:
+            return ""
+        names = ("before", "after")
+        return bars({n: (size, format_bytes(size)) for n, size in zip(names, sizes, strict=True)})
+
     def _repr_html_(self) -> str:
-        summary, _, more = html.escape(str(self)).partition("\n")
-        folded = f"<details><summary>details</summary><pre>{more}</pre></details>" if more else ""
-        return f"<pre>{summary}</pre>{folded}"
+        summary, _, more = str(self).partition("\n")
+        return pre(summary) + self._bars() + folded(more)
 
 
 def format_bytes(count: float) -> str:
@@ -224,6 +261,13 @@ def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
     return found
 
 
+_WITHOUT_LOGITS = {"softmax": "log_softmax + gather would not"}
+"""For an op that a loss reads logits by, another that reads none."""
+
+_SPELLED = {"local_scalar_dense": "item()"}
+"""How a user writes an op."""
+
+
 @dataclass
 class LogitsUse:
     """Counts how the deferred logits of one graph were used at run time."""
@@ -233,15 +277,29 @@ class LogitsUse:
     # products that built logits (or some of their rows), by the reader that needed them
     computed: dict[str, int] = field(default_factory=dict)
     unbuilt: int = 0  # bytes of the logits that the largest of those losses read and did not build
+    steps: int = 0  # calls of the graph that handed out deferred logits
+    computing_steps: int = 0  # those of them whose logits were computed, or some of their rows
+    # where each of those reasons was first read: the user's line, and whether for a gradient
+    readers: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    is_counted: bool = True  # whether the latest step is among `computing_steps`
+
+    def count_step(self) -> None:
+        """Count a call of the graph."""
+        self.steps += 1
+        self.is_counted = False
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
         """Count a call that used the op, and the bytes of its logits."""
         self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
-    def count_computed(self, reason: str) -> None:
-        """Count a product."""
+    def count_computed(self, reason: str, line: str = "", *, graded: bool = False) -> None:
+        """Count a product, of a reader at a line of the user's."""
         self.computed[reason] = self.computed.get(reason, 0) + 1
+        self.computing_steps += not self.is_counted
+        self.is_counted = True
+        if line:
+            self.readers.setdefault(reason, (line, graded))
 
     @property
     def calls(self) -> int:
@@ -255,7 +313,36 @@ class LogitsUse:
 
     def copy(self) -> LogitsUse:
         """Return the counts as they are now."""
-        return LogitsUse(dict(self.fused), dict(self.computed), self.unbuilt)
+        return replace(
+            self, fused=dict(self.fused), computed=dict(self.computed), readers=dict(self.readers)
+        )
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any]) -> LogitsUse:
+        readers = {reason: tuple(read) for reason, read in data.get("readers", {}).items()}
+        return cls(**{**data, "readers": readers})
+
+    def restore(self, earlier: LogitsUse) -> None:
+        """Take back what was counted since a copy was made."""
+        vars(self).update(vars(earlier.copy()))
+
+    def advice(self) -> str:
+        """Return what read the logits, where, how often, and what would not; "" if nothing did."""
+        for reason, (line, _) in self.readers.items():
+            who, instead = "your code", "do it only in the steps that need it"
+            if self.unfused_by:
+                who = "your loss"
+                said = "cross_entropy and log_softmax + gather would not"
+                instead = _WITHOUT_LOGITS.get(self.unfused_by, said)
+            times = f"in {self.computing_steps} of {self.steps} steps"
+            return f"{who} computed the logits by {_op(reason)} at {line} {times}; {instead}"
+        return ""
+
+    @property
+    def unfused_by(self) -> str:
+        """The op by which a loss read the logits, if no loss used the fused op, or ""."""
+        graded = [_op(reason) for reason, (_, graded) in self.readers.items() if graded]
+        return graded[0] if graded and not self.fused else ""
 
     @property
     def bytes_saved(self) -> int:
@@ -269,9 +356,15 @@ class LogitsUse:
         return _paragraph("so far", "out.logits, read outside the graph", fused, built)
 
 
+def _op(reason: str) -> str:
+    """Return the op that a reason names, as a user writes it."""
+    plain = reason.strip("_")
+    return _SPELLED.get(plain, plain)
+
+
 def _paragraph(label: str, title: str, *texts: str) -> str:
-    """Return a line of the report, and the text under it."""
-    fill = partial(textwrap.wrap, width=_WIDTH - _INDENT, break_long_words=False)
+    """Return a line of the report, and what there is to say under it."""
+    fill = partial(textwrap.wrap, width=text_width() - _INDENT, break_long_words=False)
     lines = [line for text in texts for line in fill(text)]
     return f"\n{' ' * _INDENT}".join([f"{label:<{_INDENT - 1}} {title}", *lines])
 
@@ -371,7 +464,7 @@ class GraphReport:
     def _from_dict(cls, data: Mapping[str, Any]) -> GraphReport:
         records = tuple(Record._from_dict(record) for record in data["records"])
         use, counts = data.get("logits"), data.get("replays")
-        logits = None if use is None else LogitsUse(**use)
+        logits = None if use is None else LogitsUse._from_dict(use)
         replays = None if counts is None else Replays(**counts)
         return cls(**{**data, "records": records, "logits": logits, "replays": replays})
 
@@ -416,7 +509,7 @@ class Report(VerbReport):
                 "LightningModule compile the model inside it."
             )
         texts = (f"changed: {self._changed()}", f"next: {self._next()}")
-        wrapped = (textwrap.wrap(text, _WIDTH, subsequent_indent="  ") for text in texts)
+        wrapped = (textwrap.wrap(text, text_width(), subsequent_indent="  ") for text in texts)
         return "\n".join([self._summary(), *(line for lines in wrapped for line in lines)])
 
     def details(self) -> str:
@@ -438,13 +531,18 @@ class Report(VerbReport):
         if silent:
             names = ", ".join(silent[:8]) + (f" and {len(silent) - 8} more" * (len(silent) > 8))
             went = f"{names} went on unchanged: no pass found anything to do there."
-            texts.append(textwrap.fill(went, _WIDTH))
+            texts.append(textwrap.fill(went, text_width()))
         return "\n\n".join([self._summary(), *texts])
 
+    def _bytes_before_and_after(self) -> tuple[int, int] | None:
+        changes = [r for r in self.records if r.action in CHANGES and (r.bytes_saved or 0) > 0]
+        sizes = [(r._value(r.bytes_before), r._value(r.bytes_after or None)) for r in changes]
+        before = sum(size or 0 for size, _ in sizes)
+        return (before, sum(size or 0 for _, size in sizes)) if before else None
+
     def _repr_html_(self) -> str:
-        """Return the short form for a notebook, with the details folded in."""
-        short, long = (html.escape(text) for text in (str(self), self.details()))
-        return f"<pre>{short}</pre><details><summary>details</summary><pre>{long}</pre></details>"
+        """Return the short form for a notebook, with bars and the details folded in."""
+        return pre(str(self)) + self._bars() + folded(self.details())
 
     def _changed(self) -> str:
         """Return the changes of each pass, where, and the bytes."""
@@ -483,12 +581,17 @@ class Report(VerbReport):
             worth = f", would save {format_bytes(saved)}" if saved > 0 else ""
             why = f"{record.pass_name}{place}: {record.code}{worth}"
             texts.append(f"{record.hint.rstrip('.')} ({why})")
-        if any(record.action == "deferred" for record in self.records):
+        advice = [said for use in self._training_uses() if (said := use.advice())]
+        texts += advice
+        if not advice and any(record.action == "deferred" for record in self.records):
             texts.append("read out.logits before the weights change")
         is_found = any(not graph.is_silent for graph in self.graphs)
         nothing = "nothing to do" if is_found else "nothing here is what a pass rewrites"
         more = "details() has the rest" if is_found else "details() has the graphs"
         return f"{'; '.join(texts or [nothing])}; {more}."
+
+    def _training_uses(self) -> list[LogitsUse]:
+        return [g.logits for g in self.graphs if g.training and g.logits is not None]
 
     def _unfused(self) -> list[Record]:
         """Return the records of losses in training graphs that were not fused."""
@@ -499,17 +602,29 @@ class Report(VerbReport):
     def _summary(self) -> str:
         count, changes = len(self.graphs), self.rewrites()
         declined = sum(record.action == "declined" for record in self.records)
-        codes = list(dict.fromkeys(record.code for record in self._unfused()))
-        more = f" and {len(codes) - 1} more" if len(codes) > 1 else ""
-        said = "a loss" if self.rewrites(_LOSS_PASS) else "the loss"
         parts = [
-            f"{said} is not fused ({codes[0]}{more})" if codes else "",
+            self._about_loss(),
             f"{count} graph{'' if count == 1 else 's'}",
             f"{changes or 'no'} change{'' if changes == 1 else 's'}",
             f"{declined} declined" if declined else "",
             f"{format_bytes(self.bytes_saved)} never allocated" if self.bytes_saved > 0 else "",
         ]
         return f"memeff_compile: {', '.join(filter(None, parts))}"
+
+    def _about_loss(self) -> str:
+        """Return what became of the loss, where a graph trains."""
+        uses = self._training_uses()
+        is_fused = bool(self.rewrites(_LOSS_PASS)) or any(use.fused for use in uses)
+        codes = [record.code for record in self._unfused()]
+        codes = list(dict.fromkeys([*codes, *filter(None, (use.unfused_by for use in uses))]))
+        if codes:
+            more = f" and {len(codes) - 1} more" if len(codes) > 1 else ""
+            return f"{'a' if is_fused else 'the'} loss is not fused ({codes[0]}{more})"
+        if is_fused:
+            return "the loss is fused"
+        is_to_come = any(record.action == "deferred" for record in self.records)
+        is_trained = any(graph.training for graph in self.graphs)
+        return "no loss was fused" if is_trained and not is_to_come else ""
 
     def to_json(self, *, include_graphs: bool = True, indent: int | None = None) -> str:
         """Return the report as JSON, formulas as strings, with or without the texts of graphs."""

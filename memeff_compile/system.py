@@ -56,6 +56,15 @@ class Request:
     kv_cache: Any = None
 
 
+@dataclass(frozen=True)
+class Undone:
+    """The part of a model that a system took back, and what it left as it is."""
+
+    what: str = ""  # in a few words, or "" where there was nothing
+    places: Mapping[str, str] = field(default_factory=dict)  # by name, what is there now
+    left: Mapping[str, str] = field(default_factory=dict)  # by name, why it is still there
+
+
 class Graph(Protocol):
     """The part of a captured graph that a hook may read."""
 
@@ -87,6 +96,10 @@ class Hooks:
     def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
         """Compile the model in place with these arguments; return whether this was done."""
         return False
+
+    def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
+        """Take back from a model everything that the system put into it and can."""
+        return Undone()
 
     def guard(self, graph: Graph) -> None:
         """Add guards for inputs of a graph through which no gradient flows."""

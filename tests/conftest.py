@@ -42,6 +42,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # And g++ takes half the time over loops of numbers that it takes over loops of vectors.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
+# Reports fit the terminal; goldens are as wide as where there is none.
+os.environ["COLUMNS"] = "96"
+
 OPTIONAL = ("expecttest", "hypothesis", "transformers", "accelerate", "peft")
 """Test files that import one of these are left out where it is missing (`make gpu`)."""
 

@@ -1185,6 +1185,54 @@ def test_a_compiled_module_gives_back_what_it_was_made_of() -> None:
     assert compat.without_compile(torch.compile(linear, backend="eager")) is linear
 
 
+@probes("compile_in_place", "backend_of", "undo_compile", "original_of")
+def test_a_module_of_pytorch_is_compiled_in_place_by_a_backend_that_is_found_again() -> None:
+    linear, graphs = torch.nn.Linear(2, 2), []
+
+    def keep(gm: GraphModule, _: Sequence[Any]) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    compat.compile_in_place(linear, {"backend": keep})
+    linear(torch.ones(1, 2))
+    assert len(graphs) == 1
+    assert compat.backend_of(linear._compiled_call_impl) == ("keep", {})
+    assert compat.undo_compile(linear, "another") == ""
+    assert compat.undo_compile(linear, "keep") == "no longer compiled"
+    assert linear._compiled_call_impl is None
+    wrapper = torch.compile(linear, backend=keep, options={"a": 1})
+    assert compat.backend_of(wrapper.forward) == ("keep", {"a": 1})
+    assert compat.original_of(wrapper) is linear
+    assert compat.original_of(linear) is None
+    assert compat.undo_compile(wrapper, "keep")
+    assert compat.backend_of(wrapper.forward) is None
+    assert compat.backend_of(None) is compat.backend_of(len) is None
+
+
+@probes("compiling_is_off")
+def test_what_turns_compiling_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compat.compiling_is_off()
+    with torch.compiler.set_stance("force_eager"):
+        assert compat.compiling_is_off()
+    with torch._dynamo.config.patch(disable=True):
+        assert compat.compiling_is_off()
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert compat.compiling_is_off()
+
+
+@probes("users_line")
+def test_the_line_of_a_user_is_found_through_frames_of_pytorch() -> None:
+    found = []
+
+    class Says(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.utils._pytree.tree_map(lambda _: found.append(compat.users_line()), [x])
+            return x
+
+    nn.Sequential(Says())(torch.ones(1))
+    assert found[0].startswith("test_compat.py:")
+
+
 # --- capturing without running --------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from dataclasses import replace
 
@@ -11,7 +12,15 @@ import sympy
 from expecttest import assert_expected_inline
 
 from memeff_compile import report
-from memeff_compile.report import GraphReport, LogitsUse, Record, Report, format_bytes
+from memeff_compile.notebook import bars
+from memeff_compile.report import (
+    GraphReport,
+    LogitsUse,
+    Record,
+    Report,
+    fold_names,
+    format_bytes,
+)
 
 N, V, D = (sympy.Symbol(name, integer=True, positive=True) for name in "NVD")
 SIZES = {"N": 8192, "V": 128256, "D": 2048}
@@ -150,14 +159,14 @@ def test_layers_alike_are_one_in_the_text_and_all_in_the_json() -> None:
     assert_expected_inline(
         str(report),
         """\
-memeff_compile: 1 graph, 32 changes, 61.62 GiB never allocated
+memeff_compile: no loss was fused, 1 graph, 32 changes, 61.62 GiB never allocated
 changed: rewrite_kv_update in model.layers.0.self_attn and 31 more (61.62 GiB)
 next: nothing to do; details() has the rest.""",
     )
     assert_expected_inline(
         report.details(),
         """\
-memeff_compile: 1 graph, 32 changes, 61.62 GiB never allocated
+memeff_compile: no loss was fused, 1 graph, 32 changes, 61.62 GiB never allocated
 
 graph 0/0 (training, 412 nodes, our passes 18 ms)
   rewrote    rewrite_kv_update in model.layers.0.self_attn and 31 more
@@ -195,7 +204,7 @@ def test_a_loss_outside_of_the_model_says_its_bytes() -> None:
     assert_expected_inline(
         str(report),
         """\
-memeff_compile: 1 graph, no changes, 250.0 MiB never allocated
+memeff_compile: the loss is fused, 1 graph, no changes, 250.0 MiB never allocated
 changed: losses outside of the model (3 calls, 250.0 MiB of logits never built)
 next: nothing to do; details() has the rest.""",
     )
@@ -206,9 +215,77 @@ next: nothing to do; details() has the rest.""",
 
 def test_a_notebook_shows_the_short_form_and_folds_in_the_rest() -> None:
     shown = Report((graph(REWROTE),))._repr_html_()
-    assert shown.startswith("<pre>memeff_compile: 1 graph, 1 change")
+    assert shown.startswith("<pre>memeff_compile: the loss is fused, 1 graph, 1 change")
     assert "<details><summary>details</summary><pre>memeff_compile" in shown
     assert "<b>" not in Report((graph(replace(REWROTE, sentence="<b>")),))._repr_html_()
+
+
+def test_a_notebook_draws_the_bytes_before_and_after_to_one_scale() -> None:
+    shown = Report((graph(REWROTE, DEFERRED),))._repr_html_()
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)em", shown)]
+    assert len(widths) == 2
+    assert widths[0] > widths[1] > 0
+    assert shown.index("<table>") < shown.index("<details>")
+    assert "<table>" not in Report((graph(DECLINED),))._repr_html_(), "nothing was saved"
+
+
+def test_names_in_bars_are_escaped_and_nothing_has_no_width() -> None:
+    assert "&lt;b&gt;" in bars({"<b>": (1.0, "1 byte")})
+    assert "width:0.00em" in bars({"none": (0.0, "0 bytes")})
+
+
+@pytest.mark.parametrize(("columns", "most"), [("50", 50), ("200", 96)])
+def test_lines_fit_the_terminal(columns: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    report = Report((graph(REWROTE, DEFERRED), graph(DECLINED, name="graph 1/0")))
+    longest = max(map(len, str(report).splitlines()[1:]))  # the first is one line always
+    assert most - 20 < longest <= most
+    sentences = [line for line in report.details().splitlines() if line.startswith(" " * 13)]
+    assert most - 20 < max(map(len, sentences)) <= most + 2  # a record is indented by two
+
+
+def test_a_loss_that_computed_the_logits_is_what_to_do_next() -> None:
+    use = LogitsUse(steps=4)
+    use.count_step()
+    use.count_computed("_softmax", "train.py:12", graded=True)
+    use.count_computed("_softmax", "train.py:12", graded=True)
+    report = Report((replace(graph(DEFERRED), logits=use),))
+    assert_expected_inline(
+        str(report),
+        """\
+memeff_compile: the loss is not fused (softmax), 1 graph, 1 change, 1.93 GiB never allocated
+changed: defer_logits in lm_head (1.93 GiB)
+next: your loss computed the logits by softmax at train.py:12 in 1 of 5 steps; log_softmax +
+  gather would not; details() has the rest.""",
+    )
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_a_metric_beside_a_fused_loss_is_no_loss() -> None:
+    use = LogitsUse(fused={"cross_entropy": 1}, steps=1, is_counted=False)
+    use.count_computed("_local_scalar_dense", "train.py:30", graded=True)
+    report = Report((replace(graph(DEFERRED), logits=use),))
+    assert report.summary.startswith("memeff_compile: the loss is fused, 1 graph")
+    said = "your code computed the logits by item() at train.py:30 in 1 of 1 steps; do it only in"
+    assert said in " ".join(str(report).split())
+    assert "your code" not in str(Report((replace(graph(DEFERRED, training=False), logits=use),)))
+
+
+def test_the_first_words_are_about_the_loss_where_a_graph_trains() -> None:
+    for records, training, words in (
+        ((REWROTE,), True, "the loss is fused, 1 graph"),
+        ((DECLINED,), True, "the loss is not fused (logits_reused), 1 graph"),
+        ((DEFERRED,), True, "1 graph"),  # the loss is still to come
+        ((), True, "no loss was fused, 1 graph"),
+        ((), False, "1 graph"),
+    ):
+        summary = Report((graph(*records, training=training),)).summary
+        assert summary.startswith(f"memeff_compile: {words}"), summary
+
+
+def test_names_that_differ_in_numbers_are_folded_where_the_same_is_said() -> None:
+    names = [(f"layers.{n}.up", "win4" if n else "dense") for n in range(4)]
+    assert fold_names(names) == [("layers.0.up", "dense"), ("layers.1.up and 2 more", "win4")]
 
 
 def test_text_before_anything_was_compiled_says_what_to_do() -> None:

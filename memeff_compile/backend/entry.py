@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from .. import compat, report, system
 from ..errors import OptionError, UnsupportedInputError
 from ..kernels.library import direct_in_inductor
-from ..options import Options, key_of
+from ..options import Options, key_of, or_off
 from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
 from .sharded_layers import compile_layers
@@ -52,7 +52,7 @@ def memeff(
         StrictError: a pass named in ``memeff.strict`` did not fire.
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
-    chosen = Options.parse(mode, options)
+    chosen = or_off(Options.parse(mode, options))
     for hooks in system.hooks():
         hooks.refuse(chosen)
     trip = Trip(gm, example_inputs, chosen)
@@ -139,9 +139,11 @@ def compile(
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
     """Compile with `backend="memeff"`, checking the options now and not at the first call.
-    `torch.compile` reads a backend's options only at the first call, and refuses `mode` next to
+
+    A module is compiled in place and returned, as `module.compile()` does; `undo(model)` reverts
+    it. `torch.compile` reads a backend's options only at the first call, and refuses `mode` next to
     `options`; this function checks them now, and accepts both. If a checkpoint around FSDP2's hooks
-    keeps layers out of every graph, it compiles these layers one by one, in place.
+    keeps layers out of every graph, it compiles these layers one by one.
 
     Args:
         model: A module or function; leave it out to use the call as a decorator.
@@ -151,14 +153,14 @@ def compile(
         fullgraph: As in `torch.compile`.
         disable: As in `torch.compile`.
         kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
-            mapping, or "static" for an exact one. The model is compiled in place, and every later
-            `generate()` makes, allocates and reuses such caches by itself, as `use_kv_cache_`.
+            mapping, or "static" for an exact one. Every later `generate()` makes, allocates and
+            reuses such caches by itself, as `use_kv_cache_`.
         **settings: Options of memeff by keyword: `logits="eager"` is `memeff.logits`.
             `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
             `compression_report(model)` returns its report.
 
     Returns:
-        The result of `torch.compile`; with `kv_cache` the model itself.
+        The module itself, compiled; for a function, the result of `torch.compile`.
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
@@ -166,7 +168,7 @@ def compile(
             setting, or the model does not generate, is an encoder-decoder or brings its cache.
 
     Example:
-        >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
+        >>> memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
         >>> memeff_compile.compile(model, kv_cache=4).generate(ids)  # doctest: +SKIP
     """
     if not (model is None or callable(model)):
@@ -176,24 +178,24 @@ def compile(
         # torch.compile would change the class, and with it every model that is made of it.
         said = f"compile was given the class {model.__name__}; it needs a model that is made of it."
         raise UnsupportedInputError(said)
-    checked = _parse(mode, options, settings)
+    checked = or_off(_parse(mode, options, settings))
     given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
-    request = system.Request(model, checked, kv_cache)
-    asked = [hooks for hooks in system.hooks() if hooks.wants(request)]
-    if asked and model is None:  # a decorator: the function or module that follows decides
+    if model is None:  # a decorator: the function or module that follows decides
         given |= settings
         return partial(compile, mode=mode, options=options, kv_cache=kv_cache, **given)
+    request = system.Request(model, checked, kv_cache)
+    asked = [hooks for hooks in system.hooks() if hooks.wants(request)]
     for hooks in asked:  # all of them, before one changes the model
         hooks.check(request)
     for hooks in asked:
         request = replace(request, options=hooks.prepare(request))
     given |= {"backend": "memeff", "options": request.options.to_dict() or None}
-    if any(hooks.compile(request, given) for hooks in asked):
-        return cast("Compilable", model)
-    if isinstance(model, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module):
+        return cast("Compilable", torch.compile(model, **given))
+    if not any(hooks.compile(request, given) for hooks in asked):
         compile_layers(model, given)
-    wrapped: Any = torch.compile(model, **given)
-    return cast("Compilable | Callable[[Compilable], Compilable]", wrapped)
+        compat.compile_in_place(model, given)
+    return cast("Compilable", model)
 
 
 def _parse(

@@ -62,6 +62,9 @@ class Trip:
         # A checkpoint around the compiled function would count tensors saved by fake operations.
         with compat.unseen_by_saved_tensor_hooks():
             self.outcome = run(gm, passes, options)
+        if options.preset == "off":
+            records = (*self.outcome.report.records, _OFF)
+            self.outcome.report = replace(self.outcome.report, records=records)
         info = GraphInfo(gm, options, ambient_region())
         self._choose(info)
         self._guard(info)
@@ -163,6 +166,15 @@ class Trip:
         """Whether the compiled graph keeps pointers to its memory, as CUDA graphs do."""
         patches = self.inductor_patches
         return self.options.inner == "inductor" and compat.inductor_uses_cudagraphs(patches)
+
+
+_OFF = report.Record(
+    "backend",
+    "note",
+    "switched_off",
+    "memeff.preset is 'off', so that no pass ran: the graph went on as it came.",
+    "Leave memeff.preset out, and MEMEFF_DISABLE out of the environment, for the passes to run.",
+)
 
 
 def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> None:

@@ -8,17 +8,23 @@ a model of transformers generates after `memeff_compile.compile(model, kv_cache=
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import platform
 import re
 import sys
+import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import memeff_compile
 from memeff_compile.errors import first_line
+from memeff_compile.report import text_width
+
+if TYPE_CHECKING:
+    import torch
 
 MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 10), (2, 11), (3, 6)
 
@@ -47,21 +53,54 @@ def is_usable(findings: list[Finding]) -> bool:
 
 
 def findings_text(findings: list[Finding]) -> str:
-    """Return the findings by section, then what needs doing."""
-    width = max(len(finding.label) for finding in findings)
-    lines = [f"memeff_compile {memeff_compile.__version__}"]
-    section = ""
+    """Return the verdict, what needs doing, then the findings by section."""
+    lines = [f"memeff_compile {memeff_compile.__version__}: {verdict(findings)}"]
+    remedies = [f"  {finding.label}: {finding.remedy}" for finding in findings if finding.remedy]
+    if remedies:
+        lines += ["", "what to do", *(_wrapped(each, 4) for each in remedies)]
+    return "\n".join([*lines, *_sections(findings)])
+
+
+def verdict(findings: list[Finding]) -> str:
+    """Say in a line whether the backend works, and what is left to do."""
+    count = sum(bool(finding.remedy) for finding in findings)
+    things = f"{count} thing{'s' * (count > 1)} to do"
+    if not is_usable(findings):
+        return f"the backend is not usable here; {things}"
+    return f"it works here; {things if count else 'nothing to do'}"
+
+
+def findings_json(findings: list[Finding]) -> str:
+    """Return everything as JSON, to attach to a report of a bug."""
+    said = {
+        "version": memeff_compile.__version__,
+        "usable": is_usable(findings),
+        "verdict": verdict(findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+    return json.dumps(said, indent=2)
+
+
+def _sections(findings: list[Finding]) -> list[str]:
+    width, section = max((len(finding.label) for finding in findings), default=0), ""
+    lines: list[str] = []
     for finding in findings:
         if finding.section != section:
             section = finding.section
             lines += ["", section]
-        lines.append(f"  {finding.label:<{width}}  {finding.text}")
-    lines += ["", "what to do"]
-    remedies = [f"  {finding.label}: {finding.remedy}" for finding in findings if finding.remedy]
-    lines += remedies or ["  nothing: everything was found and works"]
-    if not is_usable(findings):
-        lines += ["", "The backend is not usable here until that is done."]
-    return "\n".join(lines)
+        lines.append(_wrapped(f"  {finding.label:<{width}}  {finding.text}", width + 4))
+    return lines
+
+
+def _wrapped(text: str, indent: int) -> str:
+    """Break a line at the terminal's width, with what follows under its text."""
+    width = text_width()
+    head, rest = text[:indent], text[indent:]  # what stands in a column keeps its spaces
+    if width - indent < width // 2:  # too narrow for columns
+        head, indent = f"{head.rstrip()}\n    ".lstrip("\n"), 4
+    how: Any = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(rest, width - indent, **how) or [""]
+    return f"\n{' ' * indent}".join([head + lines[0], *lines[1:]])
 
 
 def diagnose() -> list[Finding]:
@@ -174,13 +213,46 @@ def _backend() -> list[Finding]:
     return [Finding("backend", name, missing, remedy, blocks=True), logging]
 
 
-def _engines() -> list[Finding]:
-    """Say of every op folder which engine serves it here."""
+def card_text(name: str) -> str:
+    """Return what a GPU would get that is not here.
+
+    ExplainError says the nearest names where none is known.
+    """
+    import torch
+
+    from memeff_compile.kernels.device import planned_for
+    from memeff_compile.planning.cards import card_of
+
+    card = card_of(name)
+    kind = card.gpu
+    measured = ", ".join(sorted(kind.measured)) or "nothing"
+    needed = (
+        "Our Triton kernels need compute capability 8.0; losses, caches and weights are served "
+    )
+    needed += "in plain PyTorch: the same memory is saved, and it is slower."
+    says = "Our Triton kernels run on it." if kind.runs_kernels else needed
+    products = "int8 and E4M3" if kind.has_fp8 else "int8, and fp16 for weights and values"
+    found = [
+        Finding("what it has", "kernels", says),
+        Finding("what it has", "speed measured", f"{measured}; the choices else are a roofline's"),
+    ]
+    if kind.runs_kernels:
+        found.append(Finding("what it has", "attention=8b", f"multiplies {products}"))
+    device = torch.device("cuda", 0)
+    with planned_for(device, kind):
+        found += [each for each in _engines(device) if each.label]  # those that run, no others
+    fits = f"`memeff explain CONFIG --memory {card.gib:g}GiB` says what fits."
+    return "\n".join([str(card), *_sections(found), "", fits])
+
+
+def _engines(device: torch.device | None = None) -> list[Finding]:
+    """Say of every op folder which engine serves it here, or on a planned device."""
     import torch
 
     from memeff_compile import kernels
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     findings: list[Finding] = []
     for entry in pkgutil.iter_modules(kernels.__path__):
         folder = importlib.import_module(f"{kernels.__name__}.{entry.name}")

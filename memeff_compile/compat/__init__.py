@@ -10,6 +10,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils import _pytree
 
 from .autograd import *
+from .compiled import *
 from .distributed import *
 from .dynamo import *
 from .inductor import *

@@ -272,19 +272,9 @@ def is_cut_in(gm: GraphModule, file: str) -> bool:
     return feeds_resumed_code(gm) and any(frame.filename.endswith(file) for frame in frames)
 
 
-def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called."""
-    return module._compiled_call_impl is not None
-
-
 def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks that run before and after a module's forward."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
-def is_compiled_by_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module runs compiled, or as someone wishes, wherever it is called from."""
-    return module._compiled_call_impl is not None or "forward" in vars(module)
 
 
 @contextlib.contextmanager
@@ -320,11 +310,6 @@ def keep_address(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
-def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Put a function around what runs in the place of a module that is compiled in place."""
-    module._compiled_call_impl = wrap(module._compiled_call_impl)
-
-
 def names_around() -> dict[str, Any]:
     """Return what the names stand for in the function that called the one that asks."""
     return sys._getframe(2).f_locals
@@ -347,9 +332,3 @@ def room_for_graphs(limit: int = 64) -> dict[str, Any]:
         return wanted
     config.recompile_limit = max(config.recompile_limit, 64)
     return {}
-
-
-def without_compile(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that ``torch.compile(module)`` was given, or the module itself."""
-    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
-    return module if inner is None else inner

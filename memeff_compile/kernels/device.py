@@ -8,25 +8,39 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 from ..compat import current_gpu
 from ..compat import without_autocast as without_autocast
-from ._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
+from ._triton.gpus import AMD, H200, NVIDIA
+from ._triton.gpus import Gpu as Gpu
+from ._triton.gpus import gpu_of as gpu_of
 
 DEFAULT_PROCESSORS = 132
 """Multiprocessors of an H200; the width rules also assume this many if there is no GPU to ask."""
 MEASURED = ("NVIDIA H200",)
 """The GPUs on which the choices of engines were measured, as torch names them."""
 
-_planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
+
+class _Planned(NamedTuple):
+    """The device that questions about engines are answered for, and its kind of GPU."""
+
+    device: torch.device
+    gpu: Gpu
+
+
+_planned: ContextVar[_Planned | None] = ContextVar("planned device", default=None)
 
 
 @contextmanager
-def planned_for(device: torch.device) -> Iterator[None]:
-    """Answer questions about engines for `device`, which need not be here, wherever tensors are."""
-    token = _planned.set(device)
+def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
+    """Answer questions about engines for `device`, which need not be here, wherever tensors are.
+
+    A GPU is taken to be of the kind `gpu`.
+    """
+    token = _planned.set(_Planned(device, gpu))
     try:
         yield
     finally:
@@ -34,8 +48,9 @@ def planned_for(device: torch.device) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device to choose engines for: `device`, or the one that is planned for."""
-    return _planned.get() or device
+    """Return the device whose engines are asked about: `device`, or the one planned for."""
+    planned = _planned.get()
+    return device if planned is None else planned.device
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
@@ -45,8 +60,13 @@ def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Return whether the Triton kernels and fp32-output products run on a GPU."""
-    return _planned.get() is not None or runs_kernels(_index(device))
+    """Say whether our Triton kernels and fp32-output products run on a GPU.
+
+    They need triton and a GPU of NVIDIA's of compute capability 8.0 or later. A planned device is
+    taken to have triton.
+    """
+    planned = _planned.get()
+    return runs_kernels(_index(device)) if planned is None else planned.gpu.runs_kernels
 
 
 @lru_cache(maxsize=64)
@@ -74,10 +94,11 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return the properties of the GPU of `device`, or those of an H200 if there is no GPU to
-    ask.
-    """
-    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+    """Return what the GPU of `device` has, or what an H200 has where there is none to ask."""
+    planned = _planned.get()
+    if planned is not None:
+        return planned.gpu
+    if device.type != "cuda" or not _has_gpu():
         return H200
     return _gpu(_index(device))
 
@@ -88,8 +109,11 @@ def starts_early(device: torch.device) -> bool:
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Return whether an op's speed was measured on this kind of GPU; True without a GPU."""
-    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+    """Say whether an op's speed was measured on this kind of GPU; also where there is no GPU."""
+    planned = _planned.get()
+    if planned is not None:
+        return op in planned.gpu.measured
+    if device.type != "cuda" or not _has_gpu():
         return True
     return op in gpu(device).measured
 

@@ -73,6 +73,8 @@ def attach(
                 given[place] = given[place].detach()
         outputs = compiled(*given)
         results = list(outputs)
+        if use is not None and not any(map(compat.is_fake, results)):
+            use.count_step()
         for entry in entries:
             hidden, weight = results[entry.output], args[entry.weight]
             bias = None if entry.bias is None else args[entry.bias]

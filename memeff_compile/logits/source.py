@@ -101,7 +101,9 @@ class LogitsSource:
         self._refuse(change)
         self.materialisations += 1
         if self.use is not None:
-            self.use.count_computed(_reading[0] if _reading else "their values")
+            reason = _reading[0] if _reading else "their values"
+            graded = torch.is_grad_enabled() and bool(self.parameters)
+            self.use.count_computed(reason, compat.users_line(), graded=graded)
         with torch.inference_mode(self.is_inference), torch.no_grad():
             gather = None if self.ranks is None else self.ranks.gather
             return recipe.logits(rows, self.weight, self.bias, self.vectors, gather)

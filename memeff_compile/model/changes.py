@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import nn
 
 from memeff_compile import compat
 from memeff_compile.errors import OptionError, UnsupportedInputError
-from memeff_compile.report import VerbReport
+from memeff_compile.report import VerbReport, fold_names
 
 Kept = TypeVar("Kept", bound=VerbReport)
-
-
-def folded(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str, list[str]]]:
-    """Group entries whose texts are equal and whose names differ only in numbers, as layers' do.
-
-    For each group, return a name for it, the text of the first entry, and all names.
-    """
-    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for name, text in entries:
-        kind = re.sub(r"\d+", "*", name), text.replace(name.rpartition(".")[0] or name, "*")
-        groups.setdefault(kind, []).append((name, text))
-    found = []
-    for group in groups.values():
-        first, text = group[0]
-        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        found.append((first + more, text, [name for name, _ in group]))
-    return found
 
 
 class Changes(VerbReport, int):
@@ -56,12 +38,23 @@ class Changes(VerbReport, int):
         return self.verb, self._sentence, self.places, self.left
 
     def __str__(self) -> str:
-        """Return the summary, then each changed module or weight, and each unchanged one with the
-        reason; equal layers share a line.
+        """Return what was done, and by place what is there now or why nothing is.
+
+        Places of several layers of which the same is said are one line; `details` has them all.
         """
-        both = (*self.places.items(), *((p, f"left: {why}") for p, why in self.left.items()))
-        lines = (f"  {name}  {is_}" for name, is_, _ in folded(both))
-        return "\n".join([f"{self.verb}: {self._sentence}", *lines])
+        return self._text(fold_names(self._said()))
+
+    def details(self) -> str:
+        """Return what was done, and place by place what is there now or why nothing is."""
+        return self._text(self._said())
+
+    def _said(self) -> list[tuple[str, str]]:
+        left = ((place, f"left: {why}") for place, why in self.left.items())
+        return [*self.places.items(), *left]
+
+    def _text(self, said: list[tuple[str, str]]) -> str:
+        lines = [f"{self.verb}: {self._sentence}", *(f"  {p}  {is_}" for p, is_ in said)]
+        return "\n".join(lines)
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Return everything as JSON."""
@@ -69,7 +62,14 @@ class Changes(VerbReport, int):
         return json.dumps({**said, "places": self.places, "left": self.left}, indent=indent)
 
 
-VERBS = "compress_", "decompress_", "load_compressed_", "pack_ternary_", "ternarize_"
+VERBS = (
+    "compress_",
+    "decompress_",
+    "load_compressed_",
+    "pack_ternary_",
+    "ternarize_",
+    "undo",
+)
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[str, VerbReport]] = weakref.WeakKeyDictionary()
 
 

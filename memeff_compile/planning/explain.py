@@ -19,6 +19,7 @@ from torch import nn
 
 from .. import compat
 from ..errors import ExplainError, first_line
+from ..notebook import folded, pre
 from ..options import Options
 from ..report import Record, Report, VerbReport, format_bytes
 from . import setting as settings
@@ -298,6 +299,14 @@ class Explanation(VerbReport):
             return self.text(self.plan())
         except ExplainError as error:
             return f"{self.text()}\n\nNo plan: {error}"
+
+    def _repr_html_(self) -> str:
+        """Return what the passes do and the peaks for a notebook, with all the text folded in."""
+        try:
+            found, why = self.plan()._repr_html_(), ""
+        except ExplainError as error:
+            found, why = "", f"\nNo plan: {error}"
+        return pre(f"{self.summary}\n{self.report}{why}") + found + folded(self.text())
 
     def text(self, plan: Plan | None = None) -> str:
         """Return the passes' rewrites, and a plan, as text."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import sympy
 
-from ..report import format_bytes
+from ..notebook import bars, folded, pre
+from ..report import format_bytes, text_width
 from .figure import draw
 from .setting import GROUPS, Moment, Setting
 from .sizes import Sizes
@@ -62,8 +63,15 @@ class Plan:
             lines += ["", f"  The largest batch grows {self.increase:.1f} times."]
         for label, side in (("without", self.before), ("with memeff", self.after)):
             formula = f"{label}: {side.moment.place}: {_formula(side.moment)}"
-            lines += ["", *(f"  {line}" for line in textwrap.wrap(formula, 94))]
+            lines += ["", *(f"  {line}" for line in textwrap.wrap(formula, text_width() - 2))]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the peaks as bars for a notebook, with the whole plan folded in."""
+        sides = {"without": self.before, "with memeff": self.after}
+        peaks = {name: (side.peak, format_bytes(side.peak)) for name, side in sides.items()}
+        said = f"{self.heading()}: peak {' -> '.join(size for _, size in peaks.values())}"
+        return pre(said) + bars(peaks) + folded(str(self))
 
     def _token_count(self, side: Side) -> int:
         return (side.largest_batch or 0) * self.sizes.length * self.setting.gpus

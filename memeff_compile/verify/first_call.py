@@ -119,10 +119,8 @@ class _Verifier:
             switches["memeff.passes"] = []
         where = write(comparison, verdict.mismatches, self.graph_report.name, args)
         code, who = "verify_failed", "The rewritten graph does not compute what the original does"
-        hint = (
-            f"Please report it with the reproducer. Until then options={switches} has the "
-            f"original graph compiled. {where}"
-        )
+        until = f"Until then options={switches} has the original graph compiled. {where}"
+        hint = f"{_to_whom(names)} {until}"
         if verdict.is_of_the_compiler and self.options.inner in _COMPILERS:
             code, (inner, simpler) = "compiler_failed", _COMPILERS[self.options.inner]
             who = (
@@ -154,6 +152,19 @@ class _Verifier:
         self.chosen, self.comparison = chosen, None
 
 
+def _to_whom(names: set[str]) -> str:
+    """Return who is to look at a wrong rewrite of these passes."""
+    ours, theirs = names & set(PASS_NAMES), " and ".join(sorted(names - set(PASS_NAMES)))
+    if not theirs:
+        return "Please report it with the reproducer."
+    if not ours:
+        return f"The rewrite is of a pass of yours, {theirs}: mend that; the reproducer shows it."
+    return (
+        f"Leave out your own pass first, {theirs}, by options={{'memeff.passes': []}}: if the "
+        "graphs agree then, it is at fault; if not, please report it with the reproducer."
+    )
+
+
 @contextlib.contextmanager
 def _uncounted(use: LogitsUse | None) -> Iterator[None]:
     """Keep computations in this block out of the counts of a graph's logits."""
@@ -162,7 +173,7 @@ def _uncounted(use: LogitsUse | None) -> Iterator[None]:
         yield
     finally:
         if use is not None and before is not None:
-            use.fused, use.computed = before.fused, before.computed
+            use.restore(before)
 
 
 def _is_rehearsal(args: Sequence[Any]) -> bool:

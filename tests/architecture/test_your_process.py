@@ -18,7 +18,7 @@ PACKAGE = ROOT / "memeff_compile"
 PAGE = (ROOT / "docs" / "use" / "your-process.md").read_text()
 NAMED = set(
     re.findall(
-        r"`((?:kernels|logits|model|compat|backend|passes|planning|integrations|__main__)[\w.]*)`",
+        r"`((?:kernels|logits|model|compat|backend|passes|planning|cli|integrations|__main__)[\w.]*)`",
         PAGE,
     )
 )

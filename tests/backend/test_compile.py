@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -49,6 +52,48 @@ def test_module_compiles_and_trains() -> None:
     loss.backward()
     torch.testing.assert_close(loss, expected)
     assert model.head.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ToyModel,
+        lambda: torch.nn.Sequential(
+            ToyModel()
+        ),  # of PyTorch's own class, whose frames are left out
+        lambda: torch.compile(ToyModel(), backend="eager"),  # what gives way
+    ],
+    ids=["module", "of PyTorch", "wrapper"],
+)
+def test_a_module_is_compiled_in_place_and_returned(make: Callable[[], torch.nn.Module]) -> None:
+    model, names = make(), list(make().state_dict())
+    memeff_compile.reset()
+    assert memeff_compile.compile(model, inner="eager") is model
+    model(torch.arange(8)).backward()
+    assert memeff_compile.last_report().rewrites("fuse_linear_cross_entropy") == 1
+    assert list(model.state_dict()) == names
+    assert memeff_compile.compile(model, inner="eager", logits="none") is model, "and once more"
+
+
+def test_a_module_is_compiled_by_the_decorator_form_too() -> None:
+    model = ToyModel()
+    assert memeff_compile.compile(inner="eager")(model) is model
+    model(torch.arange(8))
+    assert memeff_compile.last_report().graphs
+
+
+def test_the_copy_of_a_compiled_module_is_not_compiled() -> None:
+    model = memeff_compile.compile(ToyModel(), inner="eager")
+    memeff_compile.reset()
+    copy.deepcopy(model)(torch.arange(8))
+    assert not memeff_compile.last_report().graphs
+
+
+def test_a_function_comes_back_as_a_wrapper_and_stays_as_it_was() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert memeff_compile.compile(double, inner="eager") is not double
 
 
 def test_mode_may_stand_next_to_options() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +34,9 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 @pytest.mark.usefixtures("no_inductor")
 def test_this_machine_is_usable_and_the_text_names_what_matters() -> None:
     findings = doctor.diagnose()
-    text = doctor.findings_text(findings)
+    text = " ".join(doctor.findings_text(findings).split())
     assert doctor.is_usable(findings), text
+    assert text.startswith(f"memeff_compile {memeff_compile.__version__}: it works here; ")
     for words in (
         torch.__version__.split("+")[0],
         "python",
@@ -52,6 +54,57 @@ def test_this_machine_is_usable_and_the_text_names_what_matters() -> None:
     assert len(folders) >= 9
     for name in folders:
         assert f"memeff::{name} " in text
+
+
+def test_the_verdict_and_what_to_do_come_first() -> None:
+    fine = Finding("versions", "python", "3.12")
+    old = Finding("versions", "torch", "2.9", "upgrade it", blocks=True)
+    optional = Finding("versions", "transformers", "none", "install it")
+    for findings, words in (
+        ([fine], "it works here; nothing to do"),
+        ([fine, optional], "it works here; 1 thing to do"),
+        ([fine, optional, old], "the backend is not usable here; 2 things to do"),
+    ):
+        text = doctor.findings_text(findings)
+        assert text.splitlines()[0].endswith(f": {words}")
+        assert doctor.verdict(findings) == words
+        assert ("what to do" in text) == (len(findings) > 1)
+        assert "upgrade it" not in text or text.index("upgrade it") < text.index("3.12")
+        said = json.loads(doctor.findings_json(findings))
+        assert (said["usable"], said["verdict"]) == (old not in findings, words)
+        assert said["findings"][0]["text"] == "3.12"
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+def test_long_lines_are_broken_at_the_terminals_width(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    findings = [Finding("what runs", "memeff::attention", "one word and another " * 12)]
+    lines = doctor.findings_text(findings).splitlines()[1:]
+    assert max(map(len, lines)) <= columns
+    assert sum(line.count("another") for line in lines) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "RTX 4090",
+            ["library engine", "multiplies int8 and E4M3", "Our Triton kernels run on it"],
+        ),
+        ("H100", ["hopper engine", "speed measured attention"]),
+        ("A100", ["library engine", "int8, and fp16 for weights and values"]),
+        ("T4", ["need compute capability 8.0", "reference engine"]),
+    ],
+)
+def test_a_gpu_that_is_not_here_is_answered_for(name: str, words: list[str]) -> None:
+    text = " ".join(doctor.card_text(name).split())
+    assert text.startswith(f"{name}")
+    for each in words:
+        assert each in text, text
+    assert "that engine cannot take" not in text, "engines that do not run there are left out"
+    assert ("Triton kernels (CUDA" in text) == (name != "T4")
 
 
 @pytest.mark.parametrize(
@@ -167,19 +220,43 @@ class TestCommandLine:
         assert command_line.main(["doctor"]) == status
         assert "torch: upgrade" in capsys.readouterr().out
 
+    def test_doctor_prints_json(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(doctor, "diagnose", lambda: [Finding("versions", "torch", "1.0")])
+        assert command_line.main(["doctor", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["findings"][0]["label"] == "torch"
+
+    def test_doctor_names_the_nearest_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert command_line.main(["doctor", "--gpu", "rtx 409"]) == 1
+        assert "Did you mean rtx4090" in capsys.readouterr().err
+
     def test_options_prints_the_page(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert command_line.main(["options"]) == 0
+        assert command_line.main(["options", "--page"]) == 0
         assert capsys.readouterr().out == options_page()
 
-    def test_demo_outside_of_the_repository_says_where_it_is(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        tmp_path: object,
+    def test_demo_names_the_packages_that_are_missing(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(command_line, "DEMO", command_line.DEMO.parent / "absent.py")
+        from memeff_compile.cli import demo
+
+        monkeypatch.setattr(demo, "installed", lambda name: name == "tqdm")
         assert command_line.main(["demo"]) == 1
-        assert "examples/train_tiny_llama.py" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "transformers and tokenizers: pip install" in said
+
+    def test_demo_needs_more_steps_than_warm_it_up(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from memeff_compile.cli import demo
+
+        monkeypatch.setattr(demo, "installed", lambda _: "1.0")
+        assert command_line.main(["demo", "--steps", "2"]) == 1
+        assert "3 are needed" in capsys.readouterr().err
+
+    def test_no_command_prints_the_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert command_line.main([]) == 2
+        assert "report-bug" in capsys.readouterr().out
 
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
@@ -208,4 +285,4 @@ class TestCommandLine:
     def test_unknown_command_lists_the_right_ones(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             command_line.main(["docter"])
-        assert "doctor" in capsys.readouterr().err
+        assert "Did you mean 'doctor'?" in capsys.readouterr().err

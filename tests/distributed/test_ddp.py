@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -235,6 +236,22 @@ def masks_written_in_between() -> None:
         assert pieces() > 3
 
 
+def a_wrapper_compiled_by_the_verb() -> None:
+    """In place, in the pieces that DDP's buckets ask for, with gradients that ranks agree on."""
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(2, 12, WIDTH)
+    eager = DistributedDataParallel(Attending(None), bucket_cap_mb=1)
+    ours = DistributedDataParallel(Attending(None), bucket_cap_mb=1)
+    assert memeff_compile.compile(ours, options=OPTIONS) is ours
+    out, expected = ours(x), eager(x)
+    torch.testing.assert_close(out, expected)
+    assert pieces() > 3
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    assert_same_gradients(gradients(ours), gradients(eager))
+    assert_ranks_agree(gradients(ours))
+
+
 CASES = [
     transformers_model_in_pieces,
     a_model_compiled_in_place,
@@ -243,6 +260,7 @@ CASES = [
     logits_that_a_later_piece_reads,
     dropped_logits_that_a_later_piece_reads,
     masks_written_in_between,
+    a_wrapper_compiled_by_the_verb,
 ]
 WAYS = [
     pytest.param(mode, in_place, marks=pytest.mark.slow if is_slow else ())

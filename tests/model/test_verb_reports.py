@@ -66,6 +66,7 @@ def explained(_: Path) -> Any:
 REPORTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "compress_": (lambda _: verb_report(compressed()), "2 weights compressed"),
     "decompress_": (lambda _: memeff_compile.decompress_(compressed()), "2 weights dense again"),
+    "undo": (lambda _: memeff_compile.undo(compressed()), "2 compressed weights dense again"),
     "save_compressed": (
         lambda folder: memeff_compile.save_compressed(compressed(), folder / "a"),
         "2 compressed weights written to",
@@ -134,6 +135,30 @@ def test_changes_are_numbers_and_say_place_by_place() -> None:
     assert packed().places == {"up": "int8", "down": "int8"}
 
 
+class Deep(nn.Module):
+    def __init__(self, layers: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Model() for _ in range(layers))
+
+
+def test_reports_of_many_layers_fold_and_their_details_do_not() -> None:
+    model = Deep()
+    report = memeff_compile.compress_(model, min_size=0, progress=False)
+    dense = sum(each.bytes_before for each in report.compressed) / 2**20
+    assert f"24 weights compressed, {dense:.1f} MiB -> " in report.summary
+    assert len(str(report).splitlines()) == 5, str(report)
+    assert "layers.0.up.weight and 11 more [256, 256] win4" in str(report)
+    assert "layers.0.lm_head.weight and 11 more [64, 256]: skip names 'lm_head'" in str(report)
+    assert len(report.details().splitlines()) == 1 + len(report.weights) == 49
+    assert report._repr_html_().count("<tr>") == 2
+    undone = memeff_compile.undo(model)
+    assert len(str(undone).splitlines()) == 3
+    assert "  layers.0.up.weight and 11 more  dense, was win4" in str(undone)
+    assert len(undone.details().splitlines()) == 25
+    memeff_compile.ternarize_(model, skip=["down"])
+    assert len(str(verb_report(model)).splitlines()) <= 4
+
+
 def test_the_last_report_of_a_model_is_kept_and_each_verbs_own() -> None:
     model = Model()
     assert verb_report(model) is None
@@ -161,6 +186,7 @@ VERBS: dict[str, tuple[object, ...]] = {
     "compress_": (),
     "compression_report": (),
     "decompress_": (),
+    "undo": (),
     "ternarize_": (),
     "pack_ternary_": (),
     "use_kv_cache_": (),
@@ -185,6 +211,6 @@ def test_a_report_is_asked_for_by_the_name_of_a_verb() -> None:
     model = Model()
     for name in ("ternarise_", "explain", "", 3):
         with pytest.raises(
-            OptionError, match=r"verb is .*; one of compress_, .*ternarize_ is needed"
+            OptionError, match=r"verb is .*; one of compress_, .*ternarize_, undo is needed"
         ):
             verb_report(model, name)  # type: ignore[arg-type]

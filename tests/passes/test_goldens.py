@@ -465,7 +465,7 @@ def test_report_of_a_deferred_graph() -> None:
     expecttest.assert_expected_inline(
         report(),
         """\
-memeff_compile: 1 graph, 2 changes, 8.5 KiB never allocated
+memeff_compile: the loss is fused, 1 graph, 2 changes, 8.5 KiB never allocated
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
   rewrote    fuse_linear_cross_entropy in lm_head
@@ -499,7 +499,7 @@ def test_report_of_symbolic_sizes() -> None:
     expecttest.assert_expected_inline(
         report(),
         """\
-memeff_compile: 1 graph, 1 change, 4.5 KiB never allocated
+memeff_compile: the loss is fused, 1 graph, 1 change, 4.5 KiB never allocated
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
   rewrote    fuse_linear_cross_entropy in lm_head
@@ -587,7 +587,7 @@ def test_tied_embedding_report() -> None:
     expecttest.assert_expected_inline(
         report(),
         """\
-memeff_compile: 1 graph, 2 changes, 3.0 KiB never allocated
+memeff_compile: the loss is fused, 1 graph, 2 changes, 3.0 KiB never allocated
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
   rewrote    fuse_linear_cross_entropy in lm_head

@@ -14,6 +14,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import Node
+from torch.nn import functional as F
 
 import memeff_compile
 from memeff_compile import Decline, Done, Editor, GraphInfo, GraphPass, OptionError
@@ -131,7 +132,23 @@ def test_a_wrong_pass_is_caught_by_verify_which_says_how_to_do_without() -> None
     with pytest.warns(RuntimeWarning, match="does not compute what the original does") as caught:
         result = compiled(sines, SinToCos(), **{"memeff.verify": "on"})(X)
     torch.testing.assert_close(result, sines(X))
-    assert "'memeff.passes': []" in str(caught[0].message)
+    said = str(caught[0].message)
+    assert "'memeff.passes': []" in said
+    assert "The rewrite is of a pass of yours, sin_to_cos: mend that" in said
+    assert "report it" not in said
+
+
+def test_verify_says_which_to_leave_out_first_where_a_pass_of_ours_is_in_the_graph() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x.sin() @ weight.T, y)
+
+    torch.manual_seed(0)
+    given = torch.randn(8, 4), torch.randn(9000, 4, requires_grad=True), torch.arange(8)
+    with pytest.warns(RuntimeWarning, match="does not compute what the original does") as caught:
+        compiled(step, SinToCos(), **{"memeff.verify": "on"})(*given)
+    said = str(caught[0].message)
+    assert "Leave out your own pass first, sin_to_cos" in said
+    assert "if not, please report it with the reproducer" in said
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -263,3 +263,33 @@ def test_the_report_counts_what_became_of_the_logits() -> None:
     assert before.graphs[0].logits.products == 0  # a report is of its moment
     read = memeff_compile.last_report()
     assert type(read).from_json(read.to_json()) == read
+
+
+def test_a_loss_by_softmax_is_named_with_its_line_and_the_steps_it_was_in() -> None:
+    memeff_compile.reset()
+    compiled = torch.compile(Model(), backend="memeff", options={"memeff.inner": "eager"})
+    targets = torch.zeros(16, 1, dtype=torch.int64)
+
+    def focal(logits: Tensor) -> Tensor:
+        p = logits.view(-1, V).softmax(-1).gather(1, targets)
+        return -((1 - p) ** 2 * p.log()).mean()
+
+    line = focal.__code__.co_firstlineno + 1
+    for _ in range(2):
+        focal(compiled(inputs()[0])).backward()
+    compiled(inputs()[0])  # a step whose logits nobody reads
+    report = memeff_compile.last_report()
+    assert report.summary.startswith("memeff_compile: the loss is not fused (softmax")
+    said = f"your loss computed the logits by softmax at test_returned_logits.py:{line} in 2 of 3"
+    assert said in " ".join(str(report).split()), report
+
+
+def test_a_loss_by_log_softmax_and_gather_computes_none_as_the_report_says() -> None:
+    memeff_compile.reset()
+    compiled = torch.compile(Model(), backend="memeff", options={"memeff.inner": "eager"})
+    targets = torch.zeros(16, 1, dtype=torch.int64)
+    log_p = compiled(inputs()[0]).view(-1, V).log_softmax(-1).gather(1, targets)
+    (-((1 - log_p.exp()) ** 2) * log_p).mean().backward()
+    report = memeff_compile.last_report()
+    assert report.summary.startswith("memeff_compile: the loss is fused")
+    assert "computed the logits" not in str(report)

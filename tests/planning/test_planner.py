@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from memeff_compile.planning.setting import (
 )
 from memeff_compile.planning.sizes import BATCH, LENGTH, Scale, Sizes, Told, points_around
 from memeff_compile.planning.timeline import Timeline
-from memeff_compile.report import Report
+from memeff_compile.report import Report, format_bytes
 from tests.support.closeness import needs_compiler
 from tests.support.stacks import Stack, token_ids
 
@@ -200,6 +201,16 @@ def test_largest_batch_is_the_last_one_that_fits(explained: Explanation) -> None
     assert plan.increase is not None
     assert plan.increase > 1
     assert explained.plan(memory="1MB").before.largest_batch == 0
+
+
+def test_a_notebook_shows_the_peaks_and_folds_in_the_rest(explained: Explanation) -> None:
+    plan = explained.plan(memory="1GiB")
+    for shown in (plan._repr_html_(), explained._repr_html_()):
+        widths = [float(width) for width in re.findall(r"width:([\d.]+)em", shown)]
+        assert widths[0] > widths[1] > 0
+        assert format_bytes(plan.after.peak) in shown.partition("<details>")[0]
+    assert "largest batch per GPU" in plan._repr_html_()
+    assert "the loss is fused" in explained._repr_html_().partition("<details>")[0]
 
 
 def test_text_and_json_say_the_same(explained: Explanation) -> None:

@@ -98,7 +98,7 @@ def test_what_runs_outside_of_graphs_is_named_and_no_number_is_given() -> None:
     with pytest.raises(ExplainError, match=r"outside of captured graphs.*graph_breaks"):
         found.plan()
     assert "No plan: Looped makes" in str(found)
-    assert "memeff_compile: 1 graph, no changes" in str(found)
+    assert "memeff_compile: no loss was fused, 1 graph, no changes" in str(found)
 
 
 class Chunked(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from memeff_compile import compat
 from memeff_compile.errors import OptionError
 from memeff_compile.model.cache.pool import forget_caches, is_cut_elsewhere
-from memeff_compile.system import Hooks, Request
+from memeff_compile.system import Hooks, Request, Undone
 
 
 class CacheHooks(Hooks):
@@ -30,11 +31,22 @@ class CacheHooks(Hooks):
         assert isinstance(model, torch.nn.Module)
         if is_cut_elsewhere(model):
             # PyTorch stops where a DTensor's strides vary, such as those of a prompt's last token.
-            model.compile(**{**given, "dynamic": False}, **compat.room_for_graphs())
+            given = {**given, "dynamic": False}
+            compat.compile_in_place(model, {**given, **compat.room_for_graphs()})
             return True
-        model.compile(**given, **compat.room_for_graphs())
+        compat.compile_in_place(model, {**given, **compat.room_for_graphs()})
         compat.wrap_compiled(model, for_any_length)
         return True
+
+    def undo(self, model: torch.nn.Module) -> Undone:
+        if "transformers" not in sys.modules:
+            return Undone()
+        from memeff_compile.model.cache.kv_cache import own_caches_again
+        from memeff_compile.model.cache.low_bit_heads import full_heads_again
+
+        caches, heads = own_caches_again(model), full_heads_again(model)
+        what = ", ".join(filter(None, (caches.what, heads.what)))
+        return Undone(what, {**caches.places, **heads.places})
 
     def forget(self) -> None:
         forget_caches()

@@ -42,6 +42,8 @@ from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_al
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
 from memeff_compile.model.cache.run_ahead import let_run_ahead
 from memeff_compile.model.changes import require_module
+from memeff_compile.options import is_disabled, plain_path
+from memeff_compile.system import Undone
 
 Untyped: TypeAlias = Any
 """Objects without a type here: a config, a model or a layer of transformers, a setting of a
@@ -453,7 +455,7 @@ class _Hook:
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         is_named = named_cache(model_kwargs) is not None
         asks = generation_config.use_cache is False or generation_config.cache_implementation
-        if is_named or asks:
+        if is_named or asks or self.is_off:
             return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
         tokens = self.max_cache_len or bucket(max_cache_length)
         if tokens < max_cache_length:
@@ -482,8 +484,16 @@ class _Hook:
             generation_config.compile_config = CompileConfig(backend="memeff", mode="default")
         return None
 
-    def undo(self) -> None:
-        """Let the model make its original caches again, unless that was undone as well."""
+    @property
+    def is_off(self) -> bool:
+        """Whether a switch of ours, or PyTorch's own, turns everything off."""
+        if is_disabled() or compat.compiling_is_off():
+            return True
+        compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))
+        return compiled is not None and compiled[1].get("memeff.preset") == "off"
+
+    def undo(self) -> None:  # of this use alone
+        """Let the model make the caches it made before, as far as that is not undone as well."""
         self.is_undone = True
         held = self.model.__dict__
         current = held.get(_HOOK)
@@ -517,6 +527,29 @@ class _Hook:
         # How many rows a merged cache keeps follows from its length.
         longest = tokens if self.settings.get("merge") or self.max_cache_len else 2 * tokens
         return self.pool.take(kind, range(tokens, longest + 1), mask, make)
+
+
+def own_caches_again(model: torch.nn.Module) -> Undone:
+    """Let every model of transformers in a model make the caches that are its own, for `undo`."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        hook = vars(module).get(_HOOK)
+        if not isinstance(hook, _Hook):
+            continue
+        found[plain_path(path) or "(model)"] = (
+            f"generate() makes the model's own cache, no KVCache of {hook.bits} bits"
+        )
+        while hook is not None:
+            hook.pool.clear()
+            hook.undo()
+            hook = hook.before
+        compiled = vars(module).get(_COMPILED_STEP)
+        if (compat.backend_of(compiled) or ("",))[0] == "memeff":
+            del module.__dict__[_COMPILED_STEP]  # by generate() itself, with these caches
+    return Undone("KV cache of generate() taken out" if found else "", found)
+
+
+_COMPILED_STEP = "_compiled_call"
 
 
 def use_kv_cache_(

@@ -13,13 +13,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from memeff_compile import compat
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import quantized_heads, require_bits
+from memeff_compile.options import is_disabled, plain_path
 from memeff_compile.report import VerbReport
+from memeff_compile.system import Undone
 
 _FULL = 16
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_off() -> bool:
+    """Return whether a switch of ours, or PyTorch's own, turns everything off."""
+    return is_disabled() or compat.compiling_is_off()
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class _Heads:
     key_value: int  # likewise
     first: int  # so many keys and values from position 0, and their bits
     first_bits: int  # likewise
+    before: str  # the name of `inner`
 
     def __call__(
         self,
@@ -41,6 +52,8 @@ class _Heads:
         *args: object,
         **kwargs: object,
     ) -> Any:  # noqa: ANN401 - what the attention of transformers returns
+        if _is_off():
+            return self.inner(module, query, key, value, *args, **kwargs)
         if self.query != _FULL:
             query = quantized_heads(query, self.query)
         if self.key_value != _FULL:
@@ -124,10 +137,24 @@ def use_low_bit_heads_(
     if isinstance(inner, _Heads):
         raise OptionError("The model's heads are in few bits already. Undo that first.")
     name = f"memeff_{before}_q{query}_kv{key_value}_first{first}at{first_bits}"
-    heads = _Heads(inner, query, key_value, first, first_bits)
+    heads = _Heads(inner, query, key_value, first, first_bits, before)
     AttentionInterface.register(name, heads)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
     model.set_attn_implementation(name)
     what = f"attention of {type(model).__name__} sees queries in {query} bits, keys and values in "
     what += f"{key_value}" + (f", the first {first} tokens in {first_bits}" if first else "")
     return Undo(partial(model.set_attn_implementation, before), "use_low_bit_heads_", what)
+
+
+def full_heads_again(model: nn.Module) -> Undone:
+    """Let attention see its heads as they are again, for `undo`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        heads = ALL_ATTENTION_FUNCTIONS.get(name, None)
+        if isinstance(heads, _Heads) and hasattr(module, "set_attn_implementation"):
+            module.set_attn_implementation(heads.before)
+            found[plain_path(path) or "(model)"] = f"attention {heads.before!r}, was {name!r}"
+    return Undone("attention over heads in few bits taken out" if found else "", found)

@@ -50,10 +50,13 @@ class TernaryLinear(nn.Linear):
 
     Attributes:
         kind: "int8", "int4", "fp4" or "topk8"; may be set at any time.
+        was_dense: whether `ternarize_` made it of an nn.Linear, which `undo` puts back.
 
     Example:
         >>> TernaryLinear(64, 128, kind="int4")  # doctest: +SKIP
     """
+
+    was_dense = False
 
     def __init__(
         self,

@@ -14,5 +14,6 @@ SYSTEM = System(
         ),
     ),
     ops=("kernels.ternary_linear.op",),
+    hooks="model.ternary.hooks:TernaryHooks",
     on_import=("model.ternary.registration",),  # for from_pretrained, which reads a table alone
 )

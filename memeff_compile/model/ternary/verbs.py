@@ -12,6 +12,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from memeff_compile import compat
 from memeff_compile.errors import OptionError, UnsupportedInputError
 from memeff_compile.kernels.ternary_linear import ternary_linear_pack, ternary_linear_repack
 from memeff_compile.model.changes import Changes, keep, require_module
@@ -22,6 +23,7 @@ from memeff_compile.model.ternary.layers import (
     require_kind,
 )
 from memeff_compile.report import format_bytes
+from memeff_compile.system import Undone
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ def ternarize_(
         elif linear not in made:  # one that holds the very parameters of the dense one
             sizes = linear.in_features, linear.out_features
             new = TernaryLinear(*sizes, bias=False, device="meta", kind=kind)
-            new.weight, new.bias = linear.weight, linear.bias
+            new.weight, new.bias, new.was_dense = linear.weight, linear.bias, True
             made[linear] = new.train(linear.training)
     _replace(model, made, "linear")
     kinds_of = {path: kind for path, (_, kind) in chosen.items()}
@@ -128,6 +130,44 @@ def ternarize_(
     sentence = f"{len(chosen)} linears ternary by {recipe!r}, {len(left)} left dense"
     keep(model, "ternarize_", Changes("ternarize_", sentence, kinds_of, left))
     return model
+
+
+def dense_again(model: nn.Module) -> Undone:
+    """Put dense linears of the same parameters where `ternarize_` put its own, for `undo`."""
+    made: dict[nn.Module, nn.Module] = {}
+    found: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PackedTernaryLinear):
+            left[path] = "packed, so its full-precision weight is gone: load the model again"
+        if not isinstance(module, TernaryLinear) or not module.was_dense:
+            continue
+        why = _bound(path, module)
+        if why:
+            left[path] = why
+            continue
+        sizes = module.in_features, module.out_features
+        linear = nn.Linear(*sizes, bias=False, device="meta")
+        linear.weight, linear.bias = module.weight, module.bias
+        made[module] = linear.train(module.training)
+        found[path] = f"dense, was ternary by {module.kind!r}"
+    _replace(model, made, "ternary linear")
+    count = len(found)
+    what = f"{count} ternary linear{'s' * (count > 1)} dense again" if count else ""
+    return Undone(what, found, left)
+
+
+def _bound(path: str, module: TernaryLinear) -> str:
+    """Return why a ternary linear has to stay where it is, or ""."""
+    if not path:
+        return "it is the whole model, which cannot be replaced in place"
+    if compat.is_dtensor(module.weight):
+        return "its weight is cut over processes, which hold on to the module"
+    try:
+        _require_replaceable(path, module)
+    except OptionError as error:
+        return str(error)
+    return ""
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -34,10 +35,11 @@ from memeff_compile.kernels.coded_weight import (
     supports_weight,
 )
 from memeff_compile.kernels.marks import is_updated_in_backward
-from memeff_compile.model.changes import Changes, folded, keep, require_module, verb_report
+from memeff_compile.model.changes import Changes, keep, require_module, verb_report
 from memeff_compile.model.runs import runs_of
 from memeff_compile.model.weights.rounding import gram_groups, grams, rounded_for
 from memeff_compile.report import VerbReport, format_bytes
+from memeff_compile.system import Undone
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +70,17 @@ class CompressedWeight:
     for_inputs: bool = False  # whether it was rounded with inputs in view
 
     @property
+    def _about(self) -> str:
+        """The report's text about it, without its name and bits."""
+        if not self.codec:
+            return f"{list(self.shape)}: {self.reason}"
+        how = ", rounded for inputs" if self.for_inputs else ""
+        return f"{list(self.shape)} {self.codec}{how}"
+
+    @property
     def bits(self) -> float:
         """Bits per weight, everything counted."""
         return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
-
-    @property
-    def about(self) -> str:
-        """Its shape and how it was compressed."""
-        return f"{list(self.shape)} {self.codec}{', rounded for inputs' * self.for_inputs}"
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,19 @@ class CompressionReport(VerbReport):
         return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the totals, and for equal weights what they take or why they are as they were."""
-        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
-        sizes = f", {before:.1f} MiB before, {after:.1f} after, {self.bits:.2f} bits a weight"
+        """Return the totals, and what weights take or why they are as they were.
+
+        Weights of several layers are one line; `details` has each.
+        """
+        return self._text(folds=True)
+
+    def details(self) -> str:
+        """Return the totals, and per weight what it takes or why it is as it was."""
+        return self._text(folds=False)
+
+    def _text(self, *, folds: bool) -> str:
+        sizes = f", {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+        sizes += f", {self.bits:.2f} bits a weight"
         already = len(self.compressed_before)
         lines = [
             f"compress_: {len(self.compressed)} weights compressed"
@@ -129,17 +144,32 @@ class CompressionReport(VerbReport):
             + (f"; {already} were compressed already" if already else "")
             + f"; {len(self.left_dense)} left dense"
         ]
-        by_name = {each.name: each for each in self.compressed}
-        for name, about, names in folded((n, each.about) for n, each in by_name.items()):
-            some = CompressionReport(tuple(by_name[each] for each in names))
-            lines.append(f"  {some.bits:5.2f} bits  {name} {about}")
-        dense = [(each, "as it was ", each.reason) for each in self.compressed_before]
-        dense += [(each, "dense     ", each.reason) for each in self.left_dense]
-        texts = ((each.name, f"{how}|{list(each.shape)}: {why}") for each, how, why in dense)
-        for name, text, _ in folded(texts):
-            how, _, why = text.partition("|")
-            lines.append(f"  {how}  {name} {why}")
+        groups: dict[Hashable, list[CompressedWeight]] = {}
+        for each in (*self.compressed, *self.compressed_before, *self.left_dense):
+            alike = each.shape, each.codec, each.for_inputs, each.before
+            names = (_NUMBER.sub("*", text) for text in (each.name, each.reason))
+            groups.setdefault((*alike, *names) if folds else each.name, []).append(each)
+        lines += (_line(weights) for weights in groups.values())
         return "\n".join(lines)
+
+    def _bytes_before_and_after(self) -> tuple[int, int] | None:
+        return (self.bytes_before, self.bytes_after) if self.compressed else None
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _line(weights: Sequence[CompressedWeight]) -> str:
+    """Return the line of weights of which the same is said."""
+    first = weights[0]
+    label = "as it was " if first.before else "dense     "
+    if first.codec:
+        before, after = (
+            sum(getattr(w, f"bytes_{n}") for w in weights) for n in ("before", "after")
+        )
+        label = f"{bits_per_weight(after, max(before // 2, 1)):5.2f} bits"
+    more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+    return f"  {label}  {first.name}{more} {first._about}"
 
 
 class _Place(NamedTuple):
@@ -342,6 +372,32 @@ def decompress_(model: nn.Module) -> Changes:
     )
     sentence = f"{len(found)} weights dense again, {sizes}"
     return keep(model, "decompress_", Changes("decompress_", sentence, found, None))
+
+
+@torch.no_grad()
+def dense_again(model: nn.Module) -> Undone:
+    """Put dense weights back where every bit of them is known, for `undo`."""
+    found: dict[str, str] = {}
+    left: dict[str, str] = {}
+    before = after = 0
+    for place, shard in _coded_places(model):
+        codec, size, coded = shard.codec, shard.coded_bytes, place.parameter
+        if not parse(codec).is_lossless:
+            left[place.name] = f"rounded to {codec}, so its bits are gone: load the model again"
+        elif compat.tensor_hooks(coded):
+            left[place.name] = (
+                "hooks are registered on it, which would be lost: call remove() on what "
+                "optim_in_backward returned, and undo again"
+            )
+        elif not _put_local(place, dense := shard.decode().clone(), coded.requires_grad):
+            left[place.name] = "FSDP has gathered it: call reshard() on the model, and undo again"
+        else:
+            before, after = before + size, after + dense.nbytes
+            found[place.name] = f"dense, was {codec}"
+    count = len(found)
+    sizes = f"{format_bytes(before)} -> {format_bytes(after)}"
+    what = f"{count} compressed weight{'s' * (count > 1)} dense again ({sizes})" if count else ""
+    return Undone(what, found, left)
 
 
 def _codec_name(codec: str, mantissa: int, block: int) -> str:

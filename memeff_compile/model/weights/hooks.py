@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
 from memeff_compile import compat
 from memeff_compile.errors import OptionError
 from memeff_compile.kernels.coded_weight import CODECS, CodedWeight
-from memeff_compile.model.weights.compress import compress_for_compile
+from memeff_compile.model.weights.compress import compress_for_compile, dense_again
 from memeff_compile.options import Options
-from memeff_compile.system import Graph, Hooks, Request
+from memeff_compile.system import Graph, Hooks, Request, Undone
 
 
 class WeightHooks(Hooks):
@@ -33,6 +35,9 @@ class WeightHooks(Hooks):
         skip = (*options.skip.get("*", ()), *options.skip.get("encode_weights", ()))
         compress_for_compile(request.model, options.weights, skip)
         return replace(options, weights="exact")
+
+    def undo(self, model: nn.Module) -> Undone:
+        return dense_again(model)
 
     def guard(self, graph: Graph) -> None:
         for node in graph.placeholders:

@@ -1,4 +1,4 @@
-"""Train a small Llama with and without the backend: same loss, less memory (`make demo`).
+"""`memeff demo`: train a small Llama with and without the backend: same loss, less memory.
 
 The text is the Python sources installed on this machine, so nothing is downloaded. Each run is a
 fresh process that compiles, warms up, and then reports the peak memory of its training steps: the
@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -21,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import ByteLevelBPETokenizer
-from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import memeff_compile
-from memeff_compile.cli.doctor import inductor_problem
+
+from .doctor import inductor_problem, installed
 
 WARM_UP = 2
+NEEDS = ("transformers", "tokenizers", "tqdm")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = 32768
 LAYERS, HEADS = 2, 4
@@ -36,6 +34,12 @@ if DEVICE == "cuda":
     DTYPE, WIDTH, BATCH, LENGTH = torch.bfloat16, 1024, 16, 1024
 else:
     DTYPE, WIDTH, BATCH, LENGTH = torch.float32, 128, 8, 256
+
+
+def say(text: str) -> None:
+    """Write a line at once: what runs next takes a while."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def installed_text(megabytes: float = 4) -> str:
@@ -50,6 +54,8 @@ def installed_text(megabytes: float = 4) -> str:
 
 def make_batches(steps: int) -> torch.Tensor:
     """Return (steps, BATCH, LENGTH) token ids from a tokenizer trained here on the same text."""
+    from tokenizers import ByteLevelBPETokenizer
+
     text = installed_text()
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text.splitlines(keepends=True), VOCABULARY, show_progress=False)
@@ -74,11 +80,16 @@ def peak_bytes() -> int:
     if sys.platform == "linux":
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    import resource  # there is none on Windows
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def train(name: str, inner: str, batches: torch.Tensor) -> dict[str, Any]:
     """Train on every batch, and return losses, memory, speed and the report."""
+    from tqdm import tqdm
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -89,7 +100,8 @@ def train(name: str, inner: str, batches: torch.Tensor) -> dict[str, Any]:
         num_key_value_heads=HEADS,
         max_position_embeddings=LENGTH,
     )
-    model = LlamaForCausalLM(config).to(DEVICE, DTYPE)
+    model: Any = LlamaForCausalLM(config)
+    model.to(DEVICE, DTYPE)
     if name == "memeff":
         model.compile(backend="memeff", options={"memeff.inner": inner})
     else:
@@ -115,9 +127,10 @@ def train(name: str, inner: str, batches: torch.Tensor) -> dict[str, Any]:
 def run_in_fresh_process(name: str, inner: str, batches: Path) -> dict[str, Any]:
     """Run `train` in a process of its own, so that one run's memory cannot colour the other's."""
     result = batches.with_name(f"{name}.json")
-    arguments = [__file__, "--run", name, inner, str(batches), str(result)]
+    arguments = ["-m", "memeff_compile", "demo", "--run", name, inner, str(batches), str(result)]
     subprocess.run([sys.executable, *arguments], check=True)
-    return json.loads(result.read_text())
+    run: dict[str, Any] = json.loads(result.read_text())
+    return run
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
@@ -144,47 +157,43 @@ def compare(steps: int) -> None:
     problem = inductor_problem(DEVICE)
     inner = "aot_eager" if problem else "inductor"
     if problem:
-        print(
-            f"Inductor cannot compile here ({problem}); both runs use aot_eager instead.",
-            flush=True,
-        )
+        say(f"Inductor cannot compile here ({problem}); both runs use aot_eager instead.")
     with tempfile.TemporaryDirectory() as folder:
         batches = Path(folder) / "batches.pt"
-        print(
-            f"Tokenizing installed Python sources; training on {DEVICE} with {inner}.", flush=True
-        )
+        say(f"Tokenizing installed Python sources; training on {DEVICE} with {inner}.")
         torch.manual_seed(0)
         torch.save(make_batches(steps), batches)
         runs = {name: run_in_fresh_process(name, inner, batches) for name in (inner, "memeff")}
     plain, ours = runs[inner], runs["memeff"]
-    print(f"\n{ours['report']}\n")
+    say(f"\n{ours['report']}\n")
     for name, run in runs.items():
         memory = f"{run['peak'] / 2**30:.2f} GiB"
-        print(
-            f"{name:>9}: last loss {run['losses'][-1]:.4f}, {memory}, {run['seconds']:.2f} s/step"
-        )
+        say(f"{name:>9}: last loss {run['losses'][-1]:.4f}, {memory}, {run['seconds']:.2f} s/step")
     difference = max(abs(a - b) for a, b in zip(plain["losses"], ours["losses"], strict=True))
-    print(f"Largest difference between the loss curves: {difference:.1e}")
+    say(f"Largest difference between the loss curves: {difference:.1e}")
     path = Path("demo_output") / "train_tiny_llama.png"
     if importlib.util.find_spec("matplotlib") is None:
-        print("No plot: matplotlib is not installed.")
+        say("No plot: matplotlib is not installed.")
     else:
         draw(runs, path)
-        print(f"Plot: {path}")
+        say(f"Plot: {path}")
 
 
-def main() -> None:
-    """Compare, or do one run for `compare`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--run", nargs=4, metavar=("NAME", "INNER", "BATCHES", "RESULT"))
-    arguments = parser.parse_args()
-    if arguments.run is None:
-        compare(arguments.steps)
+def run(given: argparse.Namespace) -> int:
+    """Compare, or do one run for `compare`; 1 where a package is missing."""
+    missing = [name for name in NEEDS if not installed(name)]
+    if missing:
+        sys.stderr.write(
+            f'The demo needs {" and ".join(missing)}: pip install "memeff_compile[demo]", or '
+            f"pip install {' '.join(missing)}.\n"
+        )
+        return 1
+    if given.steps <= WARM_UP:
+        sys.stderr.write(f"--steps is {given.steps}; {WARM_UP + 1} are needed at least.\n")
+        return 1
+    if given.run is None:
+        compare(given.steps)
     else:
-        name, inner, batches, result = arguments.run
+        name, inner, batches, result = given.run
         Path(result).write_text(json.dumps(train(name, inner, torch.load(batches))))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

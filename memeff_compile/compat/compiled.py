@@ -1,0 +1,156 @@
+"""torch.compile: what it made of a module or function, and how that is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled_by_itself(module: torch.nn.Module) -> bool:
+    """Return whether a module runs compiled, or as someone wishes, wherever it is called from."""
+    return module._compiled_call_impl is not None or "forward" in vars(module)
+
+
+def without_compile(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile(module)`` was given, or the module itself."""
+    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
+    return module if inner is None else inner
+
+
+def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
+    """Compile a module in place with these arguments of torch.compile.
+
+    `Module.compile` compiles nothing of a module that is PyTorch's own, such as an nn.Sequential:
+    Dynamo leaves out the frames of PyTorch's files. What `torch.compile(module)` returned gives way
+    to the compilation in place, which it would else hide.
+    """
+    from torch._dynamo import external_utils, trace_rules
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if isinstance(module, OptimizedModule):
+        module.forward = module._orig_mod.__call__
+        module = module._orig_mod
+    forward, call = module.forward, module._call_impl
+    if isinstance(forward, types.MethodType) and trace_rules.check(forward):
+        call = external_utils.wrap_inline(call)
+    module._compiled_call_impl = torch.compile(call, **given)
+
+
+def backend_of(call: object) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the name and options of the backend of what torch.compile returned for a function, or
+    of what runs in the place of a module compiled in place; None where nothing is compiled.
+    """
+    seen: list[object] = []  # what is wrapped may be what wraps it
+    while call is not None and call not in seen:
+        cells = getattr(call, "__closure__", None) or ()
+        held = [each.cell_contents for each in cells if not _is_empty(each)]
+        backend = next((b for b in map(_asked_of, held) if hasattr(b, "compiler_name")), None)
+        if backend is not None:
+            return backend.compiler_name, getattr(backend, "kwargs", {}).get("options") or {}
+        seen.append(call)
+        call = getattr(call, "__wrapped__", None)
+    return None
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _asked_of(held: object) -> Any:
+    """Return the backend of the callback that Dynamo runs a function with."""
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    backend: Any = held.callback if isinstance(held, OptimizeContext) else None
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+def undo_compile(module: torch.nn.Module, name: str) -> str:
+    """Take away what a backend compiled of a module by itself; say what that was, or "".
+
+    What `torch.compile(module)` returned stays the object that it is, and runs the module.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    def is_its(call: object) -> bool:
+        found = backend_of(call)
+        return found is not None and found[0] == name
+
+    if isinstance(module, OptimizedModule):
+        if not is_its(module.forward):
+            return ""
+        module.forward = module._orig_mod.__call__
+        return "what torch.compile returned runs the module itself"
+    found = ""
+    if is_its(module._compiled_call_impl):
+        module._compiled_call_impl = None
+        found = "no longer compiled"
+    forward = vars(module).get("forward")
+    if is_its(forward):
+        before: Any = getattr(forward, "_torchdynamo_orig_callable", None)
+        if getattr(before, "__func__", None) is type(module).forward:
+            del module.forward
+        else:
+            module.forward = before
+        found = "no longer compiled"
+    return found
+
+
+def original_of(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module that `torch.compile(module)` was given, None for any other module."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def compiling_is_off() -> bool:
+    """Return whether PyTorch is told to compile nothing, by its environment variables, its config
+    or a stance.
+    """
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return True
+    if "torch._dynamo.eval_frame" not in sys.modules:  # then nothing else has said so
+        return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    from torch._dynamo import config, eval_frame
+
+    return bool(config.disable) or eval_frame._stance.stance == "force_eager"
+
+
+def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
+    """Put a function around what runs in the place of a module that is compiled in place."""
+    module = without_compile(module)
+    around = wrap(module._compiled_call_impl)
+    around.__wrapped__ = module._compiled_call_impl
+    module._compiled_call_impl = around
+
+
+def users_line() -> str:
+    """Return the line that runs and is neither PyTorch's nor ours, as "train.py:12", or ""."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+_NOT_USERS = (
+    *(str(Path(f).parent) + os.sep for f in (Path(__file__).parent, torch.__file__)),
+    str(Path(contextlib.__file__)),
+    "<",
+)

@@ -1,0 +1,74 @@
+"""undo(model): take back everything that this package put into a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memeff_compile import compat, system
+from memeff_compile.model.changes import Changes, keep, require_module
+from memeff_compile.options import plain_path
+
+BACKEND = "memeff"
+
+
+def undo(model: nn.Module) -> Changes:
+    """Take everything of this package out of a model again, in place; return what that was.
+
+    Compiled calls, of the model and of modules inside it, KV caches of `compile(kv_cache=)` and
+    `use_kv_cache_`, attention over heads in few bits, compressed weights and linears that
+    `ternarize_` changed. Weights come back bit for bit, trained as they are by now. What cannot
+    come back stays and is listed under `left`, with the reason: weights that were rounded
+    (`compress_(mantissa=3)`) or packed (`pack_ternary_`). Modules that another backend compiled
+    stay compiled. A second call finds nothing.
+
+    Args:
+        model: what you call: the model, also under PEFT, or what `torch.compile` returned.
+
+    Returns:
+        How many places changed, and which: `print` it.
+
+    Raises:
+        UnsupportedInputError: The model is no module.
+
+    Example:
+        >>> print(memeff_compile.undo(model))  # doctest: +SKIP
+    """
+    require_module(model, "undo")
+    found = [_compiled(model), *(hooks.undo(model) for hooks in system.hooks())]
+    places: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for each in found:
+        for all_of_them, its in ((places, each.places), (left, each.left)):
+            for name, said in its.items():
+                earlier = all_of_them.get(name)
+                all_of_them[name] = f"{earlier}; {said}" if earlier else said
+    what = ", ".join(each.what for each in found if each.what)
+    kind = type(compat.without_compile(model)).__name__
+    sentence = what or f"nothing to take back from {kind}"
+    if left:
+        sentence += f"; {len(left)} left as they are"
+    return keep(model, "undo", Changes("undo", sentence, places, left))
+
+
+def _compiled(model: nn.Module) -> system.Undone:
+    """Let modules run uncompiled, and wrappers inside the model give way to what they wrap."""
+    places: dict[str, str] = {}
+    for path, module in list(model.named_modules()):
+        said = compat.undo_compile(module, BACKEND)
+        if said:
+            places[plain_path(path) or "(model)"] = said
+            _unwrap(model, module)
+    count = len(places)
+    what = f"{count} compiled module{'s' * (count > 1)} uncompiled" if count else ""
+    return system.Undone(what, places)
+
+
+def _unwrap(model: nn.Module, wrapper: nn.Module) -> None:
+    """Put what torch.compile was given in the place of the wrapper, wherever that stands."""
+    original = compat.original_of(wrapper)
+    if original is None:
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is wrapper:
+                parent._modules[name] = original

@@ -1,0 +1,38 @@
+"""HTML of reports for notebooks: bars of bytes and folded text, by inline styles alone."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+
+_BAR = "display:inline-block;height:0.8em;background:{colour};width:{width:.2f}em"
+_COLOURS = ("#8c959f", "#2da44e")
+_WIDEST = 24.0  # em
+
+
+def pre(text: str) -> str:
+    """Return text as it is."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def folded(text: str, title: str = "details") -> str:
+    """Return text that a click shows; nothing of no text."""
+    return f"<details><summary>{html.escape(title)}</summary>{pre(text)}</details>" if text else ""
+
+
+def bars(lengths: Mapping[str, tuple[float, str]]) -> str:
+    """Return a bar for each name, to one scale; the text stands after it.
+
+    Example:
+        >>> bars({"before": (2.0, "2 GiB"), "after": (1.0, "1 GiB")}).count("<tr>")
+        2
+    """
+    most = max((length for length, _ in lengths.values()), default=0.0)
+    rows = []
+    for place, (name, (length, said)) in enumerate(lengths.items()):
+        width = _WIDEST * length / most if most > 0 else 0.0
+        colour = _COLOURS[min(place, len(_COLOURS) - 1)]
+        bar = f'<span style="{_BAR.format(colour=colour, width=width)}"></span>'
+        cells = (html.escape(name), bar, html.escape(said))
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f"<table>{''.join(rows)}</table>"
