@@ -46,10 +46,9 @@ def memeff(
         mode: an Inductor mode, as torch.compile's ``mode=``. options: ``memeff.*`` keys, and keys
         for Inductor.
 
-    Raises:
-        OptionError: an option is unknown, mistyped or out of range.
-        StrictError: a pass named in ``memeff.strict`` did not fire.
-        MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
+    Raises: OptionError: an option is unknown, mistyped or out of range. StrictError: a pass named
+        in ``memeff.strict`` did not apply. MemeffError: ``memeff.logits`` is ``none`` and another
+        part of the model reads the logits.
     """
     chosen = Options.parse(mode, options)
     for hooks in system.hooks():

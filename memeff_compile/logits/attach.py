@@ -52,7 +52,7 @@ def defer(
 
 
 def attach(
-    # takes the graph's arguments; returns hidden states in the place of logits
+    # takes the graph's arguments; returns hidden states instead of logits
     compiled: Callable[..., Sequence[Any]],
     plan: Sequence[DeferredOutput],  # an entry per piece of memory among the outputs to replace
     *,

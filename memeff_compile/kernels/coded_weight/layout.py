@@ -83,7 +83,7 @@ class Format:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors a coded weight is made of, in order."""
+        """Names of a coded weight's tensors, in order."""
         norms = () if self.is_lossless else ("norms",)
         return (*_EXPONENTS[self.codec], "signs", *norms)
 

@@ -617,7 +617,7 @@ def _linear_cross_entropy_filter_rows_kernel(
     depth,
     BLOCK: tl.constexpr,
 ):
-    """Add the shares of dE in a fixed order, times the row's scale, where the rows belong."""
+    """Add the shares of dE in a fixed order, times the row's scale, at the rows' positions."""
     place = tl.program_id(0)
     if (place < tl.load(here_ptr)) & (tl.load(is_sparse_ptr) > 0):
         source = tl.load(rank_ptr + place)

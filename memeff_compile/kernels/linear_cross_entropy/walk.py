@@ -220,7 +220,7 @@ def makes_gradients_in_forward(
     """Return whether a loss that is one number is best computed in one walk.
 
     A filter of one gradient alone and the minimal workspace belong to walks that recompute the
-    logits. fp16 has not the range for gradients that are scaled afterwards.
+    logits. fp16 does not have the range for gradients that are scaled afterwards.
     """
     if filter_parts != "both" or is_minimal(workspace) or dtype == torch.float16:
         return False

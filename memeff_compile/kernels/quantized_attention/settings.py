@@ -28,7 +28,7 @@ NARROWEST = 64
 """Channels of a tile of codes at least."""
 
 MOST_SAMPLES = 8
-"""Blocks of `QUERY_ROWS` queries of a head that are looked at for their mean."""
+"""Blocks of `QUERY_ROWS` queries per head that are sampled for their mean."""
 
 LEVELS = {
     "8b": "int8 scores, weights and values in E4M3; keys and values without their means",

@@ -59,9 +59,9 @@ class KVCache(Cache):
         bits: 16 (exact), 8, 4, 3 or 2.
         scheme: ``kivi``, a scale and zero per channel of keys and per token of values, or
             ``per_head``, one scale per token and head.
-        group: tokens that are coded together: 32, 64 or 128.
-        recent: at least so many of the latest tokens stay exact; a multiple of 16.
-        keep_first: so many of a sequence's first tokens stay exact: most models attend to them
+        group: tokens that are coded together: 32, 64 or 128. recent: how many of the latest tokens
+        stay exact at least; a multiple of 16. keep_first: how many of a sequence's first tokens
+        stay exact: most models attend to them
             from everywhere.
         attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
             that `keep_first` counts from the first token and scales ignore padding.
@@ -335,7 +335,9 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """Put layers that share directions in the place of neighbours that can, from a layer on."""
+    """Replace neighbouring layers that can be merged by layers that share directions, from a layer
+    on.
+    """
     text = config.get_text_config(decoder=True)
     # A layer without rotary embeddings never goes with one that has them.
     rotary = getattr(text, "no_rope_layers", None) or [1] * len(layers)

@@ -82,7 +82,7 @@ class MiniCache:
                 raise UnsupportedInputError(said)
 
     def capacity(self, tokens: int) -> int:
-        """Return the rows that a cache for so many tokens has room for: 328 of 32768 by default."""
+        """Return how many rows a cache for so many tokens can keep: 328 of 32768 by default."""
         return math.ceil(self.retained * tokens)
 
 

@@ -1,7 +1,7 @@
 """compress_ and decompress_: put coded weights where a model's dense linear weights are.
 
-A compressed weight is a `CodedWeight` in the place of the parameter, under the same name. It reads
-as the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
+A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. It reads as
+the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
 them. One weight is coded at a time and its dense memory is freed immediately, so the model never
 takes more than its dense size plus one tensor.
 """
@@ -286,7 +286,7 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 
 
 class _Rounding:
-    """Rounds weights for a model's inputs, which are looked at for some weights at a time."""
+    """Rounds weights for a model's inputs, which are measured for some weights at a time."""
 
     def __init__(
         self, model: nn.Module, chosen: Sequence[_Place], runs: list[Any], codec: str

@@ -376,7 +376,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return cast("RemovableHandle", hook)
 
     def train(self) -> None:
-        """Put hooks back that moving the model has taken off; the Trainer calls it at each step."""
+        """Register hooks again that moving the model has removed; the Trainer calls it at each
+        step.
+        """
         for update in self._updates:
             if self._hooks and not is_updated_in_backward(update.parameter):
                 self._hooks[update.name].remove()  # others' stay, and run again

@@ -424,7 +424,7 @@ def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _getitem(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read indexing as the slices, selects, new axes and gathers it is made of."""
+    """Read indexing as the equivalent slices, selects, new axes and gathers."""
     if not kwargs and len(args) == 2 and is_several(args[0]) and _is_integer(args[1]):
         return (_part(args[0], args[1]),)
     _require(not kwargs and len(args) == 2 and _is_tensor(args[0]))
