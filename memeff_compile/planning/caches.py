@@ -215,7 +215,7 @@ _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_k
 
 
 def _depth_of(text: Any, query_heads: int) -> int:
-    """Return the head dimension of keys and values, which has to be one."""
+    """Return the head dimension of keys and values, which must be the same for both."""
     found = [name for name in _OWN_SIZES if getattr(text, name, None) is not None]
     if found:
         raise ExplainError(
