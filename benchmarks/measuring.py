@@ -31,8 +31,10 @@ def reference(
 ) -> Reference:
     """Compute loss and both gradients in fp32, piece by piece over the vocabulary.
 
-    Args: data: of the mean loss of the targets that count. step: columns of a piece. shares:
-        factors of each row's loss and entropy, for a weighted sum instead.
+    Args:
+        data: of the mean loss of the targets that count.
+        step: columns of a piece.
+        shares: factors of each row's loss and entropy, for a weighted sum instead.
     """
     hidden, weight, target = data.hidden, data.weight, data.target
     wide, v = hidden.float(), weight.shape[0]

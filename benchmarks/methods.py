@@ -43,9 +43,11 @@ MODEL_METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
 def compile_model(model: Any, method: str, options: dict[str, str], inner: str) -> None:
     """Compile a model in place for a method.
 
-    Args: method: a key of `MODEL_METHODS`. options: further options of the backend `memeff`. inner:
-        the final compiler of the graph: "inductor", or "aot_eager" and "eager" where
-            there is no compiler.
+    Args:
+        method: a key of `MODEL_METHODS`.
+        options: further options of the backend `memeff`.
+        inner: the final compiler of the graph: "inductor", or "aot_eager" and "eager" where there
+            is no compiler.
     """
     backend, settings = MODEL_METHODS[method]
     if backend is None:
@@ -359,9 +361,13 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(frozen=True)
 class Method:
-    """A way to compute the loss and its gradients. Attributes: name: its name in rows and figures.
-    build: returns the loss, or raises `Unavailable` with the reason. budget: largest relative
-    gradient error (Frobenius) with which it may be timed; None for a filter without such a bound.
+    """A way to compute the loss and its gradients.
+
+    Attributes:
+        name: its name in rows and figures.
+        build: returns the loss, or raises `Unavailable` with the reason.
+        budget: largest relative gradient error (Frobenius) with which it may be timed; None for a
+            filter without such a bound.
         loss_budget: the same for the loss.
     """
 

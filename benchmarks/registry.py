@@ -199,11 +199,16 @@ def inputs(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention: sizes, and its mask's conditions. Attributes: sizes: B, H, G, M (= N), D.
-    window: keys that a query sees, itself included, or None. softcap: 0 for none. padding: half of
-    the sequences start with so large a share of padding. documents: sequences are packed from so
-    many. tensor: the mask is a tensor without known structure, one of `TENSORS`; "" for a mask
-    given as conditions.
+    """One attention: sizes, and its mask's conditions.
+
+    Attributes:
+        sizes: B, H, G, M (= N), D.
+        window: keys that a query sees, itself included, or None.
+        softcap: 0 for none.
+        padding: half of the sequences start with so large a share of padding.
+        documents: sequences are packed from so many.
+        tensor: the mask is a tensor without known structure, one of `TENSORS`; "" for a mask given
+            as conditions.
     """
 
     name: str
@@ -506,9 +511,10 @@ GATED = {"h200": [(8192, 14336, 4096)], "tiny": [(16, 24, 8)]}
 class Op:
     """One op of the package.
 
-    Attributes: shapes: by size, "h200" and "tiny"; a shape's meaning differs from op to op. draw:
-        shape and device -> the arguments of `call`. call: the op itself; its result carries a
-        gradient where the op has one.
+    Attributes:
+        shapes: by size, "h200" and "tiny"; a shape's meaning differs from op to op.
+        draw: shape and device -> the arguments of `call`.
+        call: the op itself; its result carries a gradient where the op has one.
     """
 
     shapes: Mapping[str, Sequence[Any]]

@@ -32,9 +32,12 @@ def measure(
 ) -> dict[str, Any]:
     """Return active shares and dropped mass for tile sizes, and figures independent of tile size.
 
-    Args: hidden: (N, D). weight: (V, D). target: (N,) int64; rows with a negative target are left
-        out first. tiles: (rows, columns) of a tile, rows at most 512. eps: the threshold of an
-        entry.
+    Args:
+        hidden: (N, D).
+        weight: (V, D).
+        target: (N,) int64; rows with a negative target are left out first.
+        tiles: (rows, columns) of a tile, rows at most 512.
+        eps: the threshold of an entry.
 
     Returns:
         loss, mass_below_eps and entries_above_eps (means per row), active_share and

@@ -95,24 +95,29 @@ def linear_cross_entropy(
     The logits are z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), or without the
     cap if softcap is 0. Under autocast the operands are cast as F.linear would cast them.
 
-    Args: hidden: (..., D), bf16, fp16, fp32 or fp64; if weight is a DTensor, a DTensor too, or
-        equal on all ranks. weight: (V, D), in the dtype of hidden; or a DTensor that is split over
-        ranks by its
+    Args:
+        hidden: (..., D), bf16, fp16, fp32 or fp64; if weight is a DTensor, a DTensor too, or equal
+            on all ranks.
+        weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by its
             classes, as ColwiseParallel leaves it. Then all ranks call this together.
-        target: (...), int64 or int32 class indices. bias: (V,) or None; laid out as weight.
-        ignore_index: rows with this target do not count; None: every row counts. reduction: "mean"
-        over the rows that count (by weight, with class weights), "sum", "none". scale: as above.
-        softcap: as above. label_smoothing: between 0 and 1, as in F.cross_entropy. class_weight:
-        (V,) or None, as `weight` of F.cross_entropy. z_loss: adds z_loss * lse**2 to each row that
-        counts, averaged over their number by "mean". filter: "exact", or another mode of
-        `memeff.linear_cross_entropy`. return_stats: also return `Stats`, computed in the same
-        passes over the head.
+        target: (...), int64 or int32 class indices.
+        bias: (V,) or None; laid out as weight.
+        ignore_index: rows with this target do not count; None: every row counts.
+        reduction: "mean" over the rows that count (by weight, with class weights), "sum", "none".
+        scale: as above.
+        softcap: as above.
+        label_smoothing: between 0 and 1, as in F.cross_entropy.
+        class_weight: (V,) or None, as `weight` of F.cross_entropy.
+        z_loss: adds z_loss * lse**2 to each row that counts, averaged over their number by "mean".
+        filter: "exact", or another mode of `memeff.linear_cross_entropy`.
+        return_stats: also return `Stats`, computed in the same passes over the head.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), a scalar or shaped like target; with
         `return_stats` the loss and `Stats`.
 
-    Raises: UnsupportedInputError: a dtype, shape, layout or setting is not supported.
+    Raises:
+        UnsupportedInputError: a dtype, shape, layout or setting is not supported.
         TargetRangeError: on the CPU, a target that is no class and not ignore_index.
 
     Example: linear_cross_entropy(hidden, head.weight, labels) is

@@ -69,8 +69,11 @@ def attention_is(attend: Attend | None) -> Iterator[None]:
 class Subject:
     """A model, its inputs, and measures of its results.
 
-    Attributes: name: its name in rows. model: in eval mode. harm: the measure that grows with
-        damage, for shares of it. layers: attentions in one call of the model.
+    Attributes:
+        name: its name in rows.
+        model: in eval mode.
+        harm: the measure that grows with damage, for shares of it.
+        layers: attentions in one call of the model.
     """
 
     name: str

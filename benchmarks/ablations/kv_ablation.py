@@ -49,14 +49,18 @@ PHRASE = "\n# The pass key is"
 class Plan:
     """Sizes of the copying task and of the measurement.
 
-    Attributes: cell: tokens of a place where a key is told or asked for. key: tokens of a pass key.
+    Attributes:
+        cell: tokens of a place where a key is told or asked for.
+        key: tokens of a pass key.
         alphabet: how many tokens keys and repeated pieces are made of: those of single bytes.
-        phrase: the most tokens of the phrase before it. repeating, telling: rows of a batch that
-        repeat, and that hold a key; the others are text. without_text: so many steps come first in
-        which all other rows repeat. questions: how often a key is asked for. piece, asked_piece:
-        tokens that go through the cache at once, of text and of passkeys. counted_from: the first
-        position whose loss counts. sequences: of text, and of passkeys twice as many. group,
-        recents, keeps: settings of the cache.
+        phrase: the most tokens of the phrase before it.
+        repeating, telling: rows of a batch that repeat, and that hold a key; the others are text.
+        without_text: so many steps come first in which all other rows repeat.
+        questions: how often a key is asked for.
+        piece, asked_piece: tokens that go through the cache at once, of text and of passkeys.
+        counted_from: the first position whose loss counts.
+        sequences: of text, and of passkeys twice as many.
+        group, recents, keeps: settings of the cache.
     """
 
     cell: int = 32

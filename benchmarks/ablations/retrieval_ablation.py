@@ -140,10 +140,13 @@ def draw(
 ) -> Asked:
     """Return newly drawn sequences.
 
-    Args: plan: the sizes. shape: how many sequences, and their tokens. records: told in each; as
-        many as fit if that is less. questions: asked at the end of each, about different records.
-        generator: of the device. first: all are in this first share of the text before the
-        questions.
+    Args:
+        plan: the sizes.
+        shape: how many sequences, and their tokens.
+        records: told in each; as many as fit if that is less.
+        questions: asked at the end of each, about different records.
+        generator: of the device.
+        first: all are in this first share of the text before the questions.
     """
     count, length = shape
     where: dict[str, Any] = {"generator": generator, "device": generator.device}

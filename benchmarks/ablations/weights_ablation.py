@@ -70,8 +70,10 @@ def four_bit_floats() -> Tensor:
 def in_four_bits(weight: Tensor, numbers: Tensor, double: bool) -> tuple[Tensor, float]:
     """Return a weight after 4-bit block quantisation, and bits per weight.
 
-    Args: weight: bf16; its size a multiple of 64. numbers: the value of each code, in ascending
-        order. double: whether scales are coded too.
+    Args:
+        weight: bf16; its size a multiple of 64.
+        numbers: the value of each code, in ascending order.
+        double: whether scales are coded too.
     """
     numbers = numbers.to(weight.device)
     blocks = weight.float().reshape(-1, SCALED_TOGETHER)

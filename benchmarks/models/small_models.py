@@ -262,10 +262,14 @@ def train(
 ) -> tuple[Any, Any]:
     """Return a trained model and the row that says how it went.
 
-    Args: kind: a key of `SIZES`. sizes: of the model and its training. glyphs: the file that
-        `glyphs.py` writes. device: where it is trained. seed: of the weights and of all random
-        draws. backend: the compiler of the model; None for eager. seconds: the rate reaches zero by
-        then, however many steps are done.
+    Args:
+        kind: a key of `SIZES`.
+        sizes: of the model and its training.
+        glyphs: the file that `glyphs.py` writes.
+        device: where it is trained.
+        seed: of the weights and of all random draws.
+        backend: the compiler of the model; None for eager.
+        seconds: the rate reaches zero by then, however many steps are done.
     """
     torch.manual_seed(seed)
     built = vision_transformer(sizes) if kind == "vit" else DiffusionTransformer(sizes)

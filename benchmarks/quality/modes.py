@@ -18,9 +18,12 @@ CALIBRATED = "8b, calibrated"
 class Mode:
     """One lossy mode; of `cache`, `level` and `mantissa` one is given.
 
-    Attributes: name: in rows. cache: settings of `KVCache`. level: of attention; `CALIBRATED`: the
-        calls that `calibrate_attention` keeps in `8b`. compiled: through the backend, at any
-        length, instead of the op put into the model. mantissa: bits of the weights that are kept.
+    Attributes:
+        name: in rows.
+        cache: settings of `KVCache`.
+        level: of attention; `CALIBRATED`: the calls that `calibrate_attention` keeps in `8b`.
+        compiled: through the backend, at any length, instead of the op put into the model.
+        mantissa: bits of the weights that are kept.
     """
 
     name: str

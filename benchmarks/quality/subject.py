@@ -185,9 +185,12 @@ class Subject:
     ) -> States:
         """Return the states of tokens (B, N) in one go, or through a cache piece by piece.
 
-        Args: ids: tokens. model: another than the exact one. cache: the cache of the pieces.
-            pieces: tokens of the first, and of all others. around: a context manager around the
-            forward pass.
+        Args:
+            ids: tokens.
+            model: another than the exact one.
+            cache: the cache of the pieces.
+            pieces: tokens of the first, and of all others.
+            around: a context manager around the forward pass.
         """
         body = (model or self.model).base_model
         parts = [ids]

@@ -42,13 +42,16 @@ def memeff(
 ) -> Callable[..., Any]:
     """Compile a captured graph: our passes, then the inner compiler.
 
-    Args: gm: the graph Dynamo captured. example_inputs: the tensors and sizes it was captured with.
-        mode: an Inductor mode, as torch.compile's ``mode=``. options: ``memeff.*`` keys, and keys
-        for Inductor.
+    Args:
+        gm: the graph Dynamo captured.
+        example_inputs: the tensors and sizes it was captured with.
+        mode: an Inductor mode, as torch.compile's ``mode=``.
+        options: ``memeff.*`` keys, and keys for Inductor.
 
-    Raises: OptionError: an option is unknown, mistyped or out of range. StrictError: a pass named
-        in ``memeff.strict`` did not apply. MemeffError: ``memeff.logits`` is ``none`` and another
-        part of the model reads the logits.
+    Raises:
+        OptionError: an option is unknown, mistyped or out of range.
+        StrictError: a pass named in ``memeff.strict`` did not apply.
+        MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
     chosen = Options.parse(mode, options)
     for hooks in system.hooks():
@@ -137,21 +140,32 @@ def compile(
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
     """Compile with `backend="memeff"`, checking the options now and not at the first call.
+
     `torch.compile` reads a backend's options only at the first call, and refuses `mode` next to
     `options`; this function checks them now, and accepts both. If a checkpoint around FSDP2's hooks
-    keeps layers out of every graph, it compiles these layers one by one, in place. Args: model: A
-    module or function; leave it out to use the call as a decorator. mode: An Inductor mode, such as
-    "reduce-overhead". options: As in `torch.compile(options=...)`, or an `Options`. dynamic: As in
-    `torch.compile`. fullgraph: As in `torch.compile`. disable: As in `torch.compile`. kv_cache: For
-    a model of transformers that generates: bits of a `KVCache`, its settings as a mapping, or
-    "static" for an exact one. The model is compiled in place, and every later `generate()` makes,
-    allocates and reuses such caches by itself, as `use_kv_cache_`. **settings: Options of memeff by
-    keyword: `logits="eager"` is `memeff.logits`. `weights="win4"` (or "tier", "rans") calls
-    `compress_` on the model first; `compression_report(model)` returns its report. Returns: The
-    result of `torch.compile`; with `kv_cache` the model itself. Raises: OptionError: An option has
-    an unknown name, a wrong type or a value out of range. UnsupportedInputError: The model is no
-    module and no function, `kv_cache` has an unsupported setting, or the model does not generate,
-    is an encoder-decoder or brings its cache.
+    keeps layers out of every graph, it compiles these layers one by one, in place.
+
+    Args:
+        model: A module or function; leave it out to use the call as a decorator.
+        mode: An Inductor mode, such as "reduce-overhead".
+        options: As in `torch.compile(options=...)`, or an `Options`.
+        dynamic: As in `torch.compile`.
+        fullgraph: As in `torch.compile`.
+        disable: As in `torch.compile`.
+        kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
+            mapping, or "static" for an exact one. The model is compiled in place, and every later
+            `generate()` makes, allocates and reuses such caches by itself, as `use_kv_cache_`.
+        **settings: Options of memeff by keyword: `logits="eager"` is `memeff.logits`.
+            `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
+            `compression_report(model)` returns its report.
+
+    Returns:
+        The result of `torch.compile`; with `kv_cache` the model itself.
+
+    Raises:
+        OptionError: An option has an unknown name, a wrong type or a value out of range.
+        UnsupportedInputError: The model is no module and no function, `kv_cache` has an unsupported
+            setting, or the model does not generate, is an encoder-decoder or brings its cache.
 
     Example:
         >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP

@@ -32,8 +32,9 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with values on demand; subclasses compute them. Tensors have a separate metaclass,
-    so abc cannot check that a subclass is complete.
+    """A tensor with values on demand; subclasses compute them.
+
+    Tensors have a separate metaclass, so abc cannot check that a subclass is complete.
     """
 
     _device: torch.device

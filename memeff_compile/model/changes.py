@@ -73,8 +73,9 @@ def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
 def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
     """Return the report of the last function that changed a model in place, or None.
 
-    Args: model: the model that the function was called on, compiled since or not. verb: the name of
-        one, such as "ternarize_", to ask for its last report.
+    Args:
+        model: the model that the function was called on, compiled since or not.
+        verb: the name of one, such as "ternarize_", to ask for its last report.
 
     Example:
         >>> print(memeff_compile.verb_report(model).summary)  # doctest: +SKIP

@@ -115,8 +115,9 @@ def explain_cache(
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name; 16 bits are merged too, without codes.
 
-    Raises: ExplainError: the memory is not a size, or the model's config has no number of layers,
-            the heads of keys and values, or one head dimension for both.
+    Raises:
+        ExplainError: the memory is not a size, or the model's config has no number of layers, the
+            heads of keys and values, or one head dimension for both.
         UnsupportedInputError: a setting that `KVCache` refuses.
 
     Example:

@@ -54,11 +54,13 @@ def explain(
     It neither allocates memory nor compiles. The model may be on any device, "meta" included; it is
     copied, not changed. A model with gradients enabled is taken to be trained.
 
-    Args: model: a module, or any function of tensors. *args: the model's arguments; tensors on
-        "meta" are enough. options: options of the backend, as in `torch.compile(options=...)`.
-        device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu". progress:
-        whether to show progress on stderr; by default if it is a terminal. **kwargs: the model's
-        keyword arguments.
+    Args:
+        model: a module, or any function of tensors.
+        *args: the model's arguments; tensors on "meta" are enough.
+        options: options of the backend, as in `torch.compile(options=...)`.
+        device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu".
+        progress: whether to show progress on stderr; by default if it is a terminal.
+        **kwargs: the model's keyword arguments.
 
     Raises:
         ExplainError: the model is no module and no function, or the call fails on tensors without

@@ -35,9 +35,14 @@ def _door(function: Door) -> Door:
 
 
 def check_door(name: str, tensor: Tensor, plain: Tensor, *, gives_values: bool) -> None:
-    """Try a door on a tensor, and on the plain tensor with its values. Args: name: of the door.
-    tensor: the one without memory. plain: its values. gives_values: whether the result must equal a
-    plain tensor's, errors included; otherwise a sentence is expected.
+    """Try a door on a tensor, and on the plain tensor with its values.
+
+    Args:
+        name: of the door.
+        tensor: the one without memory.
+        plain: its values.
+        gives_values: whether the result must equal a plain tensor's, errors included; otherwise a
+            sentence is expected.
     """
     other = torch.arange(plain.numel()).reshape(plain.shape).to(plain.detach())
     mine = other.clone()

@@ -264,6 +264,8 @@ def makes_gradients_in_forward_over_ranks(
 ) -> bool:
     """Return the same for a head that is split over ranks; equal on all of them, whatever their
     GPUs.
+
+    A filter chooses tiles by the softmax of the whole head, which its walk does not have.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False

@@ -78,7 +78,11 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """The largest whole number of block steps that a key's step may be."""
+        """The largest whole number of block steps that a key's step may be.
+
+        Products are of int8, whatever the codes: a 4-bit code times the key's number of steps still
+        fits. So each key has a scale, and the attention kernel reads one per block.
+        """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
     @property

@@ -119,21 +119,25 @@ def calibrate_attention(
     levels: Sequence[str] | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention of a model at each level, and choose for each the first level that is
-    good enough. A score is cosine similarity x (1 - relative L1) of a level's result and the call's
-    result. The worst over inputs counts. A site is the path of the module that calls attention,
-    with `#1` for the second attention inside of one call of it, and so on; a module that is called
-    several times for one input, as in the steps of a diffusion model, has a score and a level for
-    each call. Args: model: It runs eagerly, without gradients, and is not changed. inputs: For each
-    run a mapping of keyword arguments, a tuple or list of arguments, or the one argument; a mapping
-    or tensor by itself is that of one run. min_score: The least acceptable score, between 0 and 1;
-    0.98 without `share`. share: The share of all calls, those with the worst scores in the first of
-    two levels, that gets the second one, as SageAttention2 chooses; instead of `min_score`.
+    """Score each attention of a model at each level, and choose for each the first good enough.
+
+    A score is cosine similarity x (1 - relative L1) of a level's result and the call's result. The
+    worst over inputs counts. A site is the path of the module that calls attention, with `#1` for
+    the second attention inside of one call of it, and so on; a module that is called several times
+    for one input, as in the steps of a diffusion model, has a score and a level for each call.
+
+    Args:
+        model: It runs eagerly, without gradients, and is not changed.
+        inputs: For each run a mapping of keyword arguments, a tuple or list of arguments, or the
+            one argument; a mapping or tensor by itself is that of one run.
+        min_score: The least acceptable score, between 0 and 1; 0.98 without `share`.
+        share: The share of all calls, those with the worst scores in the first of two levels, that
+            gets the second one, as SageAttention2 chooses; instead of `min_score`.
         levels: Those to choose among, in this order, by default `8b` and `8b+f16`; if none is good
             enough, `exact` is chosen. With `share` two, by default `4b` and `8b`; the second may be
             `exact`.
         run: Function that runs the model on one input, if it is not `model(input)`: a whole
-        sampling loop.
+            sampling loop.
 
     Returns:
         A table for `memeff.attention`, printable, and storable as JSON.

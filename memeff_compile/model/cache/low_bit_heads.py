@@ -87,10 +87,13 @@ def use_low_bit_heads_(
     The paper's settings are ``key_value=4``; ``query=4, key_value=4``; and
     ``query=4, key_value=3, first=1``.
 
-    Args: model: of transformers, with an attention implementation other than "eager". query: bits
-        of queries: 16 (as they are), 8, 4, 3 or 2. key_value: of keys and values. first: number of
-        first tokens that keep `first_bits`, counted from position 0: pad on the right. first_bits:
-        their bits.
+    Args:
+        model: of transformers, with an attention implementation other than "eager".
+        query: bits of queries: 16 (as they are), 8, 4, 3 or 2.
+        key_value: of keys and values.
+        first: number of first tokens that keep `first_bits`, counted from position 0: pad on the
+            right.
+        first_bits: their bits.
 
     Returns:
         Undo: call it, or use it as a context manager.

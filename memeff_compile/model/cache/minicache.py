@@ -29,25 +29,29 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """How neighbouring layers of a `KVCache` are merged; lossy, see `fidelity_report`. Args:
-    start_layer: layers before it are not merged; pairs are this layer and the next, and so on. By
-    default half of the layers. end_layer: layers from it on are not merged; by default all are. The
-    last layer alone may cost the most: see `fidelity_report`. rule: which direction replaces two:
-    ``slerp``, on the arc between them; ``average``, their weighted mean; ``max_norm``, the longer
-    row's. t: position on the arc, or the weight: 0 is the lower layer's, 1 the upper's. gamma: rows
-    whose distance is within this share of the largest are kept unchanged; a larger share keeps
-    more, 1 all that fit.
+    """How neighbouring layers of a `KVCache` are merged; lossy, see `fidelity_report`.
+
+    Args:
+        start_layer: layers before it are not merged; pairs are this layer and the next, and so on.
+            By default half of the layers.
+        end_layer: layers from it on are not merged; by default all are. The last layer alone may
+            cost the most: see `fidelity_report`.
+        rule: which direction replaces two: ``slerp``, on the arc between them; ``average``, their
+            weighted mean; ``max_norm``, the longer row's.
+        t: position on the arc, or the weight: 0 is the lower layer's, 1 the upper's.
+        gamma: rows whose distance is within this share of the largest are kept unchanged; a larger
+            share keeps more, 1 all that fit.
         retained: room for such rows, as a share of `max_cache_len`. The rows that differ most come
             first.
         reading: ``distinct`` keeps the rows that differ most; ``similar``, another reading of the
             paper's inequality, those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
         fidelity: the result of `fidelity_report` for the model. A cache whose layers are merged
-        warns
-            without it, and refuses any pair whose rows have a mean cosine below `ALIKE`.
+            warns without it, and refuses any pair whose rows have a mean cosine below `ALIKE`.
         force: merge even if layers are not alike, without a warning.
 
-    Raises: UnsupportedInputError: A setting is not supported; the message says why.
+    Raises:
+        UnsupportedInputError: A setting is not supported; the message says why.
 
     Example:
         cache = memeff_compile.KVCache(config, 32768, bits=4, merge=MiniCache(start_layer=24))

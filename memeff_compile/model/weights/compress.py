@@ -153,22 +153,32 @@ def compress_(
     inputs: Iterable[Any] | Tensor | Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> CompressionReport:
-    """Compress the weights of a model's linears in place. Compressed are bf16 weights that nothing
-    but `nn.Linear` modules owns. Every bit of them comes back where `mantissa` is 7; products with
-    a few tokens, which decode on the way, sum in another order. Call it before an optimizer is made
-    and before the model is compiled. Args: model: any module, also under PEFT; on the device where
-    it will run. codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest). mantissa:
-    mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no longer require
-    gradients. block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
-    skip: names of modules to leave dense, with everything inside them; a name matches the last
-    parts of a path, and `*` and `?` match as in file names. min_size: leave smaller weights dense,
-    in elements. inputs: for the lossy modes: the model's arguments, for each run a mapping of
-    keyword arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
-    itself is that of one run. Weights are then rounded so that products by such inputs lose less,
-    in as many bits. The model runs eagerly, without gradients, in eval mode. progress: show a bar
-    (with tqdm, if it is installed); None: on a terminal only. Returns: The result for each weight.
-    Raises: OptionError: The codec, mantissa or block does not exist, or inputs are empty or not
-    used.
+    """Compress the weights of a model's linears in place.
+
+    Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Every bit of them comes
+    back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
+    order. Call it before an optimizer is made and before the model is compiled.
+
+    Args:
+        model: any module, also under PEFT; on the device where it will run.
+        codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
+        mantissa: mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no
+            longer require gradients.
+        block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
+        skip: names of modules to leave dense, with everything inside them; a name matches the last
+            parts of a path, and `*` and `?` match as in file names.
+        min_size: leave smaller weights dense, in elements.
+        inputs: for the lossy modes: the model's arguments, for each run a mapping of keyword
+            arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
+            itself is that of one run. Weights are then rounded so that products by such inputs lose
+            less, in as many bits. The model runs eagerly, without gradients, in eval mode.
+        progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
+
+    Returns:
+        The result for each weight.
+
+    Raises:
+        OptionError: The codec, mantissa or block does not exist, or inputs are empty or not used.
 
     Example:
         >>> linear = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
@@ -234,7 +244,10 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 
 @torch.no_grad()
 def decompress_(model: nn.Module) -> Changes:
-    """Replace a model's compressed weights by dense ones; return how many, and which."""
+    """Replace a model's compressed weights by dense ones; return how many, and which.
+
+    The number is also a report: `print` it.
+    """
     require_module(model, "decompress_")
     found: dict[str, str] = {}
     before = after = 0

@@ -40,10 +40,12 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
         model: a model that `compress_` was called on.
         path: the file to write.
 
-    Returns: A report of the written weights; as a number, how many are compressed.
+    Returns:
+        A report of the written weights; as a number, how many are compressed.
 
-    Raises: CodedWeightError: No weight of the model is compressed. MemeffError: The package
-        safetensors is missing.
+    Raises:
+        CodedWeightError: No weight of the model is compressed.
+        MemeffError: The package safetensors is missing.
     """
     require_module(model, "save_compressed")
     coded = compressed_weights(model)
@@ -88,7 +90,8 @@ def load_compressed_(
         path: the file that `save_compressed` wrote.
         device: where weights of a model on the meta device go; by default the CPU.
 
-    Returns: A report of the loaded weights; as a number, how many are compressed.
+    Returns:
+        A report of the loaded weights; as a number, how many are compressed.
 
     Raises:
         CodedWeightError: The file is of another version, damaged, or of another model.

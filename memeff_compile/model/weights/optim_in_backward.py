@@ -110,8 +110,9 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Expect gradients of these parameters: they all exist, and come one after the other. Those
-        that one launch can update are collected.
+        """Expect gradients of these parameters: they all exist, and come one after the other.
+
+        Those that one launch can update are collected.
         """
         with self.lock, compat.without_torch_function():
             self._encode()
@@ -392,8 +393,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Check that the weights were updated in the backward pass; apply gradients that were set
-        by hand.
+        """Check that the weights were updated in the backward pass; apply gradients set by hand.
 
         Raise MemeffError if a gradient is left because the hook of its weight did not run. A
         closure computes the loss again, as with any optimizer; its backward pass updates the
@@ -499,21 +499,26 @@ class BackwardOptimizer(VerbReport, Optimizer):
 def optim_in_backward(
     model: nn.Module, factory: Factory, *, accumulate: int = 1, max_norm: float | None = None
 ) -> BackwardOptimizer:
-    """Update every trainable weight during the backward, as soon as its gradient is there. After
-    `loss.backward()` the weights are updated and all gradients are freed. Global-norm clipping is
-    therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips the gradient
-    of each parameter by its own norm. Args: model: compressed or dense, or some of both; sharded by
-    FSDP2 if dense, and not under DDP. factory: makes the optimizer of one parameter. accumulate:
-    gradients per update, counted per parameter: one that a backward pass does not reach is updated
-    later. With more than one, gradients are kept dense in between, which takes back the memory they
-    would have saved.
+    """Update every trainable weight during the backward, as soon as its gradient is there.
+
+    After `loss.backward()` the weights are updated and all gradients are freed. Global-norm
+    clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
+    the gradient of each parameter by its own norm.
+
+    Args:
+        model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
+        factory: makes the optimizer of one parameter.
+        accumulate: gradients per update, counted per parameter: one that a backward pass does not
+            reach is updated later. With more than one, gradients are kept dense in between, which
+            takes back the memory they would have saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
 
     Returns:
         An optimizer for schedulers, checkpoints and training loops.
 
-    Raises: OptionError: An argument, or the factory's result, cannot be used. MemeffError: Several
-        processes train together, and FSDP2 does not shard every weight.
+    Raises:
+        OptionError: An argument, or the factory's result, cannot be used.
+        MemeffError: Several processes train together, and FSDP2 does not shard every weight.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)

@@ -104,9 +104,11 @@ def placed(
 ) -> Placed | None:
     """Return operands in the call's form, or None if their sizes do not match.
 
-    Args: result: the axes of the chain's result. sizes: of the scores' axes; batch and heads
-        separately, if any tensor has separate axes for them. may_split: whether a joint axis of
-        batch and heads may be split as in the operands.
+    Args:
+        result: the axes of the chain's result.
+        sizes: of the scores' axes; batch and heads separately, if any tensor has separate axes for
+            them.
+        may_split: whether a joint axis of batch and heads may be split as in the operands.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:

@@ -85,8 +85,9 @@ class GraphPass(ABC):
     verifies the result and rolls the match back when an edit is refused. A match is what ``find``
     yields: a node, or whatever ``places`` can read.
 
-    Attributes: name: in reports, in ``memeff.skip`` and in ``memeff.strict``. when: whether a pass
-        given in ``memeff.passes`` runs before or after the built-in ones.
+    Attributes:
+        name: in reports, in ``memeff.skip`` and in ``memeff.strict``.
+        when: whether a pass given in ``memeff.passes`` runs before or after the built-in ones.
     """
 
     name: str

@@ -60,7 +60,10 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Read ``node`` by the table; None if it has no entry."""
+    """Read ``node`` by the table; None if it has no entry.
+
+    ``x.float()`` is read as ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
+    """
     if node.op not in ("call_function", "call_method"):
         return None
     try:

@@ -33,9 +33,10 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 def starts(info: GraphInfo) -> tuple[Node, ...]:
     """Return the nodes of a whole graph, in its current state, at which a new partition starts;
-    usually there are none. A cut lies where another block of the model begins, if both sides
-    produce gradients of updated weights. Graphs with writes, with values of unknown size, or
-    already split by DDP are not cut.
+    usually there are none.
+
+    A cut lies where another block of the model begins, if both sides produce gradients of updated
+    weights. Graphs with writes, with values of unknown size, or already split by DDP are not cut.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -70,7 +71,10 @@ def _updated(info: GraphInfo) -> dict[Node, int]:
 
 
 def _block(node: Node) -> str:
-    """A checkpoint is a block, whichever module called it."""
+    """Return the path of the numbered module that a node is part of, or an empty string.
+
+    A checkpoint is a block, whichever module called it.
+    """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     stack = module_stack(node)
