@@ -49,7 +49,7 @@ def memeff(
 
     Raises:
         OptionError: an option is unknown, mistyped or out of range.
-        StrictError: a pass named in ``memeff.strict`` did not fire.
+        StrictError: a pass named in ``memeff.strict`` did not apply.
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
     chosen = Options.parse(mode, options)
@@ -139,6 +139,7 @@ def compile(
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
     """Compile with `backend="memeff"`, checking the options now and not at the first call.
+
     `torch.compile` reads a backend's options only at the first call, and refuses `mode` next to
     `options`; this function checks them now, and accepts both. If a checkpoint around FSDP2's hooks
     keeps layers out of every graph, it compiles these layers one by one, in place.

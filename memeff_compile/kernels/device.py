@@ -45,7 +45,11 @@ def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Return whether the Triton kernels and fp32-output products run on a GPU."""
+    """Return whether the Triton kernels and fp32-output products run on a GPU.
+
+    They need triton and an NVIDIA GPU of compute capability 8.0 or later; a planned device is
+    assumed to be one.
+    """
     return _planned.get() is not None or runs_kernels(_index(device))
 
 
