@@ -34,7 +34,7 @@ def reference(
     Args:
         data: of the mean loss of the targets that count.
         step: columns of a piece.
-        shares: what the loss and the entropy of each row are times, for a sum of these instead.
+        shares: factors of each row's loss and entropy, for a weighted sum instead.
     """
     hidden, weight, target = data.hidden, data.weight, data.target
     wide, v = hidden.float(), weight.shape[0]

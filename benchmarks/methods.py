@@ -46,8 +46,8 @@ def compile_model(model: Any, method: str, options: dict[str, str], inner: str) 
     Args:
         method: a key of `MODEL_METHODS`.
         options: further options of the backend `memeff`.
-        inner: what compiles the graph in the end: "inductor", or "aot_eager" and "eager" where
-            there is no compiler.
+        inner: the final compiler of the graph: "inductor", or "aot_eager" and "eager" where there
+            is no compiler.
     """
     backend, settings = MODEL_METHODS[method]
     if backend is None:
@@ -364,10 +364,10 @@ class Method:
     """A way to compute the loss and its gradients.
 
     Attributes:
-        name: what rows and figures call it.
+        name: its name in rows and figures.
         build: returns the loss, or raises `Unavailable` with the reason.
-        budget: largest relative gradient error (Frobenius) with which it may be timed; None for
-            a filter that promises nothing about it.
+        budget: largest relative gradient error (Frobenius) with which it may be timed; None for a
+            filter without such a bound.
         loss_budget: the same for the loss.
     """
 

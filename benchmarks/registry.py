@@ -199,7 +199,7 @@ def inputs(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention: sizes, and what its mask says.
+    """One attention: sizes, and its mask's conditions.
 
     Attributes:
         sizes: B, H, G, M (= N), D.
@@ -207,8 +207,8 @@ class Case:
         softcap: 0 for none.
         padding: half of the sequences start with so large a share of padding.
         documents: sequences are packed from so many.
-        tensor: the mask is a tensor of which nothing is known beforehand, one of `TENSORS`; "" for
-            a mask that is said.
+        tensor: the mask is a tensor without known structure, one of `TENSORS`; "" for a mask given
+            as conditions.
     """
 
     name: str
@@ -512,8 +512,8 @@ class Op:
     """One op of the package.
 
     Attributes:
-        shapes: by size, "h200" and "tiny"; what a shape is differs from op to op.
-        draw: shape and device -> what `call` takes.
+        shapes: by size, "h200" and "tiny"; a shape's meaning differs from op to op.
+        draw: shape and device -> the arguments of `call`.
         call: the op itself; its result carries a gradient where the op has one.
     """
 

@@ -37,7 +37,7 @@ def measure(
         weight: (V, D).
         target: (N,) int64; rows with a negative target are left out first.
         tiles: (rows, columns) of a tile, rows at most 512.
-        eps: what an entry must reach.
+        eps: the threshold of an entry.
 
     Returns:
         loss, mass_below_eps and entries_above_eps (means per row), active_share and

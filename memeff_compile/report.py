@@ -188,7 +188,7 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Where it is, as in "lm_head" or "layers.0.mlp and 31 more", or ""."""
+        """Its location, as in "lm_head" or "layers.0.mlp and 31 more", or ""."""
         more = f" and {self.sites - 1} more" if self.sites > 1 else ""
         return f"{self.module or 'here'}{more}" if self.module or more else ""
 

@@ -70,7 +70,7 @@ class Subject:
     """A model, its inputs, and measures of its results.
 
     Attributes:
-        name: what it is called in rows.
+        name: its name in rows.
         model: in eval mode.
         harm: the measure that grows with damage, for shares of it.
         layers: attentions in one call of the model.

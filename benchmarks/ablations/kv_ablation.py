@@ -53,7 +53,7 @@ class Plan:
         cell: tokens of a place where a key is told or asked for.
         key: tokens of a pass key.
         alphabet: how many tokens keys and repeated pieces are made of: those of single bytes.
-        phrase: tokens of what stands before it, at most.
+        phrase: the most tokens of the phrase before it.
         repeating, telling: rows of a batch that repeat, and that hold a key; the others are text.
         without_text: so many steps come first in which all other rows repeat.
         questions: how often a key is asked for.

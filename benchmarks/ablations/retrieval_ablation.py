@@ -146,7 +146,7 @@ def draw(
         records: told in each; as many as fit if that is less.
         questions: asked at the end of each, about different records.
         generator: of the device.
-        first: all are told in so much of what stands before the questions.
+        first: all are in this first share of the text before the questions.
     """
     count, length = shape
     where: dict[str, Any] = {"generator": generator, "device": generator.device}

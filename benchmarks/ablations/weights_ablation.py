@@ -72,7 +72,7 @@ def in_four_bits(weight: Tensor, numbers: Tensor, double: bool) -> tuple[Tensor,
 
     Args:
         weight: bf16; its size a multiple of 64.
-        numbers: what a code stands for, in ascending order.
+        numbers: the value of each code, in ascending order.
         double: whether scales are coded too.
     """
     numbers = numbers.to(weight.device)

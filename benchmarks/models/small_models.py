@@ -267,9 +267,9 @@ def train(
         sizes: of the model and its training.
         glyphs: the file that `glyphs.py` writes.
         device: where it is trained.
-        seed: of the weights and of everything drawn.
-        backend: what compiles the model; none for eager.
-        seconds: the rate reaches nothing by then, however many steps are done.
+        seed: of the weights and of all random draws.
+        backend: the compiler of the model; None for eager.
+        seconds: the rate reaches zero by then, however many steps are done.
     """
     torch.manual_seed(seed)
     built = vision_transformer(sizes) if kind == "vit" else DiffusionTransformer(sizes)

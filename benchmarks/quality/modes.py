@@ -21,8 +21,8 @@ class Mode:
     Attributes:
         name: in rows.
         cache: settings of `KVCache`.
-        level: of attention; `CALIBRATED`: what `calibrate_attention` leaves in `8b`.
-        compiled: through the backend, at any length, in place of the op put into the model.
+        level: of attention; `CALIBRATED`: the calls that `calibrate_attention` keeps in `8b`.
+        compiled: through the backend, at any length, instead of the op put into the model.
         mantissa: bits of the weights that are kept.
     """
 

@@ -188,9 +188,9 @@ class Subject:
         Args:
             ids: tokens.
             model: another than the exact one.
-            cache: what pieces go through.
+            cache: the cache of the pieces.
             pieces: tokens of the first, and of all others.
-            around: what the forward pass runs in.
+            around: a context manager around the forward pass.
         """
         body = (model or self.model).base_model
         parts = [ids]

@@ -49,7 +49,7 @@ def memeff(
 
     Raises:
         OptionError: an option is unknown, mistyped or out of range.
-        StrictError: a pass named in ``memeff.strict`` did not fire.
+        StrictError: a pass named in ``memeff.strict`` did not apply.
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
     chosen = or_off(Options.parse(mode, options))

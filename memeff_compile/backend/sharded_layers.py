@@ -32,7 +32,9 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
     """Return a remark on layers that appeared in no graph, after the graph of a head with these
-    gathered weights. Layers of one class share a graph: if one of them was in it, all are.
+    gathered weights.
+
+    Layers of one class share a graph: if one of them was in it, all are.
     """
     every = compat.sharded_with(weights[0]) if weights else []
     every = [each for each in every if not compat.is_compiled_by_itself(each)]
@@ -53,14 +55,14 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
 
 
 def compile_layers(model: nn.Module, given: Mapping[str, Any]) -> int:
-    """Compile layers one by one, in place, that a graph of the whole model cannot have.
+    """Compile layers one by one, in place, if a graph of the whole model cannot contain them.
 
     Args:
-        model: what is going to be compiled.
+        model: the model to compile.
         given: the arguments of `torch.compile` for it.
 
     Returns:
-        How many there are.
+        How many layers were compiled.
     """
     found = [each for each in model.modules() if _is_checkpointed_around_hooks(each)]
     for layer in found:

@@ -48,7 +48,7 @@ def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device whose engines are asked about: `device`, or the one planned for."""
+    """Return the device to choose engines for: `device`, or the one that is planned for."""
     planned = _planned.get()
     return device if planned is None else planned.device
 
@@ -60,9 +60,9 @@ def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Say whether our Triton kernels and fp32-output products run on a GPU.
+    """Return whether the Triton kernels and fp32-output products run on a GPU.
 
-    They need triton and a GPU of NVIDIA's of compute capability 8.0 or later. A planned device is
+    They need triton and an NVIDIA GPU of compute capability 8.0 or later. A planned device is
     taken to have triton.
     """
     planned = _planned.get()
@@ -94,7 +94,9 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return what the GPU of `device` has, or what an H200 has where there is none to ask."""
+    """Return the properties of the GPU of `device`, or those of an H200 if there is no GPU to
+    ask.
+    """
     planned = _planned.get()
     if planned is not None:
         return planned.gpu
@@ -109,7 +111,7 @@ def starts_early(device: torch.device) -> bool:
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Say whether an op's speed was measured on this kind of GPU; also where there is no GPU."""
+    """Return whether an op's speed was measured on this kind of GPU; True without a GPU."""
     planned = _planned.get()
     if planned is not None:
         return op in planned.gpu.measured

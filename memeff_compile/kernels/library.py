@@ -74,7 +74,9 @@ def refusing(error: type[Exception], sentence: str) -> Function:
 
 
 def only_first(gradients: Function, refusal: str) -> Function:
-    """Return `gradients`, made to refuse a second derivative."""
+    """Return the `gradients` function for an op, made to raise if a second derivative is
+    requested.
+    """
 
     class Once(torch.autograd.Function):
         @staticmethod

@@ -1,8 +1,10 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Creates deferred logits, and passes their values to compiled code. `defer` makes them from hidden
-states and a head, `attach` from the outputs of a compiled graph, and `accept` gives compiled code
-their values. `_Defer` is the autograd function whose result the logits are: its backward pass
-multiplies with the head once more, so that autograd sees an ordinary non-leaf tensor.
+"""Creates deferred logits, and passes their values to compiled code.
+
+`defer` makes them from hidden states and a head, `attach` from the outputs of a compiled graph, and
+`accept` gives compiled code their values. `_Defer` is the autograd function whose result the logits
+are: its backward pass multiplies with the head once more, so that autograd sees an ordinary
+non-leaf tensor.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def defer(
 
 
 def attach(
-    # takes the graph's arguments; returns hidden states in the place of logits
+    # takes the graph's arguments; returns hidden states instead of logits
     compiled: Callable[..., Sequence[Any]],
     plan: Sequence[DeferredOutput],  # an entry per piece of memory among the outputs to replace
     *,

@@ -5,7 +5,7 @@ A wrapper subclass has a shape, a dtype, a device and a place in the autograd gr
 Everything that reaches memory without passing through the dispatcher would therefore see nothing,
 or fail: pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these to
 a plain tensor: `_values` for functions that only read, `_memory` for those that may also write.
-Functions that cannot be sent there raise (`compat.make_without_memory`).
+Functions for which neither works raise (`compat.make_without_memory`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with values on demand; subclasses compute them. Tensors have a separate metaclass,
-    so abc cannot check that a subclass is complete.
+    """A tensor with values on demand; subclasses compute them.
+
+    Tensors have a separate metaclass, so abc cannot check that a subclass is complete.
     """
 
     _device: torch.device

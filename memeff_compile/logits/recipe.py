@@ -6,7 +6,7 @@ runs the same PyTorch calls that the model would have run, so its values have th
 bits; `LogitsRecipe.gradients` is their derivative, computed as autograd computes it, without a
 forward product that the derivative does not need.
 
-Row selections are no part of a recipe. They commute with the product and with every step, so they
+Row selections are not part of a recipe. They commute with the product and with every step, so they
 are applied to the hidden states beforehand.
 """
 
@@ -283,7 +283,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """One output of a compiled graph that carries hidden states in the place of logits."""
+    """One output of a compiled graph that carries hidden states instead of logits."""
 
     output: int  # index of the output
     weight: int  # index of the head's weight among the graph's arguments

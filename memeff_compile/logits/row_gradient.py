@@ -311,7 +311,7 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Multiplication by a number, which autograd hands over as a tensor of one element."""
+    """Multiplication by a number, which autograd passes as a tensor of one element."""
     if not isinstance(grad, RowGradient):
         return None
     if isinstance(factor, Tensor):

@@ -3,8 +3,8 @@
 
 A graph whose loss no longer needs the logits returns the hidden states in their place, and
 `attach.attach` turns these into a `DeferredLogits`: a tensor with the shape, dtype and autograd
-node of the logits and none of their memory. A training loop that never looks at the logits never
-pays for them. A reader gets the values that eager PyTorch would have given, and gradients through
+node of the logits and none of their memory. A training loop that never reads the logits never
+computes them. A reader gets the values that eager PyTorch would have given, and gradients through
 them.
 
 From the outside in:
@@ -12,9 +12,9 @@ From the outside in:
 * `attach.defer` makes them from a graph's outputs, with a separate autograd function.
 * `DeferredLogits` is the wrapper subclass. Views and other operations that leave the vocabulary
   dimension alone (`_LAZY`) give another `DeferredLogits`; every other operation computes the values
-  and goes on with a plain tensor. Both happen below autograd, so the autograd graph, the views and
-  the version counters are those of eager PyTorch. Every other view is also a `DeferredLogits`, so
-  that no write is missed. Functions that have to act above autograd are in `_ABOVE_AUTOGRAD`.
+  and continues with a plain tensor. Both happen below autograd, so the autograd graph, the views
+  and the version counters are those of eager PyTorch. Every other view is also a `DeferredLogits`,
+  so that no write is missed. Functions that have to act above autograd are in `_ABOVE_AUTOGRAD`.
 * `Memory` stands for one allocation of eager PyTorch: the logits and all their views share one, a
   copy or a cast starts another.
 * `LogitsSource` holds the hidden states and the head, and detects whether they have changed.
@@ -301,7 +301,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Run it on a tensor in the place of the logits."""
+        """Run it on a tensor instead of the logits."""
         return self.func(tensor, *self.args, **self.kwargs)
 
 
@@ -583,7 +583,7 @@ def _set_data(func: Any, view: Tensor, data: Tensor) -> None:
 
 
 def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function on plain tensors: one that looks at memory in C++, or another class's."""
+    """Run a function on plain tensors: one that reads memory in C++, or another class's."""
     given = (args, kwargs)
     args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.as_plain, given)
     return func(*args, **kwargs)

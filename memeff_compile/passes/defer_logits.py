@@ -1,4 +1,4 @@
-"""Decides whether a logits output can be handed back as a deferred tensor, and plans it.
+"""Decides whether a logits output can be returned as a deferred tensor, and plans it.
 
 Two callers: the fused loss, for logits that the model returns with it, and the pass of this file,
 for logits of a training graph that has no loss. Their loss is computed outside the graph, and
@@ -56,7 +56,7 @@ class DeferLogits(GraphPass):
         return [match.head]
 
     def rewrite(self, info: GraphInfo, match: outputs.Returned, editor: Editor) -> Done:
-        """Return hidden states in the place of the logits."""
+        """Return hidden states instead of the logits."""
         for step in (s for o in match.outputs for s in o.chain.steps):
             compat.hold_constant(step.symbol)
         plan, _ = outputs.rewrite(info, match.outputs, editor)

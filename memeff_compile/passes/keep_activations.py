@@ -1,8 +1,8 @@
 """Lets activation checkpoints keep results that are expensive to recompute, within
 memeff.recompute.
 
-    before: checkpoint(block): all of it is computed again for the backward after:
-    checkpoint(block), which keeps results of attention (and of linears, up to some bytes)
+    before: checkpoint(block): all of it is computed again for the backward
+    after:  checkpoint(block), which keeps results of attention (and of linears, up to some bytes)
 
 Neither numbers nor nodes change: the body of a checkpoint gets a policy, as `context_fn` of
 `torch.utils.checkpoint` would set it. Results of fused attention, log-sum-exps included, and of
@@ -316,8 +316,10 @@ def _without_moves(node: Node, linear: Node) -> Node:
 
 
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
-    """Return whether PyTorch chose its form of attention that ends in a plain product. Dynamo's run
-    of the call chose it, as with `sdpa_kernel`; on a planned GPU the answer is unknown.
+    """Return whether PyTorch chose its form of attention that ends in a plain product.
+
+    Dynamo's run of the call chose it, as with `sdpa_kernel`; on a planned GPU the answer is
+    unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

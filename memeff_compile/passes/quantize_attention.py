@@ -91,7 +91,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a graph calls attention."""
+    """One call of attention in a graph."""
 
     node: Node  # the node that has the result
     asked: Asked | Decline  # its arguments, or why this pass does not serve it
@@ -102,7 +102,7 @@ class Place:
 
 @dataclass
 class Match:
-    """Sites that are served alike."""
+    """Sites that are served in the same way."""
 
     sites: list[Site] = field(default_factory=list)
     sentence: str = ""

@@ -116,7 +116,7 @@ def explain_cache(
         merge: as for `KVCache`, a `MiniCache` or its name; 16 bits are merged too, without codes.
 
     Raises:
-        ExplainError: the memory is no size, or the model's config has no number of layers, the
+        ExplainError: the memory is not a size, or the model's config has no number of layers, the
             heads of keys and values, or one head dimension for both.
         UnsupportedInputError: a setting that `KVCache` refuses.
 
@@ -216,7 +216,7 @@ _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_k
 
 
 def _depth_of(text: Any, query_heads: int) -> int:
-    """Return the head dimension of keys and values, which has to be one."""
+    """Return the head dimension of keys and values, which must be the same for both."""
     found = [name for name in _OWN_SIZES if getattr(text, name, None) is not None]
     if found:
         raise ExplainError(

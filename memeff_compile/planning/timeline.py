@@ -317,7 +317,7 @@ class _Fusion:
         self.inside = self._read_only_inside()
 
     def leader(self, node: Node) -> Node:
-        """Return the node that stands for the kernel of ``node``."""
+        """Return the node that represents the kernel of ``node``."""
         while self._parent.get(node, node) is not node:
             node = self._parent[node]
         return node

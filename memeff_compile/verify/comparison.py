@@ -349,7 +349,9 @@ class Comparison:
         *,
         with_integers: bool = False,
     ) -> list[Gap]:
-        """Measure one trial against another, or against the truth by the other's own error."""
+        """Measure one trial against another, or against the truth, scaled by the other trial's
+        error.
+        """
         names = self.original.names
         goal, own = (plain, None) if truth is None else (truth, plain)
         gaps = []

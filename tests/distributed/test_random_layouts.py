@@ -1,4 +1,5 @@
 """Random layouts and shapes over two processes: none of them hangs, and all agree with one process.
+
 Every draw has a time limit; one that exceeds it is ended and named by its seed, like a wrong one.
 """
 

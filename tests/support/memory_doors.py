@@ -41,8 +41,8 @@ def check_door(name: str, tensor: Tensor, plain: Tensor, *, gives_values: bool) 
         name: of the door.
         tensor: the one without memory.
         plain: its values.
-        gives_values: what is expected: what a plain tensor gives, its refusal included, or else a
-            sentence.
+        gives_values: whether the result must equal a plain tensor's, errors included; otherwise a
+            sentence is expected.
     """
     other = torch.arange(plain.numel()).reshape(plain.shape).to(plain.detach())
     mine = other.clone()

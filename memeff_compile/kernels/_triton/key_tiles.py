@@ -51,7 +51,7 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 BOUNDS_CHUNK = 2048
-"""Places that the kernel of the bounds looks at together."""
+"""Positions that one program of the bounds kernel reads at once."""
 
 BOUNDS_WARPS = 8
 

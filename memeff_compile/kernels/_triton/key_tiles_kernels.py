@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Which tiles of keys meet which tiles of queries, and which keys of a tile count.
+"""Which tiles of keys are combined with which tiles of queries, and which keys of a tile count.
 
 The tiles that one tile visits are four numbers: first and stop of the visited tiles, and within
 them first and stop of the complete ones. Positions alone give them by arithmetic; tables (masks and

@@ -102,7 +102,7 @@ def _classify_plainly(mask: Tensor) -> Tensor:
 
 
 def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
-    """Return (batch, heads, tiles, tiles, places) of truth values, filled up at the ends."""
+    """Return (batch, heads, tiles, tiles, places) of truth values, padded at the ends."""
     rows, keys = truth.shape[2:]
     padded = F.pad(truth, (0, -keys % TILE, 0, -rows % TILE), value=fill)
     cut: Tensor = padded.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
@@ -142,7 +142,7 @@ def dense_of(
 
 
 def none_of(like: Tensor) -> Dense:
-    """Return the arguments that stand for no mask."""
+    """Return the arguments for a call without a mask."""
     return Dense(like, 0, 0, 0, 0, like, 0, 0)
 
 

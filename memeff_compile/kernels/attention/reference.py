@@ -1,7 +1,7 @@
 """The reference: the formula in plain PyTorch, a block of queries at a time, on any device.
 
 The scores of a block are built in fp32 (fp64 for fp64) and dropped; those of all queries never
-exist at once. Keys that `ahead` and `behind` put out of a block's reach are not looked at.
+exist at once. Keys that `ahead` and `behind` exclude for a whole block are not read.
 """
 
 from __future__ import annotations

@@ -96,7 +96,11 @@ def _tiles_of(x, batch, head, offs, depth):
 
 @triton.jit
 def _program(rows, tiles, C: tl.constexpr):
-    """Return a program's tile, counted from the front, its sequence and its head."""
+    """Return a program's tile, counted from the front, its sequence and its head.
+
+    Programs that run at the same time share a head's keys and values, or its queries and their
+    gradients.
+    """
     if C.BY_HEAD:
         tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     else:

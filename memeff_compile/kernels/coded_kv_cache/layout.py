@@ -177,7 +177,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 _HIGH_PLACES = (2, 4, 6, 0)
-"""Where a byte of high bits has those of the first token, by channel."""
+"""Positions of the first token's bits in a byte of high bits, by channel."""
 
 
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:

@@ -96,8 +96,9 @@ def kept_rows(
     """Choose rows to keep: those beyond the bound, the most extreme first, while there is room.
 
     Returns:
-        chosen: bool (B, H, N). rank: int64 (B, H, N), 0 for the most extreme row of those beyond
-        the bound. left_over: (B, H) int64, rows beyond the bound that had no room.
+        chosen: bool (B, H, N).
+        rank: int64 (B, H, N), 0 for the most extreme row of those beyond the bound.
+        left_over: (B, H) int64, rows beyond the bound that had no room.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)
@@ -111,7 +112,11 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return the factor by which a decoded direction (..., D) is multiplied to give a row."""
+    """Return the factor by which a decoded direction (..., D) is multiplied to give a row.
+
+    ``norm`` keeps the row's length; ``projection`` makes the error smallest. The result is (...) in
+    fp32 or fp64, and 0 where the decoded direction vanishes.
+    """
     x = x.to(decoded.dtype)
     if scale == "projection":
         found = (x * decoded).sum(-1) / decoded.square().sum(-1).clamp_min(1e-24)

@@ -194,7 +194,9 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Say whether appending needs no number from the GPU; attention is another matter."""
+    """Return whether appending works without reading a number from the GPU (attention may need
+    one).
+    """
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 

@@ -86,7 +86,10 @@ def encode(
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return the decoded numbers, (B, H, n * G, D) float32, or float64 if the scales are."""
+    """Return the decoded numbers, (B, H, n * G, D) float32, or float64 if the scales are.
+
+    Codes and scales are as `encode` returns them.
+    """
     kind = wide(scales.dtype)
     if bits == PLAIN:
         plain: Tensor = codes.unflatten(-1, (-1, depth)).flatten(2, 3)

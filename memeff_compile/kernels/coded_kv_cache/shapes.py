@@ -1,7 +1,7 @@
 """How the engine `codes` cuts the work: programs per sequence and head, warps and stages.
 
-Everything follows from static sizes, never from how much is filled, so a launch that was captured
-in a CUDA graph stays right as the cache fills up.
+Everything follows from static sizes, never from the fill level, so a launch in a CUDA graph stays
+valid as the cache fills up.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 """Attention over directions that are numbers, a length each: the engine `rows`.
 
 Program i of n takes tiles i, i + n ... of the directions, then of the window and of the kept rows,
-in one softmax. A key's length multiplies its score, a value's its weight. Scores have tokens as
-rows and query heads as columns, as in `split_codes_kernels`, whose second pass sums the shares.
+in one softmax. A key's length multiplies its score; a value's length multiplies its weight. Scores
+have tokens as rows and query heads as columns, as in `split_codes_kernels`, whose second pass sums
+the shares.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ information in 8. Three codecs store it in fewer, and every pattern comes back b
     tier   2, 4 or 8 bits by how frequent it is: about 10.7 to 11.1 bits
     rans   an entropy coder, as published: smallest, about 10.6 to 11.0 bits, slowest
 
-    CodedWeight          the tensor that stands where the dense weight stood
+    CodedWeight          the tensor that replaces the dense weight
     coded_weight_linear  x @ W.T + bias; the backward decodes again
     coded_weight_decode  the dense weight
 """

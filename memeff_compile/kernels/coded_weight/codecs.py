@@ -550,7 +550,10 @@ def products(
     biases: Sequence[Tensor | None],  # (N,) bf16 or None, of each
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
 ) -> list[Tensor]:
-    """Each weight uses the same tiles as alone, and so gets the bits of `product`."""
+    """Multiply one token with several win4 weights in one launch: (1, N) bf16 for each.
+
+    Each weight uses the same tiles as alone, and so gets the bits of `product`.
+    """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
     if not 2 <= len(weights) <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:

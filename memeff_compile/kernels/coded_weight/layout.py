@@ -83,7 +83,7 @@ class Format:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors a coded weight is made of, in order."""
+        """Names of a coded weight's tensors, in order."""
         norms = () if self.is_lossless else ("norms",)
         return (*_EXPONENTS[self.codec], "signs", *norms)
 
@@ -122,6 +122,8 @@ def sampled(count: int) -> int:
 def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int:
     """Return the start of the window of `width` exponents that contains most of 256 counts of
     weights.
+
+    The start is between `first` and `last`, both included.
     """
     sums = [sum(counts[start : start + width]) for start in range(first, last + 1)]
     return first + max(range(len(sums)), key=sums.__getitem__)
@@ -193,7 +195,10 @@ def piece_room(count: int, words: int) -> int:
 
 
 def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
-    """Return the position of each part of a weight in one allocation, in words, and its length."""
+    """Return the position of each part of a weight in one allocation, in words, and its length.
+
+    Parts are in the order of `Format.parts`; the lists of patches have two numbers per word.
+    """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     signs = PIECE_APART + chunks * (CHUNK // 8)
     starts, lists = signs + chunks * (CHUNK // 4), words - room

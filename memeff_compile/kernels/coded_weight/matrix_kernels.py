@@ -4,7 +4,7 @@
 A tensor core takes pairs of neighbours along K as 32-bit words, and decoded weights are stored as
 such pair words. Each thread loads only the codes of the weights that it passes to the tensor core,
 four words at once, so threads exchange no data. Along K the order of a sum is free, if the weights
-and x are permuted alike.
+and x are permuted in the same way.
 
 Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
 """

@@ -1,7 +1,7 @@
 """Tables that DTensor splits over ranks: each rank looks up its part.
 
-    before: x = embedding(ids, W) W: Shard(0), x: a sum over ranks, still pending after: x =
-    over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
+    before: x = embedding(ids, W)                 W: Shard(0), x: a sum over ranks, still pending
+    after:  x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
 
 DTensor makes the gradient of W for all rows on every rank, V x D, and keeps what belongs to the
 rank. Here a rank sums only the rows of its ids, in the gradient that it keeps.

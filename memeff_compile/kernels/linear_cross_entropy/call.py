@@ -68,7 +68,7 @@ class Settings(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """An op takes any leading dimensions instead of N."""
+    """The tensors of a call. An op takes any leading dimensions instead of N."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -186,7 +186,10 @@ def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted_first(target: Tensor) -> Tensor:
-    """Return the order in which ranks process rows: those that count, then ignored ones."""
+    """Return the order in which ranks process rows: those that count, then ignored ones.
+
+    Engines that leave ignored rows out use exactly this order.
+    """
     return (target == IGNORED).to(torch.int8).sort(stable=True).indices
 
 

@@ -127,7 +127,7 @@ def _linear_cross_entropy_filter_rank_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return levels by their numbers; under the last one is everything, for a row's whole sum."""
+    """Return levels by their numbers; every score is below the last one, for a row's whole sum."""
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
 
@@ -617,7 +617,7 @@ def _linear_cross_entropy_filter_rows_kernel(
     depth,
     BLOCK: tl.constexpr,
 ):
-    """Add the shares of dE in a fixed order, times the row's scale, where the rows belong."""
+    """Add the shares of dE in a fixed order, times the row's scale, at the rows' positions."""
     place = tl.program_id(0)
     if (place < tl.load(here_ptr)) & (tl.load(is_sparse_ptr) > 0):
         source = tl.load(rank_ptr + place)

@@ -54,11 +54,12 @@ def bytes_before(
     training: bool = True,  # whether gradients follow
     compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
-    """Return the peak bytes of N x V buffers that the loss takes without us.
+    """Return the peak bytes of N x V buffers that the loss takes without this op.
 
-    Compiled by Inductor: one logits tensor in the compute dtype, which backward overwrites with its
-    own gradient; if the logits are returned to the user it cannot, and needs a second one. Casts
-    and log_softmax are fused away. Measured at N, V = 8192, 256000 in bf16: 4001 MiB, formula 4000.
+    Compiled by Inductor: one logits tensor in the compute dtype, which the backward pass overwrites
+    with its gradient; if the logits are returned to the user it cannot, and needs a second one.
+    Casts and log_softmax are fused away. Measured at N, V = 8192, 256000 in bf16: 4001 MiB, formula
+    4000.
 
     Eager forward: the logits, an fp32 copy if there is a cast, and the output of log_softmax. Eager
     backward: that output, its gradient and the gradient of its input, each in the cast's dtype, and
@@ -100,7 +101,14 @@ class Pieces(NamedTuple):
 def bytes_after(
     rows: Size, depth: Size, vocab: Size, *, pieces: Pieces | None = None, **how: Any
 ) -> sympy.Expr:
-    """Return an upper bound of the op's bytes next to inputs and returned gradients."""
+    """Return an upper bound of the op's bytes next to inputs and returned gradients.
+
+    The larger of forward and backward: the workspace of blocks (each at most half as wide as the
+    vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
+    fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit hidden states
+    and of blocks of the weight, and on a CPU the copies of the rows that are not ignored. `how` is
+    a `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
+    """
     n, d = sympy.sympify(rows), sympy.sympify(depth)
     dtype, engine, device_type, *_, training, _ = How(**how)
     if pieces is None:

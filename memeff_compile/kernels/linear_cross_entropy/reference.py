@@ -278,7 +278,7 @@ class Total(Statistics, Differentiating):
             self.step = self.ranks.height
             if self.kept is None and given.ignore_index is not None:
                 self.kept = counted_first(target)
-        # Ranks meet as often whatever their targets: also over blocks of which no row counts.
+        # Ranks exchange equally often for any targets: also over blocks in which no row counts.
         self.extent = counted if self.ranks is None else rows
         self.buffer = hidden.new_empty(min(self.step, counted), len(weight), dtype=self.dtype)
 

@@ -227,7 +227,7 @@ def makes_gradients_in_forward(
     """Return whether a loss that is one number is best computed in one walk.
 
     A filter of one gradient alone and the minimal workspace belong to walks that recompute the
-    logits. fp16 has not the range for gradients that are scaled afterwards.
+    logits. fp16 does not have the range for gradients that are scaled afterwards.
     """
     if filter_parts != "both" or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -269,6 +269,8 @@ def makes_gradients_in_forward_over_ranks(
 ) -> bool:
     """Return the same for a head that is split over ranks; equal on all of them, whatever their
     GPUs.
+
+    A filter chooses tiles by the softmax of the whole head, which its walk does not have.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False

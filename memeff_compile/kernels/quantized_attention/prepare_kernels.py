@@ -198,7 +198,7 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys were sampled (WHICH 0) or looked at (1) in all chunks, at least 1."""
+    """Return how many keys were sampled (WHICH 0) or read (1) in all chunks, at least 1."""
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
@@ -251,7 +251,7 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _write_turned(x, found_ptr, signs_ptr, C: tl.constexpr):
-    """Write a vector as codes are made of it: with TURN its Hadamard transform."""
+    """Write a vector in the basis of the codes: with TURN, its Hadamard transform."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     if C.TURN:
         for first in tl.static_range(0, C.DEPTH_BLOCK, C.SIGN_ROWS):

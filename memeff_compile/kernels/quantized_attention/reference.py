@@ -33,7 +33,7 @@ LEAST_VALUE = 1e-30
 NOTHING = -1e30
 HUGE = 3e38
 SAMPLE = 8
-"""Every how many keys are looked at for their mean, which need not be the true one."""
+"""Every SAMPLE-th key is read for the keys' mean, which may be approximate."""
 
 LEAST_SHARE = 0.6
 """How much of the queries' energy lies in their mean before keys are rounded with an eye on it."""
@@ -156,7 +156,7 @@ def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _sampled(q: Tensor, groups: int) -> Tensor:
-    """Return the queries that are looked at, by key head: (B, G, some, D)."""
+    """Return the sampled queries, by key head: (B, G, some, D)."""
     stride = sampled_queries(q.shape[2])[0]
     place = torch.arange(q.shape[2], device=q.device)
     seen = q[:, :, place // QUERY_ROWS % stride == 0]

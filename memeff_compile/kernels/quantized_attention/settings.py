@@ -28,7 +28,7 @@ NARROWEST = 64
 """Channels of a tile of codes at least."""
 
 MOST_SAMPLES = 8
-"""Blocks of `QUERY_ROWS` queries of a head that are looked at for their mean."""
+"""Blocks of `QUERY_ROWS` queries per head that are sampled for their mean."""
 
 LEVELS = {
     "8b": "int8 scores, weights and values in E4M3; keys and values without their means",
@@ -78,7 +78,11 @@ class Settings:
 
     @property
     def steps(self) -> int:
-        """The largest whole number of block steps that a key's step may be."""
+        """The largest whole number of block steps that a key's step may be.
+
+        Products are of int8, whatever the codes: a 4-bit code times the key's number of steps still
+        fits. So each key has a scale, and the attention kernel reads one per block.
+        """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
     @property

@@ -45,7 +45,6 @@ class Packed:
     correction: Tensor | None  # (B * H, query blocks, N) fp32, or None
     shift: Tensor | None  # (B * H, M) fp32, or None
     # (B * G, N / BLOCK + 1, D) fp32: the values' rounding errors, summed over blocks up to each,
-
     # weighed, in steps of their scale; or None
     rest: Tensor | None = None
     counts: Tensor | None = None  # (B * G, N / BLOCK + 1) fp32: sums of weights, with `rest`

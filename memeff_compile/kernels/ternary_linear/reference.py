@@ -1,8 +1,8 @@
 """The reference: ternary linears in plain PyTorch, on any device, with exact integer accumulation.
 
 Weight codes are -1, 0, 1, stored as 0, 1, 2 in two bits. A 32-bit word t holds the codes of columns
-16 t .. 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations stand in the same order,
-four planes j of bytes c = 4 t + b, so that a word masked to one field lines up with a plane.
+16 t .. 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations have the same order, four
+planes j of bytes c = 4 t + b, so that a word masked to one field matches a plane.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def product(
     weight_is_step: bool,  # likewise
     added: Tensor | None = None,  # of the result's shape and dtype, or None
     is_chained: bool = False,
-    leading: Sequence[int] | None = None,  # dimensions in the place of M
+    leading: Sequence[int] | None = None,  # dimensions instead of M
 ) -> Tensor:
     """Return (M, N) or (*leading, N): the integer products, scaled in float32, plus the bias.
 

@@ -119,12 +119,12 @@ def calibrate_attention(
     levels: Sequence[str] | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention of a model at each level, and choose for each the first level that is
-    good enough. A score is cosine similarity x (1 - relative L1) of a level's result and the call's
-    result. The worst over inputs counts. A site is the path of the module that calls attention,
-    with `#1` for the second attention inside of one call of it, and so on; a module that is called
-    several times for one input, as in the steps of a diffusion model, has a score and a level for
-    each call.
+    """Score each attention of a model at each level, and choose for each the first good enough.
+
+    A score is cosine similarity x (1 - relative L1) of a level's result and the call's result. The
+    worst over inputs counts. A site is the path of the module that calls attention, with `#1` for
+    the second attention inside of one call of it, and so on; a module that is called several times
+    for one input, as in the steps of a diffusion model, has a score and a level for each call.
 
     Args:
         model: It runs eagerly, without gradients, and is not changed.

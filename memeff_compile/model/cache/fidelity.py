@@ -95,7 +95,8 @@ class FidelityReport(VerbReport):
         return json.dumps(asdict(self), indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw how alike neighbouring layers are: mean cosine, the middle nine tenths of the rows.
+        """Draw the similarity of neighbouring layers: mean cosine, the middle nine tenths of the
+        rows.
 
         The ending of `path` sets the format, SVG if it has no ending. Raise CalibrationError if
         matplotlib is not installed.

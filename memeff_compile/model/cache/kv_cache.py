@@ -55,15 +55,18 @@ _POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 class KVCache(Cache):
-    """A low-bit KV cache, to pass as ``past_key_values``; ``cache`` since transformers 5.24. Args:
-    config: the model's config. max_cache_len: the most tokens it can hold. More raise on a CPU; on
-    a GPU, which must not wait for the host, logits are nan from there on.
+    """A low-bit KV cache, to pass as ``past_key_values``; ``cache`` since transformers 5.24.
+
+    Args:
+        config: the model's config.
+        max_cache_len: the most tokens it can hold. More raise on a CPU; on a GPU, which must not
+            wait for the host, logits are nan from there on.
         bits: 16 (exact), 8, 4, 3 or 2.
         scheme: ``kivi``, a scale and zero per channel of keys and per token of values, or
             ``per_head``, one scale per token and head.
         group: tokens that are coded together: 32, 64 or 128.
-        recent: at least so many of the latest tokens stay exact; a multiple of 16.
-        keep_first: so many of a sequence's first tokens stay exact: most models attend to them
+        recent: how many of the latest tokens stay exact at least; a multiple of 16.
+        keep_first: how many of a sequence's first tokens stay exact: most models attend to them
             from everywhere.
         attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
             that `keep_first` counts from the first token and scales ignore padding.
@@ -167,8 +170,9 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token run as a step after zero tokens, which is compiled anyway. Only
-        a cache that can be compiled then has a mask, which excludes empty positions.
+        """Let a prompt of one token run as a step after zero tokens, which is compiled anyway.
+
+        Only a cache that can be compiled then has a mask, which excludes empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
@@ -338,7 +342,9 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """Put layers that share directions in the place of neighbours that can, from a layer on."""
+    """Replace neighbouring layers that can be merged by layers that share directions, from a layer
+    on.
+    """
     text = config.get_text_config(decoder=True)
     # A layer without rotary embeddings never goes with one that has them.
     rotary = getattr(text, "no_rope_layers", None) or [1] * len(layers)
@@ -555,11 +561,12 @@ _COMPILED_STEP = "_compiled_call"
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
-    """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included. A call that
-    passes its cache, or ``use_cache=False``, is not changed. Lengths are rounded up to buckets, and
-    a cache that generate() does not return is used again in later calls. On a GPU generate()
-    compiles decoding by itself, with this backend unless you choose another one. The most recent
-    `use_kv_cache_` applies until you undo it. Copies of the model keep the setting.
+    """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
+
+    A call that passes its cache, or ``use_cache=False``, is not changed. Lengths are rounded up to
+    buckets, and a cache that generate() does not return is used again in later calls. On a GPU
+    generate() compiles decoding by itself, with this backend unless you choose another one. The
+    most recent `use_kv_cache_` applies until you undo it. Copies of the model keep the setting.
 
     Args:
         model: a model of transformers that generates, also with PEFT's adapters or compiled.

@@ -173,7 +173,7 @@ class InPlace(CacheLayerMixin):
         """Remove the last tokens, after `keeps` allowed it."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; a negative number says how many."""
+        """Remove the last tokens; a negative argument gives their number, as in transformers."""
         remove = remaining(tokens_to_remove)
         why = self.keeps(remove)
         if why is not None:

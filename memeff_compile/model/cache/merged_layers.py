@@ -148,7 +148,7 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*shared, *lower.own(), *self.own(), *new, *how, *rule)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a dense view, with tokens that wait; no number where they do not fit."""
+        """Return a dense view, including waiting tokens; nan if they do not fit."""
         if self.pair.parked is None:
             return self._view()
         length, new = self.counts[op_folder.LENGTH], key_states.shape[2]

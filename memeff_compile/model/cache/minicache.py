@@ -32,26 +32,26 @@ class MiniCache:
     """How neighbouring layers of a `KVCache` are merged; lossy, see `fidelity_report`.
 
     Args:
-        start_layer: layers before it stay apart; pairs are this layer and the next, and so on. By
-            default half of the layers.
-        end_layer: layers from it on stay apart; by default none. The last layer alone may be what
-            costs most: `fidelity_report` says.
-        rule: what direction stands for two: ``slerp``, on the arc between them; ``average``, their
+        start_layer: layers before it are not merged; pairs are this layer and the next, and so on.
+            By default half of the layers.
+        end_layer: layers from it on are not merged; by default all are. The last layer alone may
+            cost the most: see `fidelity_report`.
+        rule: which direction replaces two: ``slerp``, on the arc between them; ``average``, their
             weighted mean; ``max_norm``, the longer row's.
-        t: where on the arc, or what weight: 0 is the lower layer's, 1 the upper's.
-        gamma: rows are kept as they came whose distance is within this share of the largest; a
-            larger one keeps more, 1 all that there is room for.
-        retained: share of `max_cache_len` that there is room for among the rows kept so. The rows
-            that differ most come first.
+        t: position on the arc, or the weight: 0 is the lower layer's, 1 the upper's.
+        gamma: rows whose distance is within this share of the largest are kept unchanged; a larger
+            share keeps more, 1 all that fit.
+        retained: room for such rows, as a share of `max_cache_len`. The rows that differ most come
+            first.
         reading: ``distinct`` keeps the rows that differ most; ``similar``, another reading of the
             paper's inequality, those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
-        fidelity: what `fidelity_report` found for the model. A cache whose layers are merged warns
-            without it, and refuses any pair whose rows have a mean cosine below `ALIKE`.
-        force: merge whatever is known of the layers, without a word.
+        fidelity: the result of `fidelity_report` for the model. A cache whose layers are merged
+            warns without it, and refuses any pair whose rows have a mean cosine below `ALIKE`.
+        force: merge even if layers are not alike, without a warning.
 
     Raises:
-        UnsupportedInputError: A setting that cannot be served; the sentence says why.
+        UnsupportedInputError: A setting is not supported; the message says why.
 
     Example:
         cache = memeff_compile.KVCache(config, 32768, bits=4, merge=MiniCache(start_layer=24))
@@ -86,7 +86,7 @@ class MiniCache:
                 raise UnsupportedInputError(said)
 
     def capacity(self, tokens: int) -> int:
-        """Return the rows that a cache for so many tokens has room for: 328 of 32768 by default."""
+        """Return how many rows a cache for so many tokens can keep: 328 of 32768 by default."""
         return math.ceil(self.retained * tokens)
 
 

@@ -69,27 +69,27 @@ def ternarize_(
     kinds: Mapping[str, str] | None = None,
     skip: Iterable[str] = (),
 ) -> Model:
-    """Turn the linears of a model into ternary ones that train, in place; return the model.
+    """Turn the linears of a model into trainable ternary ones, in place; return the model.
 
-    `verb_report(model)` says which, and how each quantises its tokens.
+    `verb_report(model)` lists them, and how each quantises its tokens.
 
     Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
     dicts of the model remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears
-    whose weight is also an embedding's stay dense. On a model that is ternary already it only sets
-    how tokens are quantised: that is the second stage of BitNet a4.8 (see `TernaryStages`).
+    whose weight is also an embedding's stay dense. On a ternary model it only changes how tokens
+    are quantised: that is the second stage of BitNet a4.8 (see `TernaryStages`).
 
     Args:
         model: Any module; linears of the exact class `nn.Linear` are changed.
         recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 into attention, gate and up; the
-            larger half of attention's output in INT8; INT8 into down) or "a4.8-fp4" (FP4 in the
-            place of INT4 and of the half).
+            larger half of attention's output in INT8; INT8 into down) or "a4.8-fp4" (FP4 instead of
+            INT4 and of the half).
         kinds: Overrides, or names that the recipe does not know: patterns of module paths to
             "int8", "int4", "fp4" or "topk8". The first that fits counts.
         skip: Patterns of module paths to leave dense.
 
     Raises:
-        OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, nothing
-            was found to change, or a linear has hooks or parametrisations, which would be lost.
+        OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is
+            no linear to change, or a linear has hooks or parametrisations, which would be lost.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8")  # doctest: +SKIP
@@ -328,13 +328,14 @@ class TernaryStages:
 def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> Model:
     """Store the ternary weights of a model in two bits each, in place; return it, for inference.
 
-    `verb_report(model)` lists them, and the bytes. The full-precision weights are freed: an eighth
-    of the memory of bf16 remains. It packs the linears that `ternarize_` makes, and those of
-    transformers' BitNet models: `AutoBitLinear`, online and offline, and the packed `BitLinear`. In
-    transformers the scale is a factor in one class and a divisor in the other; here it always
-    divides. Models of transformers are saved by `save_pretrained` and come packed from
-    `from_pretrained`, once memeff_compile is imported. State dicts can be saved and loaded: make
-    the model, `ternarize_` and `pack_ternary_` it, and load.
+    `verb_report(model)` lists them, and the bytes.
+
+    The full-precision weights are freed: an eighth of the memory of bf16 remains. It packs the
+    linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
+    online and offline, and the packed `BitLinear`. In transformers the scale is a factor in one
+    class and a divisor in the other; here it always divides. Models of transformers are saved by
+    `save_pretrained` and come packed from `from_pretrained`, once memeff_compile is imported. State
+    dicts can be saved and loaded: make the model, `ternarize_` and `pack_ternary_` it, and load.
 
     Args:
         model: Any module with such linears.

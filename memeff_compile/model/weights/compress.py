@@ -1,7 +1,7 @@
 """compress_ and decompress_: put coded weights where a model's dense linear weights are.
 
-A compressed weight is a `CodedWeight` in the place of the parameter, under the same name. It reads
-as the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
+A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. It reads as
+the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
 them. One weight is coded at a time and its dense memory is freed immediately, so the model never
 takes more than its dense size plus one tensor.
 """
@@ -205,10 +205,9 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linears in place.
 
-    Compressed are bf16 weights that nothing but `nn.Linear` modules owns, unless you name more
-    `layers`. Every bit of them comes
-    back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
-    order. Call it before an optimizer is made and before the model is compiled.
+    It compresses bf16 weights that only `nn.Linear` modules own, unless you name more `layers`.
+    Every bit of them comes back if `mantissa` is 7; products with a few tokens, which decode on the
+    way, sum in another order. Call it before an optimizer is made and before the model is compiled.
 
     Args:
         model: any module, also under PEFT; on the device where it will run.
@@ -222,18 +221,17 @@ def compress_(
         layers: classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and "Embedding".
             The latter two decode the whole weight in each call. A tied head needs "Linear" and
             "Embedding", and `skip=()`.
-        inputs: of the lossy modes: what the model is called with, for each run a mapping of keyword
+        inputs: for the lossy modes: the model's arguments, for each run a mapping of keyword
             arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
-            itself is that of one run. Weights are then rounded so that products by such inputs
-            lose less, in as many bits. The model runs eagerly, without gradients, in eval mode.
+            itself is that of one run. Weights are then rounded so that products by such inputs lose
+            less, in as many bits. The model runs eagerly, without gradients, in eval mode.
         progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
 
     Returns:
-        What became of each weight.
+        The result for each weight.
 
     Raises:
-        OptionError: The codec, mantissa or block is not one there is, or inputs are none or not
-            looked at.
+        OptionError: The codec, mantissa or block does not exist, or inputs are empty or not used.
 
     Example:
         >>> linear = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
@@ -355,7 +353,10 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 
 @torch.no_grad()
 def decompress_(model: nn.Module) -> Changes:
-    """Replace a model's compressed weights by dense ones; return how many, and which."""
+    """Replace a model's compressed weights by dense ones; return how many, and which.
+
+    The number is also a report: `print` it.
+    """
     require_module(model, "decompress_")
     found: dict[str, str] = {}
     before = after = 0
@@ -434,7 +435,7 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 
 
 class _Rounding:
-    """Rounds weights for a model's inputs, which are looked at for some weights at a time."""
+    """Rounds weights for a model's inputs, which are measured for some weights at a time."""
 
     def __init__(
         self, model: nn.Module, chosen: Sequence[_Place], runs: list[Any], codec: str

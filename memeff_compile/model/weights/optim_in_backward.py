@@ -110,8 +110,9 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Expect gradients of these parameters: they all exist, and come one after the other. Those
-        that one launch can update are collected.
+        """Expect gradients of these parameters: they all exist, and come one after the other.
+
+        Those that one launch can update are collected.
         """
         with self.lock, compat.without_torch_function():
             self._encode()
@@ -377,7 +378,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return cast("RemovableHandle", hook)
 
     def train(self) -> None:
-        """Put hooks back that moving the model has taken off; the Trainer calls it at each step."""
+        """Register hooks again that moving the model has removed; the Trainer calls it at each
+        step.
+        """
         for update in self._updates:
             if self._hooks and not is_updated_in_backward(update.parameter):
                 self._hooks[update.name].remove()  # others' stay, and run again
@@ -391,8 +394,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Check that the weights were updated in the backward pass; apply gradients that were set
-        by hand.
+        """Check that the weights were updated in the backward pass; apply gradients set by hand.
 
         Raise MemeffError if a gradient is left because the hook of its weight did not run. A
         closure computes the loss again, as with any optimizer; its backward pass updates the
@@ -505,16 +507,16 @@ def optim_in_backward(
 ) -> BackwardOptimizer:
     """Update every trainable weight during the backward, as soon as its gradient is there.
 
-    After `loss.backward()` the weights are updated and there are no gradients any more. Global-norm
+    After `loss.backward()` the weights are updated and all gradients are freed. Global-norm
     clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
     the gradient of each parameter by its own norm.
 
     Args:
         model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
         factory: the class of an optimizer, or a function that makes the optimizer of one parameter.
-        accumulate: gradients per update, counted per parameter: one that a backward does not
-            reach is updated later than the others. With more than one, gradients are kept dense in
-            between, which takes back the memory they would have saved.
+        accumulate: gradients per update, counted per parameter: one that a backward pass does not
+            reach is updated later. With more than one, gradients are kept dense in between, which
+            takes back the memory they would have saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
         settings: what the class takes, such as `lr`.
 

@@ -274,7 +274,7 @@ def _pairs(total: Linear) -> list[tuple[Read, Read]]:
 
 
 def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
-    """Put ``by`` in the place of multiples of a difference of two positions in a comparison."""
+    """Replace multiples of a difference of two positions by ``by`` in a comparison."""
     if not isinstance(part, (AtLeastZero, IsZero)) or len(difference.terms) != 2:
         return part
     (term, sign), _ = difference.terms.items()

@@ -30,7 +30,7 @@ Step = tuple[OpOverload, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Operand:
-    """A node, and the views that it gets before a call takes it."""
+    """A node, and the views that are applied to it before a call takes it."""
 
     node: Node
     steps: tuple[Step, ...] = ()

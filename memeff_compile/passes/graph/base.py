@@ -87,7 +87,7 @@ class GraphPass(ABC):
 
     Attributes:
         name: in reports, in ``memeff.skip`` and in ``memeff.strict``.
-        when: whether a pass given in ``memeff.passes`` runs before ours or after them.
+        when: whether a pass given in ``memeff.passes`` runs before or after the built-in ones.
     """
 
     name: str

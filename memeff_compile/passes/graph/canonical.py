@@ -60,7 +60,10 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Read ``node`` by the table; None if it has no entry."""
+    """Read ``node`` by the table; None if it has no entry.
+
+    ``x.float()`` is read as ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
+    """
     if node.op not in ("call_function", "call_method"):
         return None
     try:
@@ -424,7 +427,7 @@ def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _getitem(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Read indexing as the slices, selects, new axes and gathers it is made of."""
+    """Read indexing as the equivalent slices, selects, new axes and gathers."""
     if not kwargs and len(args) == 2 and is_several(args[0]) and _is_integer(args[1]):
         return (_part(args[0], args[1]),)
     _require(not kwargs and len(args) == 2 and _is_tensor(args[0]))

@@ -34,9 +34,10 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 def starts(info: GraphInfo) -> tuple[Node, ...]:
     """Return the nodes of a whole graph, in its current state, at which a new partition starts;
-    usually there are none. A cut lies where another block of the model begins, if both sides
-    produce gradients of updated weights. Graphs with writes, with values of unknown size, or
-    already split by DDP are not cut.
+    usually there are none.
+
+    A cut lies where another block of the model begins, if both sides produce gradients of updated
+    weights. Graphs with writes, with values of unknown size, or already split by DDP are not cut.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -93,9 +94,9 @@ def _updated(info: GraphInfo) -> dict[Node, int]:
 
 
 def block_of(node: Node) -> str:
-    """Return the path of the module with a number that a node is part of, or an empty string.
+    """Return the path of the numbered module that a node is part of, or an empty string.
 
-    A checkpoint is a block, whoever called it.
+    A checkpoint is a block, whichever module called it.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]

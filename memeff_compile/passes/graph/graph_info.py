@@ -57,7 +57,7 @@ class GraphInfo:
     positions: dict[Node, int] = field(default_factory=dict)
     # Results that a pass has computed and wants to find again, until the graph changes.
     notes: dict[str, Any] = field(default_factory=dict)
-    # Nodes that an edit has put others in the place of.
+    # Nodes that edits have replaced, with their replacements.
     replaced: dict[Node, Node] = field(default_factory=dict)
     # Nodes that edits have inserted for several matches, by the key that describes them.
     shared: dict[Hashable, Node] = field(default_factory=dict)

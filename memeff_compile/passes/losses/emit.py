@@ -356,6 +356,7 @@ class GroupEmitter:
 
     def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
         """Return the inputs of the head's low-rank parts, and the matrices they are multiplied by.
+
         Several parts are joined into one, whose rank is their sum. Scales are applied to N numbers,
         not V.
         """

@@ -63,8 +63,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Head:
-    """The product that makes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``. If the head
-    has low-rank parts, ``node`` is the sum with them.
+    """The product that makes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``.
+
+    If the head has low-rank parts, ``node`` is the sum with them.
     """
 
     node: Node

@@ -1,4 +1,5 @@
-"""Logits among the outputs of a graph: which can be handed back as deferred tensors, and the plan.
+"""Logits among the outputs of a graph: which of them can be returned as deferred tensors, and the
+plan.
 
 Two callers: the fused loss, for logits that the model returns with it, and `defer_logits`, for
 logits of a training graph that has no loss.

@@ -1,4 +1,5 @@
-"""Heads that DTensor splits over ranks by classes: how they are read, and how their parts meet.
+"""Heads that DTensor splits over ranks by classes: how they are read, and how their parts are
+merged.
 
     x = DTensor.from_local(h, mesh, (Replicate,))
     l = linear(x, W)                          W: Shard(0), this rank's classes
@@ -131,7 +132,7 @@ def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> No
 
 
 def on_every_rank(value: Tensor, like: Any) -> Tensor:
-    """Return a value that all ranks have computed alike as a DTensor on the mesh of ``like``."""
+    """Return a value that is equal on all ranks as a DTensor on the mesh of ``like``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     places = [Replicate()] * like.device_mesh.ndim

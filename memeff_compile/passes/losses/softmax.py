@@ -60,13 +60,15 @@ class Peak:
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding one undoes taking off the other, in the gradient too."""
+        """Return whether adding one maximum cancels subtracting the other, in the gradient too."""
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
 
 @dataclass(frozen=True)
 class Total:
-    """A log-sum-exp over the classes, less the maximum that was taken off the logits, if any."""
+    """A log-sum-exp over the classes, minus the maximum that was subtracted from the logits, if
+    any.
+    """
 
     chain: Chain
     peak: Peak | None
@@ -153,7 +155,7 @@ class SoftmaxReader:
         return Soft(total.chain, (*total.through, *way, other, node))
 
     def total(self, node: Any) -> Total | None:
-        """Read a log-sum-exp over the classes, written with its maximum taken off or without."""
+        """Read a log-sum-exp over the classes, written with or without subtracting the maximum."""
         call = call_of(node, *_TOTALS)
         if call is None:
             return None
@@ -191,7 +193,7 @@ class SoftmaxReader:
         return Total(chain, peak, keepdim, (*before, *way))
 
     def _peak_added(self, call: Call) -> Total | None:
-        """Read a log-sum-exp to which the maximum is added that had been taken off."""
+        """Read a log-sum-exp to which the subtracted maximum is added again."""
         pairs = (call.args["self"], call.args["other"]), (call.args["other"], call.args["self"])
         for inner, other in pairs if call.args["alpha"] == 1 else ():
             left, right = self.info.tensor(inner), self.info.tensor(other)
@@ -243,7 +245,9 @@ class SoftmaxReader:
         return self._over(call.args["self"], call.args["dim"], (node,))
 
     def _share(self, node: Node, call: Call) -> Soft | None:
-        """Read ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, their maximum taken off."""
+        """Read ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, with or without their
+        maximum subtracted.
+        """
         powers, added = call.args["self"], call_of(call.args["other"], aten.sum.dim_IntList)
         raised = call_of(powers, aten.exp.default)
         if added is None or raised is None or added.args["self"] is not powers:

@@ -166,7 +166,9 @@ class TailReader:
             yield Decline("unreadable_loss", said, hint, node)
 
     def chain_of_log_probs(self, node: Node) -> Chain | None:
-        """Return the chain of logits that are as log-probabilities, or minus these, in ``node``."""
+        """Return the chain of logits if ``node`` is their log-probabilities or the negative of
+        these.
+        """
         soft = self.softmax.signed_log_probs(node)
         return soft.chain if isinstance(soft, Soft) else None
 
@@ -555,7 +557,7 @@ class TailReader:
             return
 
     def _by_hand(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Read a log-sum-exp that is written out, with or without its maximum taken off."""
+        """Read an explicitly written log-sum-exp, with or without subtracting its maximum."""
         total = self.softmax.total(node)
         if total is not None and total.peak is None and not total.chain.moved:
             yield Tail(node, "lse", total.chain, through=total.through, keepdim=total.keepdim)

@@ -82,7 +82,7 @@ def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node
             value = info.tensor(user)
             sizes = () if value is None else value.shape
             is_wide = any(compat.statically_true(s == classes) for s in sizes)
-            # Halves of the classes, as of a gate and its other operand, go on, too.
+            # Halves of the classes, as of a gate and its other operand, are followed, too.
             if is_wide or is_several(user) or _elements(info, user) * _FEWER >= elements:
                 queue.append(user)
             else:

@@ -94,7 +94,7 @@ def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
 
 
 def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
-    """Read `relu(gate) ** 2 * up` of two tensors alike."""
+    """Read `relu(gate) ** 2 * up` of two tensors with the same shape and dtype."""
     for left, up in _factors(node):
         base = _squared(left)
         active = None if base is None else read_one(base)

@@ -1,6 +1,6 @@
 """Reads calls of `memeff::ternary_linear_product`, made by `ternarize_`'s linears.
 
-Each quantises its input for itself; those of one input can be one call.
+Each quantises its input separately; those of one input can be one call.
 """
 
 from __future__ import annotations
