@@ -9,24 +9,39 @@ from contextvars import ContextVar
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 from .. import decisions
 from ..compat import current_gpu
 from ..compat import without_autocast as without_autocast
-from ._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
+from ._triton.gpus import AMD, H200, NVIDIA
+from ._triton.gpus import Gpu as Gpu
+from ._triton.gpus import gpu_of as gpu_of
 
 DEFAULT_PROCESSORS = 132
 """Of an H200; also what the width rules assume where there is no GPU to ask."""
 
-_planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
+
+
+class _Planned(NamedTuple):
+    """The device that questions about engines are answered for, and its kind of GPU."""
+
+    device: torch.device
+    gpu: Gpu
+
+
+_planned: ContextVar[_Planned | None] = ContextVar("planned device", default=None)
 
 
 @contextmanager
-def planned_for(device: torch.device) -> Iterator[None]:
-    """Answer questions about engines for `device`, which need not be here, wherever tensors are."""
-    token = _planned.set(device)
+def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
+    """Answer questions about engines for `device`, which need not be here, wherever tensors are.
+
+    A GPU is taken to be of the kind `gpu`.
+    """
+    token = _planned.set(_Planned(device, gpu))
     try:
         yield
     finally:
@@ -35,7 +50,8 @@ def planned_for(device: torch.device) -> Iterator[None]:
 
 def where_it_runs(device: torch.device) -> torch.device:
     """Return the device whose engines are asked about: `device`, or the one planned for."""
-    return _planned.get() or device
+    planned = _planned.get()
+    return device if planned is None else planned.device
 
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
@@ -47,10 +63,11 @@ def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
 def can_run_kernels(device: torch.device) -> bool:
     """Say whether our Triton kernels and fp32-output products run on a GPU.
 
-    They need triton and a GPU of NVIDIA's of compute capability 8.0 or later, which a planned
-    device is taken to be.
+    They need triton and a GPU of NVIDIA's of compute capability 8.0 or later. A planned device is
+    taken to have triton.
     """
-    return _planned.get() is not None or runs_kernels(_index(device))
+    planned = _planned.get()
+    return runs_kernels(_index(device)) if planned is None else planned.gpu.runs_kernels
 
 
 @lru_cache(maxsize=64)
@@ -77,7 +94,10 @@ def _gpu(index: int) -> Gpu:
 
 def gpu(device: torch.device) -> Gpu:
     """Return what the GPU of `device` has, or what an H200 has where there is none to ask."""
-    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+    planned = _planned.get()
+    if planned is not None:
+        return planned.gpu
+    if device.type != "cuda" or not _has_gpu():
         return H200
     return _gpu(_index(device))
 
@@ -89,7 +109,10 @@ def starts_early(device: torch.device) -> bool:
 
 def was_measured(device: torch.device, op: str) -> bool:
     """Say whether an op's speed was measured on this kind of GPU; also where there is no GPU."""
-    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+    planned = _planned.get()
+    if planned is not None:
+        return op in planned.gpu.measured
+    if device.type != "cuda" or not _has_gpu():
         return True
     return op in gpu(device).measured
 

@@ -19,13 +19,13 @@ from torch.fx import GraphModule, Node
 from .. import compat
 from ..backend.entry import keep_transformers_losses_in_one_graph
 from ..errors import ExplainError, MemeffError, first_line
-from ..kernels.device import planned_for
 from ..options import Options
 from ..passes import PASSES, in_order
 from ..passes.graph.graph_info import levels_of
 from ..passes.graph.module_names import clean_module_path
 from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
+from .cards import Target
 from .depth import copied_with
 from .sizes import BATCH, LENGTH, Sizes, Told, tensors_in
 from .values import MOST_BYTES, Values, tensors_of
@@ -116,7 +116,7 @@ def capture(
     call: tuple[Sequence[Any], Mapping[str, Any]],
     sizes: Sizes,  # batch and length of the call
     options: Options,
-    device: str,
+    target: Target,
     model: nn.Module | Callable[..., Any],
     told: Told,  # the batch and the length to capture it with
 ) -> Capture:
@@ -144,10 +144,10 @@ def capture(
         number = len(found.nodes) - 1
         said = [compat.source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
         found.classes |= _classes(gm)
-        if device != "cpu":
+        if target.device != "cpu":
             _attend_as_a_gpu_does(gm)
         unchanged = copy.deepcopy(gm)
-        with planned_for(torch.device(device, 0)):
+        with target.planned():
             outcome = run(gm, in_order(PASSES, options.passes), options)
             enforce_strict(options, outcome.report)
         found.reports.append(outcome.report)

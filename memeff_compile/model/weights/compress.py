@@ -219,6 +219,23 @@ def compress_(
     return keep(model, "compress_", CompressionReport(tuple(found)))
 
 
+def compressible(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that `compress_` compresses unless told otherwise, also those on "meta".
+
+    How well their values compress is not known: one that gains less than a tenth stays dense.
+    """
+    found = []
+    for place in _places(model):
+        weight, local = place.parameter, compat.local_part(place.parameter)
+        is_linear = all(
+            _is_linear(module, attribute) and not _skipped(path, SKIPPED)
+            for path, module, attribute in place.owners
+        )
+        if is_linear and local.dtype == torch.bfloat16 and local.numel() >= MIN_SIZE:
+            found.append(weight)
+    return found
+
+
 def compression_report(model: nn.Module) -> CompressionReport | None:
     """Return what the last `compress_` of a model returned, or None if there was none.
 

@@ -1,0 +1,150 @@
+"""GPUs by name: the memory that a plan has to fit, and the kernels that it may count on.
+
+Memory is what PyTorch says of a card (`torch.cuda.mem_get_info`), a little less than its box does.
+Rates are the makers' figures for dense bf16 products that are summed in fp32. They are printed, and
+they say how long reading the weights takes at least; no size depends on them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ExplainError
+from ..kernels.device import Gpu, gpu_of, planned_for
+from ..report import format_bytes
+
+WIDE_LIBRARY, NARROW_LIBRARY = 2 * 32 * 2**20, 2 * (2 * 4096 + 8 * 16) * 2**10
+"""The workspaces of cuBLAS, one for forward's thread and one for backward's: from Hopper on, and
+on earlier GPUs."""
+
+
+def _plain(name: str) -> str:
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"^(nvidia|geforce|tesla)+", "", plain)
+
+
+class Card(NamedTuple):
+    """One GPU that can be bought or rented."""
+
+    name: str  # as its maker writes it
+    gib: float  # memory
+    capability: tuple[int, int]
+    tflops: float  # of bf16 products; 0 where it has none
+    gb_per_s: float  # of its memory
+
+    @property
+    def key(self) -> str:
+        """The name as a command line takes it."""
+        return _plain(self.name)
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        return int(self.gib * 2**30)
+
+    @property
+    def gpu(self) -> Gpu:
+        """What its kind of GPU has."""
+        return gpu_of(self.capability)
+
+    @property
+    def library(self) -> int:
+        """Bytes that the matrix library keeps once it has run."""
+        return WIDE_LIBRARY if self.capability >= (9, 0) else NARROW_LIBRARY
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        products = f"{self.tflops:g} TFLOP/s in bf16" if self.tflops else "no bf16 products"
+        return (
+            f"{self.name}: {format_bytes(self.memory)}, compute capability {major}.{minor}, "
+            f"{products}, {self.gb_per_s:,.0f} GB/s"
+        )
+
+
+CARDS = {
+    card.key: card
+    for card in (
+        Card("RTX 3060", 11.76, (8, 6), 25.6, 360),
+        Card("RTX 3080", 9.77, (8, 6), 59.5, 760),
+        Card("RTX 3090", 23.69, (8, 6), 71, 936),
+        Card("RTX 4060 Ti 16GB", 15.7, (8, 9), 44, 288),
+        Card("RTX 4070", 11.73, (8, 9), 58.3, 504),
+        Card("RTX 4070 Ti Super", 15.7, (8, 9), 88.2, 672),
+        Card("RTX 4080", 15.7, (8, 9), 97.5, 717),
+        Card("RTX 4090", 23.65, (8, 9), 165.2, 1008),
+        Card("RTX 5060 Ti 16GB", 15.5, (12, 0), 47.4, 448),
+        Card("RTX 5070", 11.6, (12, 0), 61.7, 672),
+        Card("RTX 5070 Ti", 15.5, (12, 0), 87.9, 896),
+        Card("RTX 5080", 15.5, (12, 0), 112.6, 960),
+        Card("RTX 5090", 31.36, (12, 0), 209.5, 1792),
+        Card("RTX A6000", 47.54, (8, 6), 154.8, 768),
+        Card("RTX 6000 Ada", 47.5, (8, 9), 364, 960),
+        Card("RTX PRO 6000", 94.9, (12, 0), 503.8, 1792),
+        Card("T4", 14.58, (7, 5), 0, 320),
+        Card("A10", 22.05, (8, 6), 125, 600),
+        Card("A10G", 22.05, (8, 6), 70, 600),
+        Card("A40", 44.4, (8, 6), 149.7, 696),
+        Card("L4", 22.03, (8, 9), 121, 300),
+        Card("L40S", 44.4, (8, 9), 362, 864),
+        Card("A100 40GB", 39.39, (8, 0), 312, 1555),
+        Card("A100 80GB", 79.15, (8, 0), 312, 2039),
+        Card("H100", 79.1, (9, 0), 989, 3350),
+        Card("H100 PCIe", 79.1, (9, 0), 756, 2039),
+        Card("H200", 139.8, (9, 0), 989, 4800),
+        Card("B200", 178.3, (10, 0), 2250, 8000),
+    )
+}
+"""To add a card, add its row; `kernels/_triton/gpus.py` has what each compute capability has."""
+
+_SHORT = {"a100": "a10080gb", "h100sxm": "h100", "h100nvl": "h100", "rtx4060ti": "rtx4060ti16gb"}
+"""Names that mean one of several rows, or leave a part out."""
+
+
+class Target(NamedTuple):
+    """The device that is planned for."""
+
+    device: str = "cuda"  # or "cpu"
+    card: Card | None = None  # a GPU is one of Hopper's kind without it
+
+    @property
+    def library(self) -> int:
+        """Bytes that the matrix library keeps once it has run."""
+        if self.device == "cpu":
+            return 0
+        return WIDE_LIBRARY if self.card is None else self.card.library
+
+    def planned(self) -> AbstractContextManager[None]:
+        """Answer questions about engines for this device."""
+        device = torch.device(self.device, 0)
+        return planned_for(device) if self.card is None else planned_for(device, self.card.gpu)
+
+
+def target_of(device: str, gpu: str | None) -> Target:
+    """Return the device that is planned for; ExplainError where there is no such device."""
+    if device not in ("cuda", "cpu"):
+        raise ExplainError(f"device is {device!r}; it can be 'cuda' or 'cpu'.")
+    if gpu is not None and device == "cpu":
+        raise ExplainError(f"gpu is {gpu!r} and device is 'cpu'. Give one of them.")
+    return Target(device, None if gpu is None else card_of(gpu))
+
+
+def card_of(name: str) -> Card:
+    """Return the card of a name, such as "rtx4090"; ExplainError says the nearest names."""
+    plain = _plain(str(name))
+    plain = _SHORT.get(plain, plain)
+    for key in (plain, f"rtx{plain}"):
+        if key in CARDS:
+            return CARDS[key]
+    # a name that begins as the given one, else those that look like it
+    near = [key for key in CARDS if plain and key.removeprefix("rtx").startswith(plain)]
+    near = near or difflib.get_close_matches(plain, CARDS, n=3, cutoff=0.5)
+    meant = f"Did you mean {', '.join(near)}?" if near else f"It can be {', '.join(CARDS)}."
+    raise ExplainError(
+        f"gpu is {name!r}, which is no card in the list. {meant} Of another card, give --memory "
+        "alone: the plan is then for the kernels of an H100."
+    )
