@@ -1,4 +1,4 @@
-"""memeff doctor | explain | tune | demo | options: the commands of memeff_compile."""
+"""memeff doctor | explain | fit | tune | demo | options: the commands of memeff_compile."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import memeff_compile
 from memeff_compile.cli.explain import add_arguments, run
+from memeff_compile.cli.fit import add_fit_arguments, fit
 from memeff_compile.cli.tune import add_tune_arguments, tune
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_tiny_llama.py"
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     add("doctor", "what this machine can run, and what is missing")
     add_arguments(add("explain", "what would happen to a model, and its memory"))
+    add_fit_arguments(add("fit", "which settings train or serve a model on a GPU"))
     add_tune_arguments(add("tune", "measure this machine's GPU and store what is best"))
     add("options", "every option, as docs/options.md")
     # What follows is the demo's own, --help included.
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if command.command == "demo":
         return _demo(rest)
-    commands_of = {"doctor": _doctor, "explain": run, "tune": tune, "options": _options}
+    commands_of = {"doctor": _doctor, "explain": run, "fit": fit, "tune": tune, "options": _options}
     return commands_of[command.command](command)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +55,8 @@ class Capture:
     """A model without and with the passes."""
 
     at: Told  # the batch and the length
-    # without and with the passes, what makes the graphs of each graph that Dynamo captured
-    lowered: list[Callable[[], tuple[Graphs, Graphs]]] = field(default_factory=list)
+    # what makes the graphs of each graph that Dynamo captured, without the passes or with them
+    lowered: list[Callable[[bool], Graphs]] = field(default_factory=list)
     # the calls of the graphs, in order; blocks may share one
     calls: list[GraphCall] = field(default_factory=list)
     reports: list[GraphReport] = field(default_factory=list)  # what the passes did to each graph
@@ -66,6 +67,10 @@ class Capture:
     inputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the call
     values: Values = field(default_factory=Values)  # those that are known
     outside: int = 0  # bytes of the tensors that the model made outside of the graphs
+
+    def graphs(self, *, with_passes: bool) -> list[Graphs]:
+        """Return what Inductor would compile for each graph that Dynamo captured."""
+        return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
         """Return the sizes of `other` with what is some tokens longer than a sequence, here too."""
@@ -154,10 +159,13 @@ def capture(
 
         again = compat.tracing_again()
 
-        def lowered() -> tuple[Graphs, Graphs]:
+        @cache
+        def lowered(with_passes: bool) -> Graphs:
+            if with_passes and not outcome.changed:
+                return lowered(False)
             with again(), compat.fresh_capture():
-                plain = _graphs_of(copy.deepcopy(unchanged), example_inputs)
-                return plain, _graphs_of(gm, example_inputs) if outcome.changed else plain
+                graph = gm if with_passes else copy.deepcopy(unchanged)
+                return _graphs_of(graph, example_inputs)
 
         found.lowered.append(lowered)
 

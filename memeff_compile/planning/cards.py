@@ -17,6 +17,7 @@ import torch
 from ..errors import ExplainError
 from ..kernels.device import Gpu, gpu_of, planned_for
 from ..report import format_bytes
+from .setting import read_memory
 
 WIDE_LIBRARY, NARROW_LIBRARY = 2 * 32 * 2**20, 2 * (2 * 4096 + 8 * 16) * 2**10
 """The workspaces of cuBLAS, one for forward's thread and one for backward's: from Hopper on, and
@@ -148,3 +149,13 @@ def card_of(name: str) -> Card:
         f"gpu is {name!r}, which is no card in the list. {meant} Of another card, give --memory "
         "alone: the plan is then for the kernels of an H100."
     )
+
+
+def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
+    """Return the card that is planned for, if one is named, and the memory."""
+    card = None if gpu is None else card_of(gpu)
+    if memory is not None:
+        return card, read_memory(memory)
+    if card is None:
+        raise ExplainError("Say which GPU: gpu, such as 'rtx4090', or memory, such as '24GB'.")
+    return card, card.memory

@@ -79,11 +79,11 @@ def explain(
     sizes = sizes_of(args, kwargs)
     take: _Take = partial(capture, (args, kwargs), sizes, chosen, target)
     with Progress(5, progress) as said:
-        own, found, stacks, fixed = _captures(model, chosen, sizes, take, said)
+        own, found, stacks, fixed = captures(model, chosen, sizes, take, said)
         scale = Scale(found.at, points_around(sizes.batch, sizes.length, found.at))
         facts, transient = facts_of(model, stacks, target.library), op_transient(scale, target)
         said("the graphs of a step")
-        graphs = list(zip(*(lower() for lower in found.lowered), strict=True))
+        graphs = [found.graphs(with_passes=each) for each in (False, True)]
         sides = []
         for with_passes, what in enumerate(("memory without", "memory with memeff")):
             said(what)
@@ -147,7 +147,7 @@ _Captured = tuple[Capture, Capture, list[Stack], dict[str, str]]
 why the batch or the length stays as it is."""
 
 
-def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
+def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
     """Capture a model with few of its blocks, or whole where it does not run with fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
@@ -172,7 +172,7 @@ def _captured(
     said("what the passes do")
     # Dynamo makes graphs of their own for a batch of 1
     mine = take(model, Told(max(sizes.batch, 2), sizes.length))
-    apart = Told.apart(sizes, _constants(model))
+    apart = Told.apart(sizes, constants_of(model))
     fixed: dict[str, str] = {}
     for told in dict.fromkeys((apart, Told(apart.batch))):
         said("how sizes grow")
@@ -197,7 +197,7 @@ def _captured(
     return mine, mine, stacks, fixed
 
 
-def _constants(model: object) -> set[int]:
+def constants_of(model: object) -> set[int]:
     """Return the sizes that are a model's own: those of its parameters and of its config."""
     if not isinstance(model, nn.Module):
         return set()
