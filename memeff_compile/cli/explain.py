@@ -26,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said = "optim_in_backward updates each weight as soon as its gradient is there"
     add("--in-backward", action="store_true", help=said)
     said = "compress_ has compressed the linear layers' weights; trained with --in-backward alone"
-    add("--weights", default=None, metavar="{win4,tier,rans}", help=said)
+    add("--weights", default=None, metavar="CODEC", help=said)
     said = "fp32 weights and states beside 16-bit ones"
     add("--master-weights", action="store_true", help=said)
     add("--gpus", type=int, default=1, help="how many share the batch")
     said = "of one GPU, with its unit, such as 80GB or 79.3GiB: asks for the largest batch"
     add("--memory", metavar="SIZE", help=said)
-    said = "a card such as rtx4090 or a100: its kernels, and its memory unless --memory says another"
+    said = "a card such as rtx4090 or a100: its kernels, and its memory without --memory"
     add("--gpu", metavar="CARD", help=said)
     said = "of weights, gradients and optimizer state (default: fsdp with more than one GPU)"
     add("--sharding", metavar="{fsdp,none}", help=said)
@@ -115,7 +115,7 @@ def _caches(given: argparse.Namespace, model: object) -> int:
     named = [f"--{name.replace('_', '-')}" for name in ignored if getattr(given, name)]
     if named:
         raise ExplainError(
-            f"--cache plans decoding, in which {' and '.join(named)} change nothing. Leave "
+            f"--cache plans decoding, in which {' and '.join(named)} would change nothing. Leave "
             f"{'it' if len(named) == 1 else 'them'} out."
         )
     how = {name: getattr(given, name) for name in ("batch", "length")}

@@ -49,12 +49,14 @@ def _fit(given: argparse.Namespace) -> int:
     from ..planning.cards import given_memory
     from ..planning.fit import fit
     from ..planning.serving import fit_serving
+    from ..report import VerbReport
 
     given_memory(given.memory, given.gpu)  # a wrong one is said before half a minute of work
     if given.json is not None and not given.json.parent.is_dir():
         raise ExplainError(f"There is no folder {given.json.parent} to write {given.json.name} in.")
     how = {name: getattr(given, name) for name in ("memory", "gpu", "batch", "dtype")}
     how["length"] = given.length or (8192 if given.serve else 2048)
+    found: VerbReport
     if given.serve:
         found = fit_serving(given.model, **how)
     else:

@@ -16,13 +16,13 @@ import torch
 from .. import decisions
 from ..compat import current_gpu
 from ..compat import without_autocast as without_autocast
-from ._triton.gpus import AMD, H200, NVIDIA
+from ._triton.gpus import AMD, NVIDIA
+from ._triton.gpus import H200 as H200
 from ._triton.gpus import Gpu as Gpu
 from ._triton.gpus import gpu_of as gpu_of
 
 DEFAULT_PROCESSORS = 132
 """Of an H200; also what the width rules assume where there is no GPU to ask."""
-
 
 
 class _Planned(NamedTuple):

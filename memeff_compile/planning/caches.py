@@ -113,7 +113,7 @@ def explain_cache(
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name; 16 bits are merged too, without codes.
-        weights: "dense", or the codec of `compress_`: "win4", "tier" or "rans".
+        weights: "dense", or a codec of `compress_`.
 
     Raises:
         ExplainError: the memory is no size, or the model's config does not tell its layers, the
@@ -148,7 +148,7 @@ def weight_bytes(model: nn.Module, codec: str) -> int:
     from ..model.weights.compress import compressible
 
     sizes = [weight.nbytes for weight in compressible(model)]
-    saved = math.floor(sum(sizes) * (1 - BITS_PER_WEIGHT[codec] / 16))
+    saved = int(sum(sizes) * (1 - BITS_PER_WEIGHT[codec] / 16))
     return every - saved + max(sizes, default=0)
 
 

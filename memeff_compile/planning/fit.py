@@ -9,7 +9,9 @@ they update, and compressed weights are arithmetic on what was captured.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ExplainError
+from ..kernels import coded_weight as coded_folder
 from ..options import Options
 from ..report import VerbReport, format_bytes
 from . import setting as settings
@@ -35,8 +38,7 @@ RANK = 16
 
 LINES = {
     "c": 'model.gradient_checkpointing_enable({"use_reentrant": False})',
-    "w": 'memeff_compile.compress_(model, "win4")',
-    "t": 'memeff_compile.compress_(model, "tier")',
+    **{codec[0]: f'memeff_compile.compress_(model, "{codec}")' for codec in coded_folder.ADVISED},
     "l": "model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, "
     'target_modules="all-linear", task_type="CAUSAL_LM"))',
     "d": "model.disable_input_require_grads()  # else the graph breaks at the embedding",
@@ -66,6 +68,16 @@ class Kind(NamedTuple):
     is_ours: bool = True  # whether the passes run
 
 
+def _compressed(
+    captured: str, setting: Mapping[str, Any], numbers: str, write: str
+) -> Iterator[Kind]:
+    """Yield the rows of a setting with compressed weights; `write` has a place for their line."""
+    for codec in coded_folder.ADVISED:
+        how = {**setting, "weights": codec}
+        name = f"the same, weights in {codec}"
+        yield Kind(name, captured, how, numbers, write.format(codec[0]))
+
+
 ADAM, SGD = {"optimizer": "adamw"}, {"optimizer": "sgd", "in_backward": True}
 EIGHT = {"optimizer": "adamw8bit"}
 KINDS = (
@@ -83,23 +95,9 @@ KINDS = (
         *("checkpointing", EIGHT | {"in_backward": True}, "lossy: state", "c E m"),
     ),
     Kind("checkpointing, SGD in the backward", "checkpointing", SGD, "exact", "c S m"),
-    Kind(
-        "the same, weights in win4",
-        *("checkpointing", SGD | {"weights": "win4"}, "exact", "c w S m"),
-    ),
-    Kind(
-        "the same, weights in tier",
-        *("checkpointing", SGD | {"weights": "tier"}, "exact", "c t S m"),
-    ),
+    *_compressed("checkpointing", SGD, "exact", "c {} S m"),
     Kind("LoRA, checkpointing, AdamW", "adapters", ADAM, "adapters", "c l d A m"),
-    Kind(
-        "the same, weights in win4",
-        *("adapters", ADAM | {"weights": "win4"}, "adapters", "c w l d A m"),
-    ),
-    Kind(
-        "the same, weights in tier",
-        *("adapters", ADAM | {"weights": "tier"}, "adapters", "c t l d A m"),
-    ),
+    *_compressed("adapters", ADAM, "adapters", "c {} l d A m"),
 )
 """The rows of the table, in order: the less a row changes of a training, the earlier it comes."""
 
@@ -157,7 +155,9 @@ class Fit(VerbReport):
     @property
     def nearest(self) -> Row:
         """The row that takes the least memory."""
-        return min((row for row in self.rows if row.peak is not None), key=lambda row: row.peak)
+        return min(
+            (row for row in self.rows if row.peak is not None), key=lambda row: row.peak or 0
+        )
 
     def __str__(self) -> str:
         at = f"{self.sizes.batch} x {self.sizes.length}"
@@ -188,11 +188,9 @@ class Fit(VerbReport):
             assert nearest.peak is not None
             missing = format_bytes(nearest.peak - self.room)
             number = self.rows.index(nearest) + 1
+            usable = format_bytes(self.room)
             yield f"  None fits at length {self.sizes.length}. The nearest is row {number}, which"
-            yield (
-                f"  lacks {missing}: it takes {format_bytes(nearest.peak)}, and "
-                f"{format_bytes(self.room)} may be used."
-            )
+            yield f"  lacks {missing}: it takes {format_bytes(nearest.peak)} of {usable}."
             if nearest.longest:
                 yield f"  One sequence of {nearest.longest:,} tokens fits with it."
             return
@@ -223,7 +221,7 @@ NOTES = (
 
 
 class Adapted(nn.Module):
-    """A linear layer with a LoRA adapter, as PEFT computes one: in fp32, next to a frozen weight."""
+    """A linear layer with a LoRA adapter, as PEFT has one: in fp32, next to a frozen weight."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -235,7 +233,8 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's result with the adapter's added."""
         result: Tensor = self.base(x)
-        return (result + 2.0 * self.up(self.down(x.float()))).to(result.dtype)
+        added: Tensor = self.up(self.down(x.float()))
+        return (result + 2.0 * added).to(result.dtype)
 
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
@@ -243,18 +242,30 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
 
     All else is frozen. It shares no parameter objects with the model, so that only its own are.
     """
-    memo = {id(p): p.detach() for p in model.buffers()}
+    memo: dict[int, object] = {id(p): p.detach() for p in model.buffers()}
     memo |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     copied = copied_with(model, memo)
-    for stack in stacks_of(copied):
-        for module in list(copied.get_submodule(stack.path).modules()):
-            for name, child in list(module.named_children()):
-                if type(child) is nn.Linear:
-                    setattr(module, name, Adapted(child, rank))
+    linears = [
+        (module, name, child)
+        for stack in stacks_of(copied)
+        for module in copied.get_submodule(stack.path).modules()
+        for name, child in module.named_children()
+        if type(child) is nn.Linear
+    ]
+    if not linears:
+        raise ExplainError("there is no nn.Linear in its blocks to put adapters at")
+    for module, name, child in linears:
+        setattr(module, name, Adapted(child, rank))
     checkpoint(copied)
-    if hasattr(copied, "disable_input_require_grads"):  # a hook that would break the graph
-        copied.disable_input_require_grads()
+    disable = getattr(copied, "disable_input_require_grads", None)
+    if disable is not None:  # a hook that would break the graph
+        disable()
     return copied
+
+
+def _shared(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its parameters and buffers."""
+    return copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
 
 
 class _Found(NamedTuple):
@@ -302,7 +313,7 @@ def fit(
     card, room = given_memory(memory, gpu)
     target = Target(card=card)
     if isinstance(model, nn.Module):
-        built = model.train()
+        built = _shared(model).train()
         with torch.device("meta"):
             ids = torch.zeros(batch, length, dtype=torch.int64)
         call = {"input_ids": ids, "labels": ids}
@@ -346,14 +357,14 @@ def _found(
     said("as is")
     read("without", first, model, stacks)
     read("as is", first, model, stacks)
-    saves = copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
+    saves = _shared(model)
     failed: dict[str, str] = {}
     try:
         checkpoint(saves)
     except ExplainError as error:
         failed = dict.fromkeys(("checkpointing", "keeping attention", "adapters"), str(error))
     keeping = Options(recompute="attention")
-    others = {
+    others: dict[str, tuple[Callable[[], nn.Module], Options]] = {
         "checkpointing": (lambda: saves, plain),
         "keeping attention": (lambda: saves, keeping),
         "adapters": (lambda: adapted(model, rank), plain),
@@ -362,25 +373,37 @@ def _found(
         if key in failed:
             continue
         said(key)
-        module = make()
-        of = stacks_of(module) if any(s.is_short for s in stacks) else list(stacks)
-        told = replace(Told.apart(sizes, constants_of(module)), near=first.at.near)
         try:
-            found = take(options)(shortened(module, of), told)
+            module = make()
+            of = stacks_of(module) if any(s.is_short for s in stacks) else list(stacks)
+            told = replace(Told.apart(sizes, constants_of(module)), near=first.at.near)
+            with _without_notes_on_checkpoints():
+                read(key, take(options)(shortened(module, of), told), module, of)
         except ExplainError as error:
             failed[key] = str(error)
-        else:
-            read(key, found, module, of)
     return _Found(footprints, failed, max(vocabularies(first), default=0))
+
+
+@contextmanager
+def _without_notes_on_checkpoints() -> Iterator[None]:
+    """Keep PyTorch from warning of in-place ops in checkpoints that have a policy: the policy is
+    ours, and nothing runs here.
+    """
+    noted = logging.getLogger("torch._higher_order_ops.wrap")
+    before, noted.disabled = noted.disabled, True
+    try:
+        yield
+    finally:
+        noted.disabled = before
 
 
 def _row(kind: Kind, found: _Found, sizes: Sizes, room: int) -> Row:
     key = kind.captured if kind.is_ours else "without"
     if key in found.failed:
         return Row(kind, None, 0, 0, found.failed[key].partition("\n")[0])
-    how = {"after": kind.is_ours, "vocab": found.vocabulary}
+    of, setting = found.footprints[key], Setting(**kind.setting)
     try:
-        every = settings.moments(found.footprints[key], Setting(**kind.setting), **how)
+        every = settings.moments(of, setting, after=kind.is_ours, vocab=found.vocabulary)
     except ExplainError as error:
         return Row(kind, None, 0, 0, str(error))
     most = settings.largest_batch(every, sizes.length, room)

@@ -37,6 +37,7 @@ LOSSES = tuple(
     f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard", "_total_shard")
 )
 
+
 @dataclass(frozen=True)
 class Block:
     """One block of a captured model: its list, and its place among those that were captured."""
@@ -88,7 +89,7 @@ def facts_of(model: object, stacks: Sequence[Stack], library: int) -> Facts:
     )
 
 
-def _compressible(model: nn.Module) -> list[nn.Parameter]:
+def _compressible(model: nn.Module) -> list[torch.Tensor]:
     from ..model.weights.compress import compressible
 
     return compressible(model)

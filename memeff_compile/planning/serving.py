@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ..errors import ExplainError
+from ..kernels import coded_weight as coded_folder
 from ..report import VerbReport, format_bytes
 from .caches import STEP_ROOM, CacheMode, explain_cache
 from .cards import Card, given_memory
 from .models import build
 
-CODECS = ("dense", "win4", "tier")
+CODECS = ("dense", *coded_folder.ADVISED)
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class ServingRow:
 
     @property
     def line(self) -> str:
-        """The line to write."""
+        """The line to write, without the name of the package."""
         options = [] if self.codec == "dense" else [f'weights="{self.codec}"']
         options += [] if self.mode.bits == 16 else [f"kv_cache={self.mode.bits}"]
-        return f"memeff_compile.compile({', '.join(['model', *options])})"
+        return f"compile({', '.join(['model', *options])})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
@@ -72,15 +73,15 @@ class ServingFit(VerbReport):
         if self.card is not None and self.memory != self.card.memory:
             on += f"; planned for {format_bytes(self.memory)}"
         at, longest = f"{self.batch} x {self.length}", f"longest, batch {self.batch}"
-        title = f"{'weights':<9}{'cache':<8}{'weights':>12}{f'cache, {at}':>20}"
-        title += f"{longest:>20}{f'largest batch, {self.length}':>24}{'least ms':>10}"
+        title = f"{'weights':<9}{'cache':<8}{'weights':>10}{f'cache, {at}':>18}"
+        title += f"{longest:>20}{f'batch, {self.length}':>14}{'least ms':>10}"
         lines = [f"{self.name} on {on}", "", f"  {title}   {'numbers':<14}write"]
         for row in self.rows:
             mode = row.mode
-            start = f"{row.codec:<9}{f'{mode.bits} bits':<8}{format_bytes(row.weights):>12}"
-            start += f"{format_bytes(mode.total):>20}{_count(mode.longest):>20}"
+            start = f"{row.codec:<9}{f'{mode.bits} bits':<8}{format_bytes(row.weights):>10}"
+            start += f"{format_bytes(mode.total):>18}{_count(mode.longest):>20}"
             least = "-" if row.least_ms is None else f"{row.least_ms:.1f}"
-            start += f"{_count(mode.largest_batch):>24}{least:>10}"
+            start += f"{_count(mode.largest_batch):>14}{least:>10}"
             lines.append(f"  {start}   {row.numbers:<14}{row.line}")
         lines += ["", *(f"  {line}" for line in self._verdict()), ""]
         return "\n".join([*lines, *(f"  {note}" for note in (*self.notes, *NOTES))])
@@ -92,7 +93,7 @@ class ServingFit(VerbReport):
         at = f"{self.batch} x {self.length}"
         first = next(filter(fits, self.rows), None)
         if first is not None:
-            return [f"The first that holds {at}: {first.line}"]
+            return [f"The first that holds {at}: memeff_compile.{first.line}"]
         nearest = min(self.rows, key=lambda row: row.weights + row.mode.total)
         takes = nearest.weights + nearest.mode.total + STEP_ROOM
         return [
@@ -116,6 +117,7 @@ class ServingFit(VerbReport):
 NOTES = (
     f"{format_bytes(STEP_ROOM)} is set aside for a step. least ms: the time of reading weights and",
     "cache once at the rate of the card's memory, a floor for one step of decoding.",
+    "batch: the largest one at that length; longest: tokens of a sequence at that batch.",
 )
 
 
@@ -157,15 +159,20 @@ def fit_serving(
         if not isinstance(made.model, nn.Module):
             raise ExplainError("fit_serving needs a model of transformers, not a function.")
         model = made.model
+    from ..model.weights.compress import compressible
+
     unread = _weights_not_read(model)
-    rows, notes = [], ()
+    largest = max((weight.nbytes for weight in compressible(model)), default=0)
+    rows: list[ServingRow] = []
+    notes: tuple[str, ...] = ()
     for codec in CODECS:
         plan = explain_cache(model, memory=room, batch=batch, length=length, weights=codec)
         notes = plan.notes
         for mode in plan.modes:
             least = None
             if card is not None:
-                read_bytes = plan.weights - unread + mode.total
+                decoded = 0 if codec == "dense" else largest
+                read_bytes = plan.weights - decoded - unread + mode.total
                 least = 1e3 * read_bytes / (1e9 * card.gb_per_s)
             rows.append(ServingRow(codec, plan.weights, mode, least))
     return ServingFit(type(model).__name__, room, card, batch, length, tuple(rows), notes)

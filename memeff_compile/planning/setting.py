@@ -10,6 +10,7 @@ from typing import Literal
 import sympy
 
 from ..errors import ExplainError
+from ..kernels import coded_weight as coded_folder
 from .sizes import BATCH, LENGTH
 
 Parts = Mapping[str, sympy.Expr]
@@ -41,11 +42,9 @@ IN_8_BITS = sympy.Rational(1) + sympy.Rational(4, 256)
 
 BITS_PER_WEIGHT: Mapping[str, sympy.Rational] = {
     "dense": sympy.Rational(16),
-    "win4": sympy.Rational(1202, 100),
-    "tier": sympy.Rational(1103, 100),
-    "rans": sympy.Rational(1089, 100),
+    **{codec: sympy.Rational(str(bits)) for codec, bits in coded_folder.BITS.items()},
 }
-"""What `compress_` takes for a weight of 16 bits, measured on weights like trained ones."""
+"""What `compress_` takes for a weight of 16 bits."""
 
 ROOM = sympy.Rational(101, 100)
 """The spare room of codes that are trained."""

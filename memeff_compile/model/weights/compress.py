@@ -219,7 +219,7 @@ def compress_(
     return keep(model, "compress_", CompressionReport(tuple(found)))
 
 
-def compressible(model: nn.Module) -> list[nn.Parameter]:
+def compressible(model: nn.Module) -> list[Tensor]:
     """Return the weights that `compress_` compresses unless told otherwise, also those on "meta".
 
     How well their values compress is not known: one that gains less than a tenth stays dense.
