@@ -39,7 +39,7 @@ CODECS = ("win4", "tier", "rans")
 BITS = {"win4": 12.02, "tier": 11.03, "rans": 10.89}
 """Bits of a weight like trained ones, all parts counted (`benchmarks/ops/coded_weights.py`)."""
 ADVISED = ("win4", "tier")
-"""The codecs that `fit` plans with, for speed and for memory; the other one is the published one."""
+"""The codecs that `fit` plans with: one for speed, one for memory."""
 MANTISSA_BITS = 7
 LOSSY = (0, 1, 3)
 """Mantissa bits that the lossy modes keep."""
