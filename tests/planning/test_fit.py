@@ -17,6 +17,7 @@ from memeff_compile.kernels.device import gpu
 from memeff_compile.planning import fit as fitting
 from memeff_compile.planning.cards import CARDS, card_of, target_of
 from memeff_compile.planning.fit import KINDS, Fit, Row, adapted, fit, lines_of
+from memeff_compile.planning.models import build
 from memeff_compile.planning.serving import fit_serving
 from memeff_compile.planning.sizes import Sizes
 from tests.support.stacks import Stack
@@ -167,6 +168,24 @@ def test_the_lines_run(kind: fitting.Kind, monkeypatch: pytest.MonkeyPatch) -> N
     moved = [n for n, p in given["model"].named_parameters() if not torch.equal(p, trained[n])]
     assert moved
     assert all("lora" in name for name in moved) == (kind.captured == "adapters")
+
+
+@pytest.mark.slow
+def test_adapters_take_what_peft_s_take(config: Any) -> None:
+    import peft
+
+    how: dict[str, Any] = {"batch": 2, "length": 256, "dtype": "bfloat16"}
+    ours = build(str(config), checkpointing=False, **how)
+    theirs = build(str(config), checkpointing=True, **how)
+    settings = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        model: Any = peft.get_peft_model(theirs.model, settings)
+    model.disable_input_require_grads()
+    peaks = [
+        memeff_compile.explain(each, **ours.kwargs).plan(optimizer="adamw").after.peak
+        for each in (adapted(ours.model, 16), model.train())
+    ]
+    assert peaks[0] == pytest.approx(peaks[1], rel=1e-4)
 
 
 # --- cards ----------------------------------------------------------------------------------------
