@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from .planning.caches import explain_cache as explain_cache
     from .planning.explain import Explanation as Explanation
     from .planning.explain import explain as explain
+    from .planning.fit import Fit as Fit
+    from .planning.fit import fit as fit
+    from .planning.serving import ServingFit as ServingFit
+    from .planning.serving import fit_serving as fit_serving
     from .report import VerbReport as VerbReport
     from .report import graphs as graphs
     from .report import last_report as last_report
@@ -85,6 +89,8 @@ _NAMES = {
     "passes.graph.graph_info": "GraphInfo",
     "planning.caches": "explain_cache",
     "planning.explain": "Explanation explain",
+    "planning.fit": "Fit fit",
+    "planning.serving": "ServingFit fit_serving",
     "report": "VerbReport graphs last_report",
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""memeff doctor | explain | demo | options | report-bug: the commands of memeff_compile."""
+"""memeff doctor | explain | fit | demo | options | report-bug: the commands of memeff_compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import memeff_compile
-from memeff_compile.cli import explain, options, report_bug
+from memeff_compile.cli import explain, fit, options, report_bug
 from memeff_compile.errors import MemeffError
 
 
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = "what another GPU would get, by its name, such as rtx4090"
     doctor.add_argument("--gpu", metavar="NAME", help=said)
     explain.add_arguments(add("explain", "what would happen to a model, and its memory"))
+    fit.add_fit_arguments(add("fit", "which settings train or serve a model on a GPU"))
     options.add_arguments(add("options", "every option, or all about one"))
     demo = add("demo", "train a small Llama with and without the backend")
     demo.add_argument("--steps", type=int, default=30, help="of training")
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands_of = {
         "doctor": _doctor,
         "explain": explain.run,
+        "fit": fit.fit,
         "options": options.run,
         "demo": _demo,
         "report-bug": report_bug.run,

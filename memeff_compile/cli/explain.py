@@ -21,13 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpointing", action="store_true", help="gradient checkpointing")
     said = "transformers' attn_implementation (default: transformers' choice)"
     add("--attention", metavar="{sdpa,eager,...}", help=said)
-    said = "adamw keeps two values per parameter, sgd none"
-    add("--optimizer", default="adamw", metavar="{adamw,sgd,none}", help=said)
+    said = "adamw keeps two values per parameter, adamw8bit two of a byte, sgd none"
+    add("--optimizer", default="adamw", metavar="{adamw,adamw8bit,sgd,none}", help=said)
+    said = "optim_in_backward updates each weight as soon as its gradient is there"
+    add("--in-backward", action="store_true", help=said)
+    said = "compress_ has compressed the linear layers' weights; trained with --in-backward alone"
+    add("--weights", default=None, metavar="CODEC", help=said)
     said = "fp32 weights and states beside 16-bit ones"
     add("--master-weights", action="store_true", help=said)
     add("--gpus", type=int, default=1, help="how many share the batch")
     said = "of one GPU, with its unit, such as 80GB or 79.3GiB: asks for the largest batch"
     add("--memory", metavar="SIZE", help=said)
+    said = "a card such as rtx4090 or a100: its kernels, and its memory without --memory"
+    add("--gpu", metavar="CARD", help=said)
     said = "of weights, gradients and optimizer state (default: fsdp with more than one GPU)"
     add("--sharding", metavar="{fsdp,none}", help=said)
     said = "every buffer at the worst moment, or what arXiv 2411.09009 counts"
@@ -56,15 +62,19 @@ def run(given: argparse.Namespace) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     from ..errors import ExplainError
+    from ..planning.cards import target_of
     from ..planning.explain import explain
     from ..planning.models import build
     from ..planning.setting import Setting, read_memory
 
-    names = ("optimizer", "master_weights", "gpus", "accounting")
+    names = ("optimizer", "in_backward", "master_weights", "gpus", "accounting")
     setting = {name: getattr(given, name) for name in names}
+    if given.weights is not None:
+        setting["weights"] = given.weights
     setting["sharding"] = given.sharding or ("fsdp" if given.gpus > 1 else "none")
     Setting(**setting)  # a wrong setting is said before minutes of work
     memory = None if given.memory is None else read_memory(given.memory)
+    target_of(given.device, given.gpu)
     options = dict(pair.partition("=")[::2] for pair in given.option)
     asked = ("batch", "length", "dtype", "checkpointing", "attention")
     call = build(given.model, **{name: getattr(given, name) for name in asked})
@@ -74,7 +84,8 @@ def _run(given: argparse.Namespace) -> int:
     if given.cache:
         return _caches(given, call.model)
     shown = False if given.quiet else None
-    how = {"options": options or None, "device": given.device, "progress": shown}
+    how = {"options": options or None, "device": given.device, "gpu": given.gpu}
+    how["progress"] = shown
     found = explain(call.model, *call.args, **how, **call.kwargs)
     try:
         plan = found.plan(memory=memory, **setting)
@@ -93,13 +104,23 @@ def _caches(given: argparse.Namespace, model: object) -> int:
     """Print what KV caches take, and write it if that was asked for."""
     from ..errors import ExplainError
     from ..planning.caches import explain_cache
+    from ..planning.cards import given_memory
 
-    if given.memory is None or given.png is not None:
+    if (given.memory or given.gpu) is None or given.png is not None:
         raise ExplainError(
-            "--cache asks what fits into a device: give --memory, such as 141GB. It draws nothing, "
-            "so --png does not go with it."
+            "--cache asks what fits into a device: give --memory, such as 141GB, or --gpu. It "
+            "draws nothing, so --png does not go with it."
         )
-    how = {name: getattr(given, name) for name in ("memory", "batch", "length")}
+    ignored = ("option", "checkpointing", "master_weights", "in_backward")
+    named = [f"--{name.replace('_', '-')}" for name in ignored if getattr(given, name)]
+    if named:
+        raise ExplainError(
+            f"--cache plans decoding, in which {' and '.join(named)} would change nothing. Leave "
+            f"{'it' if len(named) == 1 else 'them'} out."
+        )
+    how = {name: getattr(given, name) for name in ("batch", "length")}
+    _card, how["memory"] = given_memory(given.memory, given.gpu)
+    how["weights"] = given.weights or "dense"
     if given.merge is not None:
         from ..model.cache.minicache import MiniCache
 

@@ -14,7 +14,8 @@ import torch
 
 from ..compat import current_gpu
 from ..compat import without_autocast as without_autocast
-from ._triton.gpus import AMD, H200, NVIDIA
+from ._triton.gpus import AMD, NVIDIA
+from ._triton.gpus import H200 as H200
 from ._triton.gpus import Gpu as Gpu
 from ._triton.gpus import gpu_of as gpu_of
 

@@ -17,7 +17,7 @@ from ..errors import ExplainError
 from ..kernels import coded_kv_cache as op_folder
 from ..report import VerbReport, format_bytes
 from .depth import config_of
-from .setting import most, read_memory, require_counts
+from .setting import BITS_PER_WEIGHT, most, read_memory, require_counts
 
 MODES = (16, 8, 4, 3, 2)
 
@@ -99,6 +99,7 @@ def explain_cache(
     recent: int = 128,
     keep_first: int = 4,
     merge: Any = None,
+    weights: str = "dense",
 ) -> CachePlan:
     """Say how long a context and how large a batch fit, with a `KVCache` of each number of bits.
 
@@ -114,6 +115,7 @@ def explain_cache(
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name; 16 bits are merged too, without codes.
+        weights: "dense", or a codec of `compress_`.
 
     Raises:
         ExplainError: the memory is not a size, or the model's config has no number of layers, the
@@ -127,11 +129,29 @@ def explain_cache(
     total = read_memory(memory)
     kept = {"scheme": scheme, "group": group, "recent": recent, "keep_first": keep_first}
     shape = _shape_of(model, {**kept, "merge": merge})
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    room = total - weights - STEP_ROOM
+    held = weight_bytes(model, weights)
+    room = total - held - STEP_ROOM
     coded, notes = _served(shape)
     modes = tuple(_mode(bits, shape, kept, room, batch, length) for bits in (16, *coded))
-    return CachePlan(type(model).__name__, weights, total, batch, length, modes, notes)
+    return CachePlan(type(model).__name__, held, total, batch, length, modes, notes)
+
+
+def weight_bytes(model: nn.Module, codec: str) -> int:
+    """Return the bytes of a model's parameters, with its linear layers' weights in a codec.
+
+    While one runs with many tokens, it is decoded: room for the largest one is counted too.
+    """
+    every = sum(parameter.nbytes for parameter in model.parameters())
+    if codec not in BITS_PER_WEIGHT:
+        can_be = ", ".join(map(repr, BITS_PER_WEIGHT))
+        raise ExplainError(f"weights is {codec!r}; it can be {can_be}.")
+    if codec == "dense":
+        return every
+    from ..model.weights.compress import compressible
+
+    sizes = [weight.nbytes for weight in compressible(model)]
+    saved = int(sum(sizes) * (1 - BITS_PER_WEIGHT[codec] / 16))
+    return every - saved + max(sizes, default=0)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,13 @@ from torch.fx import GraphModule, Node
 from .. import compat
 from ..backend.entry import keep_transformers_losses_in_one_graph
 from ..errors import ExplainError, MemeffError, first_line
-from ..kernels.device import planned_for
 from ..options import Options
 from ..passes import PASSES, in_order
 from ..passes.graph.graph_info import levels_of
 from ..passes.graph.module_names import clean_module_path
 from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
+from .cards import Target
 from .depth import copied_with
 from .sizes import BATCH, LENGTH, Sizes, Told, tensors_in
 from .values import MOST_BYTES, Values, tensors_of
@@ -56,8 +57,8 @@ class Capture:
     """A model without and with the passes."""
 
     at: Told  # the batch and the length
-    # without and with the passes, a function per captured graph that returns its graphs
-    lowered: list[Callable[[], tuple[Graphs, Graphs]]] = field(default_factory=list)
+    # what makes the graphs of each graph that Dynamo captured, without the passes or with them
+    lowered: list[Callable[[bool], Graphs]] = field(default_factory=list)
     # the calls of the graphs, in order; blocks may share one
     calls: list[GraphCall] = field(default_factory=list)
     reports: list[GraphReport] = field(default_factory=list)  # the passes' report for each graph
@@ -68,6 +69,10 @@ class Capture:
     inputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the call
     values: Values = field(default_factory=Values)  # those that are known
     outside: int = 0  # bytes of the tensors that the model made outside of the graphs
+
+    def graphs(self, *, with_passes: bool) -> list[Graphs]:
+        """Return what Inductor would compile for each graph that Dynamo captured."""
+        return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
         """Return the sizes of `other`, with the same extra tokens that this model has beyond a
@@ -120,7 +125,7 @@ def capture(
     call: tuple[Sequence[Any], Mapping[str, Any]],
     sizes: Sizes,  # batch and length of the call
     options: Options,
-    device: str,
+    target: Target,
     model: nn.Module | Callable[..., Any],
     told: Told,  # the batch and the length to capture it with
 ) -> Capture:
@@ -148,20 +153,23 @@ def capture(
         number = len(found.nodes) - 1
         said = [compat.source_name(n) for n in gm.graph.nodes if n.op == "placeholder"]
         found.classes |= _classes(gm)
-        if device != "cpu":
+        if target.device != "cpu":
             _attend_as_a_gpu_does(gm)
         unchanged = copy.deepcopy(gm)
-        with planned_for(torch.device(device, 0)):
+        with target.planned():
             outcome = run(gm, in_order(PASSES, options.passes), options)
             enforce_strict(options, outcome.report)
         found.reports.append(outcome.report)
 
         again = compat.tracing_again()
 
-        def lowered() -> tuple[Graphs, Graphs]:
+        @cache
+        def lowered(with_passes: bool) -> Graphs:
+            if with_passes and not outcome.changed:
+                return lowered(False)
             with again(), compat.fresh_capture():
-                plain = _graphs_of(copy.deepcopy(unchanged), example_inputs)
-                return plain, _graphs_of(gm, example_inputs) if outcome.changed else plain
+                graph = gm if with_passes else copy.deepcopy(unchanged)
+                return _graphs_of(graph, example_inputs)
 
         found.lowered.append(lowered)
 

@@ -1,8 +1,8 @@
 """GPUs by name: the memory that a plan has to fit, and the kernels that it may count on.
 
-Memory is what PyTorch says of a card (`torch.cuda.mem_get_info`), a little less than its box does.
-Rates are the makers' figures for dense bf16 products that are summed in fp32. They are printed, and
-they say how long reading the weights takes at least; no size depends on them.
+Memory is about what PyTorch says of a card (`torch.cuda.mem_get_info`), a little less than its box
+does. Rates are the makers' figures for dense bf16 products that are summed in fp32. They are
+printed, and they say how long reading the weights takes at least; no size depends on them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ExplainError
-from ..kernels.device import Gpu, gpu_of, planned_for
+from ..kernels.device import H200, Gpu, gpu_of, planned_for
 from ..report import format_bytes
 from .setting import read_memory
 
-WIDE_LIBRARY, NARROW_LIBRARY = 2 * 32 * 2**20, 2 * (2 * 4096 + 8 * 16) * 2**10
-"""The workspaces of cuBLAS, one for forward's thread and one for backward's: from Hopper on, and
-on earlier GPUs."""
+LIBRARY_THREADS = 2
+"""The threads with a workspace of cuBLAS: forward's and backward's."""
 
 
 def _plain(name: str) -> str:
@@ -52,11 +51,6 @@ class Card(NamedTuple):
     def gpu(self) -> Gpu:
         """What its kind of GPU has."""
         return gpu_of(self.capability)
-
-    @property
-    def library(self) -> int:
-        """Bytes that the matrix library keeps once it has run."""
-        return WIDE_LIBRARY if self.gpu.has_descriptors else NARROW_LIBRARY
 
     def __str__(self) -> str:
         major, minor = self.capability
@@ -115,14 +109,16 @@ class Target(NamedTuple):
     @property
     def library(self) -> int:
         """Bytes that the matrix library keeps once it has run."""
-        if self.device == "cpu":
-            return 0
-        return WIDE_LIBRARY if self.card is None else self.card.library
+        return 0 if self.device == "cpu" else LIBRARY_THREADS * self.gpu.library_workspace
+
+    @property
+    def gpu(self) -> Gpu:
+        """What the kind of GPU has that is planned for."""
+        return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
         """Answer questions about engines for this device."""
-        device = torch.device(self.device, 0)
-        return planned_for(device) if self.card is None else planned_for(device, self.card.gpu)
+        return planned_for(torch.device(self.device, 0), self.gpu)
 
 
 def target_of(device: str, gpu: str | None) -> Target:
@@ -143,7 +139,7 @@ def card_of(name: str) -> Card:
             return CARDS[key]
     # a name that begins as the given one, else those that look like it
     near = [key for key in CARDS if plain and key.removeprefix("rtx").startswith(plain)]
-    near = near or difflib.get_close_matches(plain, CARDS, n=3, cutoff=0.5)
+    near = near or difflib.get_close_matches(plain, [*CARDS, *_SHORT], n=3, cutoff=0.6)
     meant = f"Did you mean {', '.join(near)}?" if near else f"It can be {', '.join(CARDS)}."
     raise ExplainError(
         f"gpu is {name!r}, which is no card in the list. {meant} Of another card, give --memory "

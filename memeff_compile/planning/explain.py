@@ -17,18 +17,19 @@ from typing import Any
 
 from torch import nn
 
-from .. import compat
-from ..errors import ExplainError, first_line
+from .. import compat, system
+from ..errors import ExplainError, OptionError, first_line
 from ..notebook import folded, pre
 from ..options import Options
 from ..report import Record, Report, VerbReport, format_bytes
 from . import setting as settings
 from .capture import Capture, capture, sizes_of
+from .cards import Card, target_of
 from .depth import Stack, configs_of, shortened, stacks_of
 from .footprint import facts_of, footprint, op_transient, vocabularies
 from .plan import Plan, Side
 from .progress import Progress
-from .setting import Footprint, Setting, read_memory
+from .setting import BITS_PER_WEIGHT, Footprint, Setting, read_memory
 from .sizes import Scale, Sizes, Told, points_around
 
 LEFT_FREE = 0.05
@@ -47,6 +48,7 @@ def explain(
     *args: object,
     options: Mapping[str, object] | Options | None = None,
     device: str = "cuda",
+    gpu: str | None = None,
     progress: bool | None = None,
     **kwargs: object,
 ) -> Explanation:
@@ -57,37 +59,41 @@ def explain(
 
     Args:
         model: a module, or any function of tensors.
-        *args: the model's arguments; tensors on "meta" are enough.
-        options: options of the backend, as in `torch.compile(options=...)`.
-        device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu".
-        progress: whether to show progress on stderr; by default if it is a terminal.
-        **kwargs: the model's keyword arguments.
+        *args: what the model is called with; tensors on "meta" do.
+        options: options of the backend, as in `torch.compile(options=...)`. With a codec as
+            "memeff.weights", plans are of weights that `compress_` compressed.
+        device: where it would run: "cuda" or "cpu".
+        gpu: a card such as "rtx4090", whose kernels and memory are planned with; by default the
+            kernels are those of an H100 or H200.
+        progress: whether to say on stderr what is being done; by default where it is a terminal.
+        **kwargs: what the model is called with by keyword.
 
     Raises:
         ExplainError: the model is no module and no function, or the call fails on tensors without
             memory, or has no tensor.
-        OptionError: an option is unknown or out of range.
+        OptionError: an option is unknown or out of range, or changes nothing in a plan.
 
     Example:
         >>> print(memeff_compile.explain(model, input_ids=ids, labels=ids))  # doctest: +SKIP
     """
-    if device not in ("cuda", "cpu"):
-        raise ExplainError(f"device is {device!r}; it can be 'cuda' or 'cpu'.")
+    target = target_of(device, gpu)
     chosen = options if isinstance(options, Options) else Options.parse(None, options)
+    chosen, weights = honoured(chosen)
     model = getattr(model, "_orig_mod", model)
     _require_callable(model)
     sizes = sizes_of(args, kwargs)
-    take: _Take = partial(capture, (args, kwargs), sizes, chosen, device)
+    take: _Take = partial(capture, (args, kwargs), sizes, chosen, target)
     with Progress(5, progress) as said:
-        own, found, stacks, fixed = _captures(model, chosen, sizes, take, said)
+        own, found, stacks, fixed = captures(model, chosen, sizes, take, said)
         scale = Scale(found.at, points_around(sizes.batch, sizes.length, found.at))
-        facts, transient = facts_of(model, stacks, device), op_transient(scale, device)
+        facts, transient = facts_of(model, stacks, target.library), op_transient(scale, target)
         said("the graphs of a step")
-        graphs = zip(*(lower() for lower in found.lowered), strict=True)
+        graphs = [found.graphs(with_passes=each) for each in (False, True)]
         sides = []
-        for side, what in zip(graphs, ("memory without", "memory with memeff"), strict=True):
+        for with_passes, what in enumerate(("memory without", "memory with memeff")):
             said(what)
-            sides.append(footprint(found, side, stacks, scale, facts, transient))
+            how = (stacks, scale, facts, transient)
+            sides.append(footprint(found, graphs[with_passes], *how, is_cut=bool(with_passes)))
     return Explanation(
         name=getattr(model, "__name__", type(model).__name__),
         sizes=sizes,
@@ -98,7 +104,30 @@ def explain(
         stacks=tuple(stack for stack in stacks if stack.is_short),
         fixed=fixed,
         outside=own.outside,
+        card=target.card,
+        weights=weights,
     )
+
+
+def honoured(options: Options) -> tuple[Options, str]:
+    """Return options that a capture can follow, and the codec of the weights.
+
+    OptionError for options that change nothing that is planned, which would be ignored.
+    """
+    weights = options.weights if options.weights in BITS_PER_WEIGHT else "dense"
+    options = replace(options, weights="exact") if weights != "dense" else options
+    for hooks in system.hooks():
+        hooks.refuse(options)
+    ignored = {
+        "memeff.inner": (options.inner != "inductor", "a plan is of the memory of Inductor's code"),
+        "memeff.verify": (options.verify != "off", "a plan is of the calls after the first one"),
+        "memeff.mode": (options.mode is not None, "a plan is of Inductor's default mode"),
+        ", ".join(map(repr, options.inductor)): (bool(options.inductor), "no code is made"),
+    }
+    for key, (is_given, why) in ignored.items():
+        if is_given:
+            raise OptionError(f"explain cannot honour {key}: {why}. Leave it out.")
+    return options, weights
 
 
 def _require_callable(model: object) -> None:
@@ -126,8 +155,8 @@ the batch or the length is fixed.
 """
 
 
-def _captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture a model with few of its blocks, or whole if it does not run with fewer."""
+def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
+    """Capture a model with few of its blocks, or whole where it does not run with fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
@@ -151,7 +180,7 @@ def _captured(
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
     mine = take(model, Told(max(sizes.batch, 2), sizes.length))
-    apart = Told.apart(sizes, _constants(model))
+    apart = Told.apart(sizes, constants_of(model))
     fixed: dict[str, str] = {}
     for told in dict.fromkeys((apart, Told(apart.batch))):
         said("how sizes grow")
@@ -176,8 +205,8 @@ def _captured(
     return mine, mine, stacks, fixed
 
 
-def _constants(model: object) -> set[int]:
-    """Return the model's constant sizes: those of its parameters and of its config."""
+def constants_of(model: object) -> set[int]:
+    """Return the sizes that are a model's own: those of its parameters and of its config."""
     if not isinstance(model, nn.Module):
         return set()
     every = [*model.parameters(), *model.buffers()]
@@ -228,6 +257,8 @@ class Explanation(VerbReport):
     # "batch", "length": why sizes at another one are not known, if so
     fixed: Mapping[str, str] = field(default_factory=dict)
     outside: int = 0  # bytes that operations outside of graphs make, which no plan counts
+    card: Card | None = None  # that was named
+    weights: str = "dense"  # the codec that the options named, or "dense"
 
     def plan(
         self,
@@ -242,7 +273,8 @@ class Explanation(VerbReport):
         Args:
             batch: sequences per GPU, and
             length: tokens per sequence; by default those of the call.
-            memory: of one GPU, such as "80GB", to ask for the largest batch.
+            memory: of one GPU, such as "80GB", to ask for the largest batch; by default that of
+                the card that `explain` was given.
             **given: the fields of `Setting`; by default one GPU, no optimizer.
 
         Raises:
@@ -256,7 +288,7 @@ class Explanation(VerbReport):
         if unknown:
             known = ", ".join(("batch", "length", "memory", *vars(Setting())))
             raise ExplainError(f"plan() got {', '.join(sorted(unknown))}; it takes {known}.")
-        setting = Setting(**{"optimizer": "none", **given})
+        setting = Setting(**{"optimizer": "none", "weights": self.weights, **given})
         batch = self.sizes.batch if batch is None else batch
         length = self.sizes.length if length is None else length
         settings.require_counts(batch=batch, length=length)
@@ -273,6 +305,8 @@ class Explanation(VerbReport):
                 "accounting='paper' compares a loss with and without log-probabilities, and no "
                 "head with a loss was found in this model. Pass labels, or use accounting='peak'."
             )
+        if memory is None and self.card is not None:
+            memory = self.card.memory
         room = None if memory is None else read_memory(memory)
         columns = []
         for found, is_after in ((self.before, False), (self.after, True)):
@@ -313,6 +347,8 @@ class Explanation(VerbReport):
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
         parts += [f"{s.path}: {s.depth} blocks, read off {len(s.kept)}" for s in self.stacks]
         texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
+        if self.card is not None:
+            texts.insert(1, str(self.card))
         if plan is not None:
             texts.append(f"Predicted memory of a step. B = batch per GPU, L = length.\n{plan}")
             texts += [

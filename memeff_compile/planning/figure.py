@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ExplainError
 from ..model.figures import matplotlib_for
 
-COLOURS = ("#4c78a8", "#9a9a9a", "#e4572e")
+COLOURS = ("#4c78a8", "#7fb3d5", "#274b6d", "#9a9a9a", "#e4572e")
 GIB = 1 << 30
 COLUMNS = ("without", "memeff")
 
@@ -42,7 +42,8 @@ def _memory(axis: Any, groups: Mapping[str, tuple[int, int]]) -> None:
     bottoms = [0.0, 0.0]
     for (group, sizes), colour in zip(groups.items(), COLOURS, strict=True):
         heights = [size / GIB for size in sizes]
-        axis.bar(COLUMNS, heights, 0.6, bottom=bottoms, label=group, color=colour)
+        label = group if any(heights) else None  # nothing to see, so nothing to explain
+        axis.bar(COLUMNS, heights, 0.6, bottom=bottoms, label=label, color=colour)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
     for place, total in enumerate(bottoms):
         axis.text(place, total, f"{total:.1f} GiB", ha="center", va="bottom", fontsize=9)
@@ -53,7 +54,7 @@ def _memory(axis: Any, groups: Mapping[str, tuple[int, int]]) -> None:
 
 
 def _batches(axis: Any, batches: Sequence[int], length: int, increase: float | None) -> None:
-    bars = axis.bar(COLUMNS, batches, 0.6, color=COLOURS[1:])
+    bars = axis.bar(COLUMNS, batches, 0.6, color=COLOURS[-2:])
     axis.bar_label(bars, [f"{count:,}" for count in batches], fontsize=9)
     grows = "" if increase is None else f" ({increase:.1f} times)"
     axis.set_ylabel(f"largest batch per GPU,\nsequences of {length:,} tokens{grows}")

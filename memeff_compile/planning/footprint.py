@@ -19,9 +19,9 @@ from ..kernels import attention as attention_folder
 from ..kernels import embedding as embedding_folder
 from ..kernels import gated_linear as gated_folder
 from ..kernels import linear_cross_entropy as op_folder
-from ..kernels.device import planned_for
 from ..passes.graph.module_names import clean_module_path
 from .capture import Capture, Graphs
+from .cards import Target
 from .depth import Stack
 from .setting import Facts, Footprint, Moment, Parts
 from .sizes import Scale, Size, tensors_in
@@ -36,9 +36,6 @@ DRAWN = ("rand", "seed", "dropout", "bernoulli")
 LOSSES = tuple(
     f"linear_cross_entropy{kind}" for kind in ("", "_backward", "_total", "_shard", "_total_shard")
 )
-
-LIBRARY_WORKSPACES = 2 * 32 * 2**20
-"""cuBLAS's workspaces on a Hopper GPU: one for forward's thread and one for backward's."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +62,16 @@ _Place = tuple[str, Block | None, bool]
 _PartOf = Callable[[Node], _Part]
 
 
-def facts_of(model: object, stacks: Sequence[Stack], device: str) -> Facts:
+def facts_of(model: object, stacks: Sequence[Stack], library: int) -> Facts:
     """Count the bytes of a model's parameters and buffers; parameters of blocks apart."""
-    library = LIBRARY_WORKSPACES if device == "cuda" else 0
     if not isinstance(model, nn.Module):
         return Facts(0, 0, 0, 0, 0, 0, 0, library)
     every = list(model.parameters())
     blocks = [list(b.parameters()) for s in stacks for b in model.get_submodule(s.path).children()]
     trained = [p for p in every if p.requires_grad]
+    linear = _compressible(model)
+    inside = {id(p) for block in blocks for p in block}
+    outside = [p for p in linear if id(p) not in inside]
     return Facts(
         weights=_bytes(every),
         block_weights=_bytes({id(p): p for block in blocks for p in block}.values()),
@@ -83,7 +82,17 @@ def facts_of(model: object, stacks: Sequence[Stack], device: str) -> Facts:
         trained_bytes=_bytes(trained),
         library=library,
         ranks=max((_ranks(parameter) for parameter in every), default=1),
+        linear=_bytes(linear),
+        linear_trained=_bytes(p for p in linear if p.requires_grad),
+        largest_linear=max((p.nbytes for p in linear if id(p) in inside), default=0),
+        largest_outside=max((p.nbytes for p in outside), default=0),
     )
+
+
+def _compressible(model: nn.Module) -> list[torch.Tensor]:
+    from ..model.weights.compress import compressible
+
+    return compressible(model)
 
 
 def _ranks(parameter: torch.Tensor) -> int:
@@ -108,20 +117,39 @@ def footprint(
     scale: Scale,
     facts: Facts,
     transient: Transient,
+    *,
+    is_cut: bool,  # whether the graphs are cut between blocks where weights are updated in backward
 ) -> Footprint:
     """Return the moments of a step at the model's full depth."""
-    replay = _Replay(captured, scale, stacks, vocabularies(captured), transient)
-    replay.run([graphs[call.graph] for call in captured.calls])
-    moments = [
-        Moment(name, parts)
+    called = [graphs[call.graph] for call in captured.calls]
+    parts = (captured, scale, stacks, vocabularies(captured), transient)
+    replay = _Replay(*parts)
+    replay.run(called)
+    moments = _largest(replay)
+    in_backward: tuple[Moment, ...] = ()
+    if is_cut and any(pair.backward is not None for pair in called):
+        stepped = _Replay(*parts, steps_in_backward=True)
+        stepped.run(called)
+        in_backward = _largest(stepped)
+    return Footprint(facts, moments, _outside(replay.kept), in_backward)
+
+
+def _largest(replay: _Replay) -> tuple[Moment, ...]:
+    """Return the moments that are the largest of those where as much is decoded, at one of the
+    points at least.
+    """
+    scale = replay.scale
+    every = [
+        moment
         for place, peaks in replay.peaks.items()
         for peak in peaks
-        for name, parts in replay.in_the_whole_model(place, peak)
+        for moment in replay.in_the_whole_model(place, peak)
     ]
-    values = [scale.of(moment.total).values for moment in moments]
-    # the largest at one of the points at least
-    best = {max(range(len(moments)), key=lambda m: values[m][p]) for p in range(len(scale.points))}
-    return Footprint(facts, tuple(moments[m] for m in sorted(best)), _outside(replay.kept))
+    best: set[int] = set()
+    for runs in dict.fromkeys(moment.runs for moment in every):
+        values = {m: scale.of(e.total).values for m, e in enumerate(every) if e.runs == runs}
+        best |= {max(values, key=lambda m: values[m][p]) for p in range(len(scale.points))}
+    return tuple(every[m] for m in sorted(best))
 
 
 def _outside(found: Owned) -> Parts:
@@ -148,6 +176,8 @@ class _Replay:
     stacks: Sequence[Stack]
     vocabulary: frozenset[int]
     transient: Transient
+    # whether a gradient is given up when the backward of the block that makes it has ended
+    steps_in_backward: bool = False
     root: str = ""
     peaks: dict[_Place, list[Owned]] = field(default_factory=lambda: defaultdict(list))
     # the buffers that exist when the forward ends, and when the backward does
@@ -182,7 +212,7 @@ class _Replay:
             self._backward(number, backward, forwards[number], held, before)
             outputs = list(backward.graph.nodes)[-1].args[0]
             for output, path in zip(outputs, call.parameters, strict=False):
-                if path and isinstance(output, Node):
+                if path and isinstance(output, Node) and not self.steps_in_backward:
                     size = self.scale.bytes_of(output.meta["val"])
                     learned[path] = (self._gradient_part(path), size)
         self.produced = self._sum([*held.values(), *learned.values()], inputs)
@@ -217,6 +247,8 @@ class _Replay:
                 owned[node] = held.pop((number, base))  # all of it, where a view of it is given
         line = Timeline(backward, self.scale, same)
         gradients = self._gradients(line, number)
+        if self.steps_in_backward:
+            self._give_up(line, self.captured.calls[number].parameters)
         owners = self._owners(line.nodes)
         before = self._sum(held.values(), before)
         for node in tangents:
@@ -232,19 +264,45 @@ class _Replay:
         for key in [key for key in held if key[0] == number]:
             del held[key]
 
-    def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[tuple[str, Parts]]:
-        """Yield the name and the parts of a moment: of a block in between, at both of its ends."""
+    def _give_up(self, line: Timeline, paths: Sequence[str]) -> None:
+        """Let the gradients of parameters end with the block whose backward makes them."""
+        ends: list[int] = []  # of each kernel, the last one in a row that runs in the same block
+        here: list[tuple[Block | None, bool]] = []
+        block: Block | None = None
+        for kernel in line.kernels:
+            block, is_outside = self._where(kernel.nodes, block)
+            here.append((block, is_outside))
+        for step in reversed(range(len(here))):
+            is_same = step + 1 < len(here) and here[step] == here[step + 1]
+            ends.insert(0, ends[0] if is_same else step)
+        last: dict[Node, int] = {}
+        for step, kernel in enumerate(line.kernels):
+            made = [made for _, made in line.results(kernel)]
+            for buffer in (*kernel.reads, *made):
+                last[buffer] = step
+        given = zip(line.outputs(), paths, strict=False)
+        learned = {line.base[output] for output, path in given if output is not None and path}
+        others = zip(line.outputs(), paths, strict=False)
+        kept = {line.base[output] for output, path in others if output is not None and not path}
+        for buffer in learned - kept:
+            if buffer in last:
+                line.last_read[buffer] = ends[last[buffer]]
+
+    def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
+        """Yield what a moment is in the whole model: of a block in between, at both of its ends."""
         phase, block, is_outside = place
         if block is None:
             where = "outside the blocks" if self.stacks else "the whole model"
-            yield f"{phase}, {where}", _outside(found)
+            yield Moment(f"{phase}, {where}", _outside(found))
         elif is_outside:
             next_to = f"{block.stack.path}.{block.stack.kept[block.place]}"
-            yield f"{phase}, outside the blocks, next to {next_to}", _outside(found)
+            is_end = phase == "backward" and block.place == 0
+            runs = "end" if is_end else "outside"
+            yield Moment(f"{phase}, outside the blocks, next to {next_to}", _outside(found), runs)
         else:
             for index in dict.fromkeys((block.alike[0], block.alike[-1])):
                 parts = self._inside(phase, block, index, found)
-                yield f"{phase}, {block.stack.path}.{index}", parts
+                yield Moment(f"{phase}, {block.stack.path}.{index}", parts, "block")
 
     def _inside(self, phase: str, block: Block, index: int, found: Owned) -> Parts:
         """Return the parts of a moment in the block at an index of the whole model."""
@@ -417,23 +475,23 @@ def _module_path(node: Node) -> str | None:
     return clean_module_path(entry[0] if isinstance(entry, tuple) else str(entry))
 
 
-def op_transient(scale: Scale, device: str) -> Transient:
-    """Return a function that gives an op's temporary bytes, besides its results."""
+def op_transient(scale: Scale, target: Target) -> Transient:
+    """Return a function that says what an op holds while it runs, beside its results."""
 
     def transient(node: Node) -> sympy.Expr:
         op: Any = called_op(node)
         if not _is_ours(node):
             # a GPU's fused attention sums the gradient of its queries in fp32
             is_fused = op_name(node).startswith("_scaled_dot_product")
-            if device == "cuda" and is_fused and "backward" in op_name(node):
+            if target.device == "cuda" and is_fused and "backward" in op_name(node):
                 return 4 * scale.elements(cast("Node", node.args[1]).meta["val"])
             return sympy.Integer(0)
         known = node.args[1:] if op is node.args[0] else node.args
         names = (argument.name for argument in compat.schema(op).arguments)
         given = {**dict(zip(names, known, strict=False)), **node.kwargs}
         name = compat.schema(op).name.rpartition("::")[2]
-        with planned_for(torch.device(device, 0)):
-            return sympy.sympify(_held(scale, device, name, given))
+        with target.planned():
+            return sympy.sympify(_held(scale, target.device, name, given))
 
     return transient
 

@@ -48,7 +48,7 @@ def build(
     if isinstance(call.model, nn.Module):
         call.model.train()
         if checkpointing:
-            _checkpoint(call.model)
+            checkpoint(call.model)
     return call
 
 
@@ -131,7 +131,8 @@ def _from_function(source: str, inputs: dict[str, Any]) -> Call:
     )
 
 
-def _checkpoint(model: nn.Module) -> None:
+def checkpoint(model: nn.Module) -> None:
+    """Switch gradient checkpointing on; ExplainError where the model has no switch."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ExplainError(

@@ -85,6 +85,8 @@ class Plan:
         if given.sharding == "fsdp":
             where += ", FSDP"
         optimizer = {"none": "no optimizer"}.get(given.optimizer, given.optimizer)
+        optimizer += " in the backward" if given.in_backward else ""
+        optimizer += f", weights in {given.weights}" if given.weights != "dense" else ""
         counted = ", counted as in the paper" if given.accounting == "paper" else ""
         master = ", fp32 master weights" if given.master_weights else ""
         room = "" if self.memory is None else f", {format_bytes(self.memory)} each"

@@ -10,6 +10,7 @@ from typing import Literal
 import sympy
 
 from ..errors import ExplainError
+from ..kernels import coded_weight as coded_folder
 from .sizes import BATCH, LENGTH
 
 Parts = Mapping[str, sympy.Expr]
@@ -24,17 +25,29 @@ def require_counts(**given: object) -> None:
 
 Accounting = Literal["peak", "paper"]
 
-_WEIGHTS = ("weights", "master weights", "optimizer state")
-_GRADIENTS = ("block gradients", "other gradients", "gradient buckets")
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "weights + optimizer": (*_WEIGHTS, *_GRADIENTS),
-    "activations": ("activations", "inputs", "working", "library workspace"),
+    "weights": ("weights", "master weights"),
+    "gradients": ("block gradients", "other gradients", "gradient buckets"),
+    "optimizer state": ("optimizer state",),
+    "activations": ("activations", "inputs", "working", "library workspace", "decoded weight"),
     "logits": ("logits", "loss workspace"),
 }
-"""The three bars of the figure, and the parts of a moment that each of them holds."""
+"""The bars of the figure, and the parts of a moment that each of them holds."""
 
-OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "sgd": 0, "none": 0}
-"""How many values per parameter an optimizer keeps; SGD is without momentum."""
+OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 0, "none": 0}
+"""How many values per parameter an optimizer keeps; SGD without momentum keeps none."""
+
+IN_8_BITS = sympy.Rational(1) + sympy.Rational(4, 256)
+"""Bytes of a value in 8 bits: one fp32 scale is kept for each 256 of them."""
+
+BITS_PER_WEIGHT: Mapping[str, sympy.Rational] = {
+    "dense": sympy.Rational(16),
+    **{codec: sympy.Rational(str(bits)) for codec, bits in coded_folder.BITS.items()},
+}
+"""What `compress_` takes for a weight of 16 bits."""
+
+ROOM = sympy.Rational(101, 100)
+"""The spare room of codes that are trained."""
 
 LOG_PROBABILITY_BYTES = 4
 
@@ -55,6 +68,12 @@ class Facts:
     trained_bytes: int  # likewise
     library: int = 0  # the matrix library's workspaces
     ranks: int = 1  # how many GPUs hold a part of each layer; the bytes are one's
+    # the bytes of weights that `compress_` would take: all, those that are trained, the largest
+    # one in a block, and the largest one outside of blocks, which is the output projection's
+    linear: int = 0
+    linear_trained: int = 0
+    largest_linear: int = 0
+    largest_outside: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,8 @@ class Moment:
 
     place: str
     parts: Parts
+    # what runs then: "block", "outside" of blocks, or "end": what is before the first block
+    runs: str = "outside"
 
     @property
     def total(self) -> sympy.Expr:
@@ -76,15 +97,20 @@ class Footprint:
 
     facts: Facts  # bytes of weights
     moments: tuple[Moment, ...]  # every moment that is the peak for some batch and length
-    kept: Parts  # tensors that the forward keeps for the backward pass and the caller
+    kept: Parts  # what the forward keeps for the backward and the caller
+    # the moments where weights are updated in the backward, and gradients come block by block
+    in_backward: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True)
 class Setting:
     """How a model is trained."""
 
-    # "adamw" (two values per parameter), "sgd" (zero), or "none": no optimizer
+    # "adamw" (two values per parameter), "adamw8bit" (the same, a byte each), "sgd" (none), or
+    # "none": no optimizer
     optimizer: str = "adamw"
+    in_backward: bool = False  # whether `optim_in_backward` updates weights during the backward
+    weights: str = "dense"  # or the codec with which `compress_` compressed the linear layers'
     master_weights: bool = False  # fp32 copies of 16-bit weights, with optimizer state in fp32
     gpus: int = 1  # number of GPUs
     # "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives every GPU all
@@ -98,12 +124,40 @@ class Setting:
     def __post_init__(self) -> None:
         sharding, accounting = ("none", "fsdp"), ("peak", "paper")
         known = {"optimizer": [*OPTIMIZER_STATES], "sharding": sharding, "accounting": accounting}
+        known["weights"] = [*BITS_PER_WEIGHT]
         for name, values in known.items():
             value = getattr(self, name)
             if value not in values:
                 can_be = ", ".join(map(repr, values))
                 raise ExplainError(f"{name} is {value!r}; it can be {can_be}.")
         require_counts(gpus=self.gpus)
+        if self.in_backward and self.optimizer == "none":
+            raise ExplainError("in_backward needs an optimizer: 'sgd', 'adamw' or 'adamw8bit'.")
+        if self.in_backward and self.gpus > self.shards:
+            raise ExplainError(
+                "optim_in_backward does not go with DDP, which needs all gradients at the end. Use "
+                "sharding='fsdp', or one GPU."
+            )
+        if self.weights != "dense" and (self.gpus > 1 or self.master_weights):
+            raise ExplainError(
+                f"weights={self.weights!r} is planned on one GPU and without master weights: a "
+                "compressed weight is the only copy there is."
+            )
+
+    def require_served(self, facts: Facts) -> None:
+        """Raise ExplainError where compressed weights would be trained as dense ones are."""
+        if self.weights == "dense":
+            return
+        if not facts.linear:
+            raise ExplainError(
+                f"weights={self.weights!r} finds nothing to compress: compress_ takes bf16 weights "
+                "of nn.Linear with 2^20 elements or more."
+            )
+        if facts.linear_trained and not self.in_backward and self.optimizer != "none":
+            raise ExplainError(
+                f"weights={self.weights!r} is trained by optim_in_backward alone: an optimizer "
+                "would write to a compressed weight. Set in_backward, or freeze the weights."
+            )
 
     @property
     def shards(self) -> int:
@@ -115,8 +169,13 @@ def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
     """Return the memory in use all the time, on one GPU, in bytes."""
     states = OPTIMIZER_STATES[setting.optimizer]
     master = 4 * facts.trained if setting.master_weights else 0
-    state = states * (master or facts.trained_bytes)
+    each = IN_8_BITS * facts.trained if "8bit" in setting.optimizer else facts.trained_bytes
+    state = states * (each if "8bit" in setting.optimizer else master or each)
     weights: sympy.Expr = sympy.Rational(facts.weights, setting.shards)
+    if setting.weights != "dense":
+        share = BITS_PER_WEIGHT[setting.weights] / 16
+        frozen = facts.linear - facts.linear_trained
+        weights += share * (frozen + ROOM * facts.linear_trained) - facts.linear
     if setting.sharding == "fsdp" and setting.accounting == "peak":
         weights += (facts.weights - facts.block_weights) + 2 * facts.largest_block
     has_buckets = setting.gpus > setting.shards and setting.accounting == "peak"
@@ -132,13 +191,30 @@ def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
 
 def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) -> list[Moment]:
     """Return the moments of a step on one GPU, with all that exists then."""
-    always = resident(footprint.facts, setting)
+    facts = footprint.facts
+    setting.require_served(facts)
+    always = resident(facts, setting)
     if setting.accounting == "paper":
         return [_as_in_the_paper(footprint, setting, always, after=after, vocab=vocab)]
+    found = footprint.in_backward if setting.in_backward else footprint.moments
+    decoded = {"block": facts.largest_linear, "outside": facts.largest_outside}
     return [
-        Moment(moment.place, {**always, **_sharded(moment.parts, footprint.facts, setting)})
-        for moment in footprint.moments
+        Moment(
+            moment.place,
+            {
+                **always,
+                **_sharded(moment.parts, facts, setting),
+                **_decoded(decoded.get(moment.runs, 0), setting),
+            },
+            moment.runs,
+        )
+        for moment in found or footprint.moments
     ]
+
+
+def _decoded(largest: int, setting: Setting) -> Parts:
+    """Return the weight that is decoded while a linear layer with a compressed one runs."""
+    return {"decoded weight": sympy.Integer(largest)} if setting.weights != "dense" else {}
 
 
 def _as_in_the_paper(

@@ -266,7 +266,7 @@ class Timeline:
         for size in live.values():
             total = added(total, size.values)
         for step, kernel in enumerate(self.kernels):
-            made = list(self._results(kernel))
+            made = list(self.results(kernel))
             free = [b for b in ends[step] if b in live]
             for node, result in made:
                 size = self.scale.bytes_of(result.meta["val"])
@@ -278,13 +278,13 @@ class Timeline:
             extra = sum((transient(node) for node in kernel.nodes), sympy.Integer(0))
             now = added(total, self.scale.of(extra).values) if extra else total
             yield Step(kernel, live, now, extra)
-            dead = [result for _, result in made if result not in self.last_read]
+            dead = [result for _, result in made if self.last_read.get(result, step) <= step]
             for buffer in [*free, *dead]:
                 if buffer in live:
                     total = taken(total, live.pop(buffer).values)
 
-    def _results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield a kernel's outputs: the node, and the node that represents the buffer."""
+    def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
+        """Yield what a kernel writes: the node, and the node that stands for the buffer."""
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue

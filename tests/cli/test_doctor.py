@@ -276,7 +276,7 @@ class TestCommandLine:
         said = " ".join(capsys.readouterr().out.split())
         assert "default: None" not in said
         for name in ("optimizer", "sharding", "accounting"):
-            (choices,) = set(re.findall(rf"--{name} {{([a-z,]+)}}", said))
+            (choices,) = set(re.findall(rf"--{name} {{([a-z0-9,]+)}}", said))
             for choice in choices.split(","):
                 Setting(**{name: choice})  # refuses unknown arguments
         assert "(default: 2048)" in said

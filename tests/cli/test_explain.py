@@ -117,7 +117,10 @@ def hide(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
         ([f"{FACTORIES}:stack_of_two", "--batch", "0"], "at least 1"),
         ([f"{FACTORIES}:stack_of_two", "--memory", "much"], "such as 80GB"),
         ([f"{FACTORIES}:stack_of_two", "--memory", "80"], "such as 80GB"),
-        ([f"{FACTORIES}:stack_of_two", "--optimizer", "lion"], "'adamw', 'sgd', 'none'"),
+        (
+            [f"{FACTORIES}:stack_of_two", "--optimizer", "lion"],
+            "'adamw', 'adamw8bit', 'sgd', 'none'",
+        ),
         ([f"{FACTORIES}:stack_of_two", "--json", "no/such/folder/x.json"], "There is no folder"),
         ([f"{FACTORIES}:stack_of_two", "--device", "tpu"], "'cuda' or 'cpu'"),
         ([f"{FACTORIES}:stack_of_two", "--option", "memeff.logitz=eager"], "memeff.logits"),
@@ -150,6 +153,43 @@ def test_a_model_that_is_never_captured_is_refused() -> None:
 def test_an_option_of_ours_is_checked() -> None:
     with pytest.raises(OptionError, match=r"memeff\.logits"):
         memeff_compile.explain(Stack(depth=1), options={"memeff.logitz": "eager"})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memeff.inner": "eager"}, r"memeff\.inner: a plan is of the memory of Inductor's"),
+        ({"memeff.verify": "on"}, r"memeff\.verify: a plan is of the calls after the first"),
+        ({"memeff.mode": "max-autotune"}, r"memeff\.mode: a plan is of Inductor's default mode"),
+        ({"max_autotune": True}, "'max_autotune': no code is made"),
+    ],
+    ids=str,
+)
+def test_an_option_that_changes_nothing_in_a_plan_is_refused(
+    options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(OptionError, match=f"explain cannot honour {words}.*Leave it out"):
+        memeff_compile.explain(Stack(depth=1), token_ids(2, 8), token_ids(2, 8), options=options)
+
+
+def test_the_codec_among_the_options_is_that_of_the_plan(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False)).to(torch.bfloat16)
+    x = torch.zeros(2, 1024, dtype=torch.bfloat16, device="meta")
+    dense = memeff_compile.explain(model, x)
+    coded = memeff_compile.explain(model, x, options={"memeff.weights": "win4"})
+    step: dict[str, Any] = {"optimizer": "sgd", "in_backward": True}
+    saved = dense.plan(**step).after.groups["weights"] - coded.plan(**step).after.groups["weights"]
+    assert saved == pytest.approx((2 << 20) * (1 - 1.01 * 12.02 / 16), abs=2)
+    assert "sgd in the backward, weights in win4" in str(coded.plan(**step))
+    with pytest.raises(ExplainError, match="trained by optim_in_backward alone"):
+        coded.plan(optimizer="adamw")
+    assert coded.plan(weights="dense").before.peak == dense.plan().before.peak
+
+
+def test_what_decoding_does_not_plan_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"{FACTORIES}:stack_of_two"
+    said = refused(capsys, source, "--cache", "--memory", "1GB", "--master-weights")
+    assert "--cache plans decoding, in which --master-weights would change nothing" in said
 
 
 def test_a_setting_is_checked(small: Explanation) -> None:

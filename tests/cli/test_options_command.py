@@ -31,7 +31,7 @@ def test_text_of_one_option() -> None:
 memeff.logits
   takes     deferred, eager, none
   default   deferred
-  does      What a model called with labels returns as logits. deferred: computed on first use;
+  does      The logits that a model called with labels returns. deferred: computed on first use;
             reading them after the weights changed raises. eager: computed in every step, as
             without the backend. none: the output is None.
   example   memeff_compile.compile(model, logits='eager')

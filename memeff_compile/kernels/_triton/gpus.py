@@ -48,6 +48,11 @@ class Gpu(NamedTuple):
         return self.is_nvidia and self.capability >= (8, 9)
 
     @property
+    def library_workspace(self) -> int:
+        """Bytes that PyTorch gives the matrix library for each thread that calls it."""
+        return 32 << 20 if self.capability >= (9, 0) else 2 * 4096 + 8 * 16 << 10
+
+    @property
     def has_descriptors(self) -> bool:
         """Return whether tiles are loaded by descriptors."""
         return self.is_nvidia and self.capability >= (9, 0)

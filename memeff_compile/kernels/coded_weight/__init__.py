@@ -18,6 +18,8 @@ from .codecs import MAX_TOGETHER as MAX_TOGETHER
 from .codecs import Room as Room
 from .codecs import Step as Step
 from .codecs import sheltered as sheltered
+from .layout import ADVISED as ADVISED
+from .layout import BITS as BITS
 from .layout import CODECS as CODECS
 from .layout import LISTS as LISTS
 from .layout import Format as Format

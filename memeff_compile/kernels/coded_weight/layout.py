@@ -36,6 +36,10 @@ RANS_FLOOR = 1 << 16
 """States of the entropy coder stay in [2^16, 2^32); words are 16 bits wide."""
 
 CODECS = ("win4", "tier", "rans")
+BITS = {"win4": 12.02, "tier": 11.03, "rans": 10.89}
+"""Bits of a weight like trained ones, all parts counted (`benchmarks/ops/coded_weights.py`)."""
+ADVISED = ("win4", "tier")
+"""The codecs that `fit` plans with: one for speed, one for memory."""
 MANTISSA_BITS = 7
 LOSSY = (0, 1, 3)
 """Mantissa bits that the lossy modes keep."""

@@ -266,6 +266,23 @@ def compress_(
     return keep(model, "compress_", CompressionReport(tuple(found)))
 
 
+def compressible(model: nn.Module) -> list[Tensor]:
+    """Return the weights that `compress_` compresses by default, also those on "meta".
+
+    How well their values compress is not known: one that gains less than a tenth stays dense.
+    """
+    found = []
+    for place in _places(model):
+        weight, local = place.parameter, compat.local_part(place.parameter)
+        is_linear = all(
+            _layer(module, attribute) == "Linear" and not _skipped(path, SKIPPED)
+            for path, module, attribute in place.owners
+        )
+        if is_linear and local.dtype == torch.bfloat16 and local.numel() >= MIN_SIZE:
+            found.append(weight)
+    return found
+
+
 def settings_of(
     codec: str,
     mantissa: int,

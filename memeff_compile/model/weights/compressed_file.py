@@ -376,3 +376,17 @@ def _opened(path: str | PathLike[str]) -> Any:  # noqa: ANN401 - safetensors' ow
             f"load_compressed_: {path} is not a whole safetensors file ({error}). Copy or save it "
             "again."
         ) from None
+
+
+def name_in_folder(
+    model: Any,  # noqa: ANN401 - a model of transformers
+    name: str,
+    saved: Mapping[str, str],
+) -> str | None:
+    """Return the name that a weight of this model has in the folder, or None.
+
+    A base model is loaded from the folder of one with a head, and the other way round.
+    """
+    prefix = f"{model.base_model_prefix}."
+    every = (name, prefix + name, name.removeprefix(prefix))
+    return next((each for each in every if each in saved), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,17 +11,16 @@ from transformers.core_model_loading import ConversionOps
 from memeff_compile.errors import CodedWeightError
 from memeff_compile.kernels.coded_weight import CodedWeight, parse
 from memeff_compile.model.weights.compress import coded_or_dense, require_layer
-from memeff_compile.model.weights.compressed_file import checksum
-from memeff_compile.model.weights.pretrained import name_in_folder
+from memeff_compile.model.weights.compressed_file import checksum, name_in_folder
 
-if TYPE_CHECKING:
-    from memeff_compile.model.weights.pretrained import MemeffQuantizer, Theirs
+Theirs: TypeAlias = Any
+"""A model of transformers, or the quantizer that loads it."""
 
 
 class Join(ConversionOps):
     """Makes one weight of its parts."""
 
-    def __init__(self, hf_quantizer: MemeffQuantizer) -> None:
+    def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer
 
     def __deepcopy__(self, memo: object) -> Join:
@@ -68,7 +67,7 @@ class Join(ConversionOps):
 class Encode(ConversionOps):
     """Encodes a weight that was just read; the dense one is given up."""
 
-    def __init__(self, hf_quantizer: MemeffQuantizer) -> None:
+    def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer
 
     def convert(

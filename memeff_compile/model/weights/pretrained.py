@@ -155,6 +155,8 @@ class MemeffQuantizer(HfQuantizer):
 
     def param_element_size(self, model: Theirs, param_name: str, param: Tensor) -> float:
         """Return the bytes of an element, for a device map that is worked out."""
+        from memeff_compile.model.weights.compressed_file import name_in_folder
+
         coded = name_in_folder(
             model, param_name, self.quantization_config.weights
         ) or param_name in (self.chosen if not self.pre_quantized else ())
@@ -353,16 +355,6 @@ def _describe(said: MemeffConfig, model: Theirs) -> None:
 def _sentinel(weights: Mapping[str, str]) -> str:
     """Return the name under which a tensor of no use is stored; see `MemeffQuantizer`."""
     return max(weights)
-
-
-def name_in_folder(model: Theirs, name: str, saved: Mapping[str, str]) -> str | None:
-    """Return the name that a weight of this model has in the folder, or None.
-
-    A base model is loaded from the folder of one with a head, and the other way round.
-    """
-    prefix = f"{model.base_model_prefix}."
-    every = (name, prefix + name, name.removeprefix(prefix))
-    return next((each for each in every if each in saved), None)
 
 
 def _here_of(model: Theirs, saved: str, known: Mapping[str, object]) -> str | None:

@@ -1,0 +1,111 @@
+"""Plans against what a GPU's allocator counted: committed rows, within 8 %."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from memeff_compile.planning.explain import explain
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_OFF = 0.08
+
+SGD: dict[str, Any] = {"optimizer": "sgd"}
+INSIDE: dict[str, Any] = {"optimizer": "sgd", "in_backward": True}
+
+
+class Counted(NamedTuple):
+    """One row, and the setting of a plan that it is of."""
+
+    file: str
+    row: dict[str, Any]  # values that the row has; the last such row counts
+    setting: dict[str, Any]
+    is_ours: bool = True
+
+
+def trained(model: str, way: str, setting: dict[str, Any]) -> Counted:
+    return Counted("compressed-training.jsonl", {"model": model, "way": way}, setting)
+
+
+def stepped(model: str, backend: str, options: dict[str, Any], file: str) -> Counted:
+    row = {"model": model, "backend": backend, "options": options}
+    return Counted(file, row, {}, backend == "memeff")
+
+
+def ways(model: str) -> list[Counted]:
+    return [
+        trained(model, "dense, after the backward", SGD),
+        trained(model, "dense, in the backward", INSIDE),
+        trained(model, "win4", {**INSIDE, "weights": "win4"}),
+        trained(model, "tier", {**INSIDE, "weights": "tier"}),
+    ]
+
+
+class Case(NamedTuple):
+    """A model at sizes with options, and the rows that are of it."""
+
+    config: str
+    batch: int
+    length: int
+    options: dict[str, Any]
+    attention: str | None
+    counted: list[Counted]
+
+
+def cases() -> Iterator[Any]:
+    """Yield the models; one of them in a quick run."""
+    yield pytest.param(Case("llama3.1-8b", 8, 1024, {}, None, ways("llama3-8b")), id="llama3.1-8b")
+    small = {"memeff.linear_cross_entropy.workspace": "64MiB"}
+    others = [Case("qwen2.5-0.5b", 8, 1024, small, None, ways("qwen2.5-0.5b"))]
+    for config, batch, length, attention in (
+        ("llama3.2-1b", 8, 2048, None),
+        ("gemma2-2b", 4, 2048, "eager"),
+    ):
+        both = [stepped(config, each, {}, "models.jsonl") for each in ("inductor", "memeff")]
+        others.append(Case(config, batch, length, {}, attention, both))
+    for config, batch, length, options in (
+        ("llama3.2-1b", 8, 2048, {"memeff.recompute": "attention"}),
+        ("llama3.2-1b", 8, 2048, {"memeff.recompute": "2000MiB"}),
+        ("qwen3-1.7b", 4, 4096, {}),
+    ):
+        row = stepped(config, "memeff", options, "recompute.jsonl")
+        others.append(Case(config, batch, length, options, None, [row]))
+    for case in others:
+        name = "-".join([case.config, *map(str, case.options.values())])
+        yield pytest.param(case, id=name, marks=pytest.mark.slow)
+
+
+def peak_of(counted: Counted) -> float:
+    """Return the bytes that the allocator counted."""
+    file = ROOT / "benchmarks" / "results" / "nvidia-h200" / counted.file
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [
+        row["peak_gib"]
+        for row in rows
+        if "peak_gib" in row and all(row.get(key) == v for key, v in counted.row.items())
+    ]
+    return float(found[-1]) * 2**30
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_a_plan_is_within_eight_percent_of_the_allocator(case: Case) -> None:
+    pytest.importorskip("transformers", reason="builds transformers models from their configs")
+    from memeff_compile.planning.models import build
+
+    call = build(
+        str(ROOT / "examples" / "configs" / f"{case.config}.json"),
+        batch=case.batch,
+        length=case.length,
+        dtype="bfloat16",
+        checkpointing=True,
+        attention=case.attention,
+    )
+    found = explain(call.model, options=case.options, gpu="h200", **call.kwargs)
+    for counted in case.counted:
+        plan = found.plan(**counted.setting)
+        side = plan.after if counted.is_ours else plan.before
+        assert side.peak == pytest.approx(peak_of(counted), rel=MOST_OFF), counted
