@@ -149,7 +149,7 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record with the places of one that says the same."""
+        """Return this record with the locations of another one, which says the same, added."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
@@ -545,7 +545,7 @@ class Report(VerbReport):
         return pre(str(self)) + self._bars() + folded(self.details())
 
     def _changed(self) -> str:
-        """Return the changes of each pass, where, and the bytes."""
+        """Return, for each pass, its changes, their locations and the bytes saved."""
         texts = []
         changes = [record for record in self.records if record.action in CHANGES]
         for name in dict.fromkeys(record.pass_name for record in changes):

@@ -527,7 +527,7 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Spare a selection of rows the dense gradient that its autograd node would make."""
+    """Keep the gradient of selected rows in rows; their autograd node would make a dense one."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook

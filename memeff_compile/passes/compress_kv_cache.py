@@ -7,7 +7,8 @@
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
 The cache is the user's: `memeff_compile.KVCache`. Its appends keep their positions and order. A
-declined call is correct but slow: every step builds the dense view.
+declined call is correct but slow: every step decodes all
+keys and values (the dense view).
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether all that uses `node` ends in `end`, a few steps away."""
+    """Return whether `node` leads to `end` in a few steps, each the only user of the one before."""
     for _ in range(cached.MAX_CHAIN):
         if node is end:
             return True

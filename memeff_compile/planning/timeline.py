@@ -403,7 +403,7 @@ class _Fusion:
 
 
 def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
-    """Move each product that is only added to something to the place of the addition."""
+    """Move each product whose only use is an addition to just before that addition."""
     for node in list(nodes):
         if op_name(node) != "add" or not tensors_in(node.meta.get("val")):
             continue

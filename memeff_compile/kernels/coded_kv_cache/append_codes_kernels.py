@@ -76,7 +76,7 @@ def _between(x, is_left_out):
 
 @triton.jit
 def _scaled(low, high, most, scales_base, place):
-    """Store the step and the zero of numbers between two; return them as they are stored."""
+    """Store the step and the zero for numbers from `low` to `high`; return both as stored."""
     kind: tl.constexpr = scales_base.dtype.element_ty
     step = _stored(tl.div_rn(high - low, most), scales_base)
     zero = low.to(kind).to(tl.float32)
@@ -159,7 +159,7 @@ def _store_bytes(
 
 @triton.jit
 def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return the columns of each part of some tokens, as many parts as a byte has codes."""
+    """Return the columns of some tokens, split into as many parts as a byte holds codes."""
     base, start, row, step = rows
     slot = (start + token) % C.WINDOW
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)

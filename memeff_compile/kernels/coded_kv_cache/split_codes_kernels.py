@@ -167,7 +167,7 @@ def _pair_of(base, place):
     """Return two numbers that lie side by side, in fp32; two of 16 bits are one load.
 
     Triton does not prefetch loads of less than four bytes, and waiting for them would take longer
-    than the rest of a turn.
+    than the rest of a loop iteration.
     """
     kind: tl.constexpr = base.dtype.element_ty
     if kind == tl.bfloat16:

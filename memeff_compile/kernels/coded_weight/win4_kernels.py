@@ -300,7 +300,7 @@ def win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the lists of a weight, as `list_chunks` describes."""
+    """Write the patches of a weight and where each chunk's start: see `list_chunks`."""
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)

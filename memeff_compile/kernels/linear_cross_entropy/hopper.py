@@ -289,8 +289,8 @@ class BackwardByClasses(Differentiating):
         """Work in the last rows of the weight gradient, and compute those rows last.
 
         Their part of the hidden gradient is computed first, while they are still scratch memory; so
-        their logits are computed twice. When the hidden gradient is done, its sums make room, and G
-        retreats before the rows that are being written.
+        their logits are computed twice. When the hidden gradient is done, its sums are freed, and G
+        keeps to the rows that are not yet written.
         """
         room = self.inside
         assert room is not None

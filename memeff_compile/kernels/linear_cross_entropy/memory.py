@@ -195,7 +195,7 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return the same of a frozen head with a LoRA part of this rank, in the engine `library`."""
+    """Return the bound of `total_bytes` for a frozen head with a LoRA part, in `library`."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)

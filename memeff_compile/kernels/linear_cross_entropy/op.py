@@ -421,7 +421,7 @@ def _scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
 
 
 def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
-    """Write gradient * by to `out`, which may be `gradient`, without a wide copy of all of it."""
+    """Write `gradient * by` to `out`, which may be `gradient`; no full copy in fp32 is made."""
     if (
         gradient.is_cuda
         and _scales(gradient, by, out)

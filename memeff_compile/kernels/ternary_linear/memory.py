@@ -19,7 +19,7 @@ def saved_before(rows: Size, columns: Size, tokens: Size, *, dtype: torch.dtype)
 def saved_after(rows: Size, columns: Size, tokens: Size) -> sympy.Expr:
     """Return the bytes of packed weight, int8 input and its scales that the op keeps.
 
-    Columns count up to a multiple of 16.
+    Columns are rounded up to a multiple of 16.
     """
     padded = 16 * sympy.ceiling(sympy.sympify(columns) / 16)
     return sympy.sympify(rows) * padded / 4 + sympy.sympify(tokens) * (padded + 4)

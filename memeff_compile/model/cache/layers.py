@@ -92,7 +92,7 @@ class InPlace(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new tokens; return them if they are all tokens, otherwise all tokens."""
+        """Write new tokens; return only them if the cache was empty, otherwise all tokens."""
         new = key_states, value_states
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
             refuse(

@@ -110,9 +110,9 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Expect gradients of these parameters: they all exist, and come one after the other.
+        """Say that the gradients of these parameters all exist and will arrive one after the other.
 
-        Those that one launch can update are collected.
+        Parameters that one launch can update together are collected.
         """
         with self.lock, compat.without_torch_function():
             self._encode()

@@ -155,7 +155,7 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activations of two results that are then multiplied, or None: gate and up. Only
+    """Return the activations between two results (gate and up) and their product, or None. Only
     the backward pass of these and of the product needs their values.
     """
     if len(results) != 2:
