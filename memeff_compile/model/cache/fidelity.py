@@ -2,7 +2,8 @@
 
 The model runs twice on each input: with an exact cache, and with the prompt in a `KVCache`, from
 which the last tokens of the input are predicted. These are given, not generated. The report
-compares the next token's probabilities. The similarity of neighbouring layers shows whether merging them can work.
+compares the next token's probabilities. The similarity of neighbouring layers shows whether merging
+them can work.
 
 Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
 """
