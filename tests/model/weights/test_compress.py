@@ -146,10 +146,11 @@ def test_linears_are_compressed_and_the_rest_is_said() -> None:
     assert set(why) == {"model.embed_tokens.weight", "lm_head.weight"}
     assert "Embedding" in why["model.embed_tokens.weight"]
     assert "lm_head" in why["lm_head.weight"]
-    text = report.details()
+    text = str(report)
     assert report.summary.startswith("compress_: 14 weights compressed, ")
     assert "12.01 bits  model.layers.0.mlp.up_proj.weight and 1 more [256, 128] win4" in text
     assert len(text.splitlines()) == 1 + 7 + 2  # the same linear of all layers is one line
+    assert len(report.details().splitlines()) == 1 + 14 + 2
     assert len(json.loads(report.to_json())["weights"]) == 16
 
 
