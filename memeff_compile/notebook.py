@@ -1,4 +1,4 @@
-"""HTML of reports for notebooks: bars of bytes and folded text, by inline styles alone."""
+"""HTML of reports for notebooks: bars of bytes and folded text, with inline styles only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _WIDEST = 24.0  # em
 
 
 def pre(text: str) -> str:
-    """Return text as it is."""
+    """Return text in a `<pre>` element, unchanged."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def folded(text: str, title: str = "details") -> str:
-    """Return text that a click shows; nothing of no text."""
+    """Return text that a click unfolds, or "" for an empty text."""
     return f"<details><summary>{html.escape(title)}</summary>{pre(text)}</details>" if text else ""
 
 
 def bars(lengths: Mapping[str, tuple[float, str]]) -> str:
-    """Return a bar for each name, to one scale; the text stands after it.
+    """Return a bar for each name, all to one scale, each followed by its text.
 
     Example:
         >>> bars({"before": (2.0, "2 GiB"), "after": (1.0, "1 GiB")}).count("<tr>")

@@ -1,8 +1,8 @@
 """`memeff demo`: train a small Llama with and without the backend: same loss, less memory.
 
-The text is the Python sources installed on this machine, so nothing is downloaded. Each run is a
-fresh process that compiles, warms up, and then reports the peak memory of its training steps: the
-allocator's on a GPU, the resident set of the process on the CPU. The plot goes to demo_output/.
+The training text is the Python sources on this machine, so the demo downloads no data. Each run is
+a new process that compiles, warms up, and then reports the peak memory of its training steps: the
+allocator's on a GPU, the resident set of the process on the CPU. The plot is saved in demo_output/.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ else:
 
 
 def say(text: str) -> None:
-    """Write a line at once: what runs next takes a while."""
+    """Print a line and flush it, because the next step takes a while."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def installed_text(megabytes: float = 4) -> str:
-    """Return the sources of the standard library, up to a size."""
+    """Return the source text of the standard library, up to a size."""
     text = ""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_text(errors="ignore")
@@ -65,7 +65,7 @@ def make_batches(steps: int) -> torch.Tensor:
 
 
 def reset_peak() -> None:
-    """Start measuring peak memory from here."""
+    """Reset the peak memory, so that the measurement starts here."""
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
@@ -74,13 +74,13 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the peak since `reset_peak`, or since the start where that is not to be had."""
+    """Return the peak since `reset_peak`, or since the start if it cannot be reset."""
     if DEVICE == "cuda":
         return torch.cuda.max_memory_allocated()
     if sys.platform == "linux":
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
-    import resource  # there is none on Windows
+    import resource  # Windows has no such module
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -125,7 +125,7 @@ def train(name: str, inner: str, batches: torch.Tensor) -> dict[str, Any]:
 
 
 def run_in_fresh_process(name: str, inner: str, batches: Path) -> dict[str, Any]:
-    """Run `train` in a process of its own, so that one run's memory cannot colour the other's."""
+    """Run `train` in a new process, so that the runs' memory is measured separately."""
     result = batches.with_name(f"{name}.json")
     arguments = ["-m", "memeff_compile", "demo", "--run", name, inner, str(batches), str(result)]
     subprocess.run([sys.executable, *arguments], check=True)
@@ -134,7 +134,7 @@ def run_in_fresh_process(name: str, inner: str, batches: Path) -> dict[str, Any]
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw the loss curves over each other, and the peak memory of each run as bars from zero."""
+    """Plot the loss curves in one chart, and the peak memory of each run as bars from zero."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -153,7 +153,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def compare(steps: int) -> None:
-    """Run both, then print what came out."""
+    """Run both, then print the results."""
     problem = inductor_problem(DEVICE)
     inner = "aot_eager" if problem else "inductor"
     if problem:
@@ -180,7 +180,7 @@ def compare(steps: int) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Compare, or do one run for `compare`; 1 where a package is missing."""
+    """Compare, or do one run for `compare`; return 1 if a package is missing."""
     missing = [name for name in NEEDS if not installed(name)]
     if missing:
         sys.stderr.write(

@@ -1,8 +1,8 @@
-"""What this machine can run: versions, devices, compilers, engines, and what to do about gaps.
+"""Diagnose this machine: versions, devices, compilers, engines, and a remedy for each problem.
 
-`memeff doctor` prints the findings and exits with 0 when the backend is usable.
-The last findings are measurements, not guesses: a toy model is compiled, trained and compared, and
-a model of transformers generates after `memeff_compile.compile(model, kv_cache="static")`.
+`memeff doctor` prints the findings and exits with 0 if the backend is usable. The last findings
+are measured: the doctor compiles, trains and compares a toy model, and lets a transformers model
+generate after `memeff_compile.compile(model, kv_cache="static")`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TESTED = {
     "triton": ((3, 6), (3, 7), (3, 8), (3, 9)),
     "transformers": ((5, 16), (5, 17), (5, 23), (5, 24)),
 }
-"""The releases that the suite was run on: docs/measured/tested-stacks.md."""
+"""The releases with which the tests ran: docs/measured/tested-stacks.md."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Finding:
     """One line of the diagnosis."""
 
     section: str  # heading under which it is printed
-    label: str  # what was looked at
-    text: str  # what was seen
-    remedy: str = ""  # what to do, or "" where nothing needs doing
+    label: str  # the subject
+    text: str  # the observation
+    remedy: str = ""  # the remedy, or "" if no action is needed
     blocks: bool = False  # whether the backend is unusable because of it
 
 
 def is_usable(findings: list[Finding]) -> bool:
-    """Say whether the backend works on this machine."""
+    """Return whether the backend works on this machine."""
     return not any(finding.blocks for finding in findings)
 
 
 def findings_text(findings: list[Finding]) -> str:
-    """Return the verdict, what needs doing, then the findings by section."""
+    """Return the verdict, the remedies, then the findings by section."""
     lines = [f"memeff_compile {memeff_compile.__version__}: {verdict(findings)}"]
     remedies = [f"  {finding.label}: {finding.remedy}" for finding in findings if finding.remedy]
     if remedies:
@@ -62,7 +62,7 @@ def findings_text(findings: list[Finding]) -> str:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """Say in a line whether the backend works, and what is left to do."""
+    """Return one line: whether the backend works, and the number of open problems."""
     count = sum(bool(finding.remedy) for finding in findings)
     things = f"{count} thing{'s' * (count > 1)} to do"
     if not is_usable(findings):
@@ -71,7 +71,7 @@ def verdict(findings: list[Finding]) -> str:
 
 
 def findings_json(findings: list[Finding]) -> str:
-    """Return everything as JSON, to attach to a report of a bug."""
+    """Return all findings as JSON, for a bug report."""
     said = {
         "version": memeff_compile.__version__,
         "usable": is_usable(findings),
@@ -93,9 +93,9 @@ def _sections(findings: list[Finding]) -> list[str]:
 
 
 def _wrapped(text: str, indent: int) -> str:
-    """Break a line at the terminal's width, with what follows under its text."""
+    """Break a line at the terminal's width, and indent continuation lines under its text."""
     width = text_width()
-    head, rest = text[:indent], text[indent:]  # what stands in a column keeps its spaces
+    head, rest = text[:indent], text[indent:]  # the column keeps its spaces
     if width - indent < width // 2:  # too narrow for columns
         head, indent = f"{head.rstrip()}\n    ".lstrip("\n"), 4
     how: Any = {"break_long_words": False, "break_on_hyphens": False}
@@ -104,7 +104,7 @@ def _wrapped(text: str, indent: int) -> str:
 
 
 def diagnose() -> list[Finding]:
-    """Look at this machine and run the toy model."""
+    """Inspect this machine and run the toy model."""
     findings = _versions()
     if is_usable(findings):
         findings += [*_devices(), *_backend()]
@@ -114,8 +114,9 @@ def diagnose() -> list[Finding]:
 
 
 def inductor_problem(device: str) -> str:
-    """Return why Inductor cannot compile for a device here, or "" when it can: only a trial of its
-    compilers, C++ on the CPU, triton and C on a GPU, tells.
+    """Return why Inductor cannot compile for a device here, or "" if it can.
+
+    Only a trial shows whether its compilers work: C++ on the CPU, triton and C on a GPU.
     """
     import torch
 
@@ -124,7 +125,7 @@ def inductor_problem(device: str) -> str:
     try:
         torch.compile(add_one, backend="inductor")(torch.ones(8, device=device))
     except Exception as error:
-        # Inductor raises whatever its toolchain raises, so the class says nothing here.
+        # Inductor passes on any error of its toolchain, so the class of the error is not useful.
         return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
@@ -165,7 +166,7 @@ def _required(package: str, minimum: tuple[int, int]) -> Finding:
 
 
 def _tested(found: Finding) -> Finding:
-    """Say of a package that is there, and new enough, whether the suite was run on it."""
+    """Add to the finding of a usable package whether the tests ran with its release."""
     releases, release = TESTED.get(found.label, ()), _release(found.text)
     if found.remedy or not release or not releases or release in releases:
         return found
@@ -214,9 +215,9 @@ def _backend() -> list[Finding]:
 
 
 def card_text(name: str) -> str:
-    """Return what a GPU would get that is not here.
+    """Return the engines for a GPU that this machine does not have.
 
-    ExplainError says the nearest names where none is known.
+    For an unknown name, ExplainError lists the nearest names.
     """
     import torch
 
@@ -240,13 +241,13 @@ def card_text(name: str) -> str:
         found.append(Finding("what it has", "attention=8b", f"multiplies {products}"))
     device = torch.device("cuda", 0)
     with planned_for(device, kind):
-        found += [each for each in _engines(device) if each.label]  # those that run, no others
+        found += [each for each in _engines(device) if each.label]  # only engines that run
     fits = f"`memeff explain CONFIG --memory {card.gib:g}GiB` says what fits."
     return "\n".join([str(card), *_sections(found), "", fits])
 
 
 def _engines(device: torch.device | None = None) -> list[Finding]:
-    """Say of every op folder which engine serves it here, or on a planned device."""
+    """Return, for every op folder, the engine that runs here or on a planned device."""
     import torch
 
     from memeff_compile import kernels
@@ -275,7 +276,7 @@ def _self_tests() -> list[Finding]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inner = "aot_eager" if inductor_problem(device) else "inductor"
     tests = [(_trains, "toy model", inner)]
-    if installed("transformers"):  # on a CPU nothing is recorded, and Inductor takes its time
+    if installed("transformers"):  # a CPU has no CUDA graphs, and Inductor is slow
         tests.append((_generates, "generate()", "eager" if device == "cpu" else inner))
     findings = []
     for test, name, compiler in tests:
@@ -284,11 +285,11 @@ def _self_tests() -> list[Finding]:
             torch.manual_seed(0)
             text = test(device, compiler)
         except Exception as error:
-            # Whatever went wrong is the finding.
+            # Any error is the finding.
             text = f"failed: {type(error).__name__}: {first_line(error)}"
             remedy = "run it with TORCH_LOGS='+memeff_compile' and report what it prints"
             blocks = test is _trains or not isinstance(error, ImportError)
-            if not blocks:  # transformers is optional; this one is too old, or not whole
+            if not blocks:  # transformers is optional; this one is too old or broken
                 remedy = "pip install 'memeff_compile[transformers]'"
         findings.append(Finding("self-test", label, text, remedy, blocks))
     return findings
@@ -309,7 +310,7 @@ def _trains(device: str, inner: str) -> str:
 
 
 def _generates(device: str, inner: str) -> str:
-    """Generate as the page of serving says, which is docs/use/serving.md."""
+    """Generate as docs/use/serving.md describes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

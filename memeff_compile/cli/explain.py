@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Explain, print, write what was asked for; return the exit status."""
+    """Explain, print, write the requested files; return the exit status."""
     try:
         return _run(given)
     except MemeffError as error:
@@ -72,7 +72,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.weights is not None:
         setting["weights"] = given.weights
     setting["sharding"] = given.sharding or ("fsdp" if given.gpus > 1 else "none")
-    Setting(**setting)  # a wrong setting is said before minutes of work
+    Setting(**setting)  # report a wrong setting before minutes of work
     memory = None if given.memory is None else read_memory(given.memory)
     target_of(given.device, given.gpu)
     options = dict(pair.partition("=")[::2] for pair in given.option)
@@ -90,7 +90,7 @@ def _run(given: argparse.Namespace) -> int:
     try:
         plan = found.plan(memory=memory, **setting)
     except ExplainError:
-        sys.stdout.write(found.text() + "\n")  # the passes' part is right all the same
+        sys.stdout.write(found.text() + "\n")  # the report of the passes is valid all the same
         raise
     sys.stdout.write(found.text(plan) + "\n")
     if given.json is not None:
@@ -101,7 +101,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _caches(given: argparse.Namespace, model: object) -> int:
-    """Print what KV caches take, and write it if that was asked for."""
+    """Print the sizes of KV caches, and write them to a file if requested."""
     from ..errors import ExplainError
     from ..planning.caches import explain_cache
     from ..planning.cards import given_memory

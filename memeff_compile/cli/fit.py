@@ -33,9 +33,9 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fit(given: argparse.Namespace) -> int:
-    """Print the table, write it if asked for; return the exit status.
+    """Print the table, write it if requested; return the exit status.
 
-    That nothing fits is an answer and no failure: the status is 0, as it is of `memeff explain`.
+    If no setting fits, the status is still 0, as for `memeff explain`: this is a valid answer.
     """
     try:
         return _fit(given)
@@ -51,7 +51,7 @@ def _fit(given: argparse.Namespace) -> int:
     from ..planning.serving import fit_serving
     from ..report import VerbReport
 
-    given_memory(given.memory, given.gpu)  # a wrong one is said before half a minute of work
+    given_memory(given.memory, given.gpu)  # report a wrong one before half a minute of work
     if given.json is not None and not given.json.parent.is_dir():
         raise ExplainError(f"There is no folder {given.json.parent} to write {given.json.name} in.")
     how = {name: getattr(given, name) for name in ("memory", "gpu", "batch", "dtype")}

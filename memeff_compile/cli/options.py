@@ -1,4 +1,4 @@
-"""`memeff options`: every option in a line, and one of them with all that is known of it."""
+"""`memeff options`: list every option in a line, or describe one option in full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print, and return the exit status."""
+    """Print the options; return the exit status."""
     if given.page:
         sys.stdout.write(options_page())
         return 0
@@ -35,7 +35,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def options_text() -> str:
-    """Return a line for each option, with the values it takes."""
+    """Return a line for each option, with its possible values."""
     every = option_facts()
     width = max(len(each.key) for each in every) + 2
     lines = []
@@ -47,7 +47,7 @@ def options_text() -> str:
 
 
 def option_text(name: str) -> str:
-    """Return everything about an option; OptionError says the nearest name of an unknown one."""
+    """Return the full description of an option; OptionError suggests a name if it is unknown."""
     facts = facts_of(name if name.startswith(PREFIX) else PREFIX + name)
     rows = {
         "takes": _plain(facts.values),
@@ -68,15 +68,15 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _examples(facts: OptionFacts) -> list[str]:
-    """Return code that sets the option, by each way that takes it."""
+    """Return code that sets the option, for each way to set it."""
     by_keyword = ", ".join(f"{name}={value!r}" for name, value in facts.example.items())
     found = [f"memeff_compile.compile(model, {by_keyword})"]
-    if facts.key != f"{PREFIX}weights":  # which a backend refuses
+    if facts.key != f"{PREFIX}weights":  # a backend refuses this option
         keys = {facts.keys[name]: value for name, value in facts.example.items()}
         found.append(f'model.compile(backend="memeff", options={keys!r})')
     return found
 
 
 def _plain(text: str) -> str:
-    """Return a sentence of the page without its marks."""
+    """Return a sentence of the page without its markup."""
     return re.sub(r"`([^`]*)`", r"\1", text)

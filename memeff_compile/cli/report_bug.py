@@ -1,7 +1,7 @@
-"""`memeff report-bug SCRIPT`: run a script, and put what a report of a bug needs into one zip.
+"""`memeff report-bug SCRIPT`: run a script, and write the files of a bug report to one zip.
 
-The script runs in a process of its own, so that a crash of it ends nothing here. Texts are kept:
-versions, reports, graphs, the doctor. Nothing of weights, inputs or the script itself is.
+The script runs in a separate process, so its crash does not end this command. The zip contains
+texts: versions, reports, graphs, the doctor. It contains no weights, no inputs and no script.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the script, write the zip, say where it is; 1 where there is no script."""
+    """Run the script, write the zip, print its path; return 1 if the script does not exist."""
     script = Path(given.script)
     if not script.is_file():
         sys.stderr.write(f"There is no file {script} to run.\n")
@@ -93,7 +93,7 @@ def _versions(status: int) -> dict[str, object]:
 
 
 def run_here() -> None:
-    """Run the script named on the command line as `python SCRIPT` does, and write what was done."""
+    """Run the script of the command line as `python SCRIPT` does, and write the reports."""
     folder, script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

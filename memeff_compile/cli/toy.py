@@ -1,4 +1,4 @@
-"""The smallest model with a head and a loss, for `doctor` and for trying things out."""
+"""The smallest model with an output projection and a loss, for `doctor` and experiments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class ToyModel(nn.Module):
-    """An embedding, a head and a cross entropy: what the first pass rewrites."""
+    """An embedding, an output projection and a cross entropy, which the first pass rewrites."""
 
     def __init__(self, vocabulary: int = 64, width: int = 16) -> None:
         super().__init__()
@@ -21,5 +21,5 @@ class ToyModel(nn.Module):
 
 
 def add_one(x: Tensor) -> Tensor:
-    """Return x + 1: the smallest thing that Inductor can be asked to compile."""
+    """Return x + 1, the smallest function for a trial of Inductor."""
     return torch.add(x, 1)

@@ -1,7 +1,7 @@
-"""The private torch names this package leans on, each behind one function.
+"""Wrap the private names of torch that this package uses, each in one function.
 
-One file per mechanism of PyTorch. This is their door: the rest of the package imports ``compat``.
-After a torch release ``tests/test_compat.py``, which probes every name, says which one to mend.
+There is one file per mechanism of PyTorch. The rest of the package only imports ``compat``, not the
+files. After a torch release, ``tests/test_compat.py`` checks every name and shows which one broke.
 """
 
 from torch._ops import HigherOrderOperator as HigherOrderOperator

@@ -18,7 +18,7 @@ from .tensors import outside_dispatch_modes
 
 
 def has_checkpoint_policy(gm: GraphModule) -> bool:
-    """Return whether the body of a checkpoint has a ``context_fn``: a say in what is kept."""
+    """Return whether the body of a checkpoint has a ``context_fn``, which decides what is saved."""
     return gm.meta.get("_checkpoint_context_fn") is not None
 
 
@@ -30,10 +30,10 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::mv")
 
 
 class _KeepsMarked:
-    """The `context_fn` of a checkpoint that keeps what calls with a mark return."""
+    """The `context_fn` of a checkpoint that saves the results of marked calls."""
 
     def __init__(self, cache_hash: str) -> None:
-        self.cache_hash = cache_hash  # what tells two of them apart in the caches of AOTAutograd
+        self.cache_hash = cache_hash  # distinguishes two of them in AOTAutograd's caches
 
     def __call__(self) -> Any:
         return checkpoint.create_selective_checkpoint_contexts(self._policy)
@@ -51,9 +51,10 @@ class _KeepsMarked:
 
 
 def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[], None]:
-    """Have the body of a checkpoint keep what some calls return, and return how to take it back: of
-    "attention" what its fused kernel returns, of a "product" what that returns, else of the ATen or
-    other op by its name, such as "aten::add".
+    """Make the body of a checkpoint save the results of some calls; return a function to undo this.
+
+    The value of ``kept`` says which op's result is saved: "attention" for the fused attention
+    kernel, "product" for a matrix product, otherwise the name of an op, such as "aten::add".
     """
     for node, kind in kept.items():
         node.meta[_KEPT] = kind
@@ -69,8 +70,10 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[]
 
 
 def may_be_under_policy(target: object) -> bool:
-    """Return whether a call may stand in a checkpoint with a policy: some on graphs have no rule.
-    Nested checkpoints and autograd functions are traced through, and need none.
+    """Return whether a checkpoint with a policy may contain a call.
+
+    Some higher-order operations have no rule for policies. Nested checkpoints and autograd
+    functions need no rule, because tracing goes into them.
     """
     if not isinstance(target, HigherOrderOperator):
         return True
@@ -79,13 +82,14 @@ def may_be_under_policy(target: object) -> bool:
 
 
 def is_kept(node: Node) -> bool:
-    """Return whether the checkpoint around a call keeps what it returns."""
+    """Return whether the checkpoint around a call saves the call's result."""
     return _KEPT in node.meta
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Keep autocast, which reaches into opaque ops, away from what runs meanwhile; devices that
-    have none, as meta, are left alone.
+    """Disable autocast in this context, because autocast also affects ops inside opaque ops.
+
+    Devices without autocast, such as meta, are not affected.
     """
     if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
@@ -99,9 +103,9 @@ def _has_autocast(device_type: str) -> bool:
 
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
-    """Run autograd beside the caller's: out of sight of its hooks, modes and compilers.
+    """Run autograd separately from the caller's: its hooks, modes and compilers see no operation.
 
-    These would count or save what is thrown away, see each operation, or compile its backward.
+    Otherwise they would count or save discarded tensors, or compile this backward pass.
     """
     from torch._dynamo import compiled_autograd
 
@@ -119,14 +123,12 @@ def unseen_by_saved_tensor_hooks() -> Iterator[None]:
         yield
 
 
-# Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now.
+# Returns whether the current code runs under a transform of ``torch.func`` or ``torch.vmap``.
 is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is several under ``vmap`` or ``is_grads_batched``, which hides it
-    from Python.
-    """
+    """Return whether ``vmap`` or ``is_grads_batched`` hides a batch dimension of ``tensor``."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
@@ -137,7 +139,7 @@ def is_forward_mode_active() -> bool:
 
 
 def frees_saved_tensors() -> bool:
-    """Return whether a backward runs that drops what a node saved as soon as the node is done."""
+    """Return whether a backward runs that frees a node's saved tensors when the node is done."""
     return (
         torch._C._current_graph_task_id() != -1
         and not torch._C._autograd._get_current_graph_task_keep_graph()
@@ -145,19 +147,21 @@ def frees_saved_tensors() -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether hooks get to see what autograd saves now."""
+    """Return whether hooks see the tensors that autograd saves now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether hooks are registered on a tensor, of its gradient or after it."""
+    """Return whether a tensor has gradient hooks or hooks that run after accumulation."""
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
 
 
 def drop_empty_hooks(tensor: torch.Tensor) -> None:
-    """Forget hooks that were registered on a tensor and removed again: what is left of them makes
-    torch believe that it runs hooks of this tensor. After `torch.utils.swap_tensors`, which moving
-    a module with subclass weights uses, those registered from then on would never run.
+    """Delete the empty table of hooks that were registered on a tensor and removed again.
+
+    With an empty table, torch assumes that this tensor's hooks are already installed. Moving a
+    module with subclass weights calls `torch.utils.swap_tensors`; hooks registered afterwards
+    would then never run.
     """
     if not tensor._post_accumulate_grad_hooks:
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
@@ -166,14 +170,16 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
 
 
 def revive_hooks(tensor: torch.Tensor) -> None:
-    """Have the hooks of a tensor whose insides were swapped run again; their handles stay good."""
+    """Make the hooks of a tensor run again after `swap_tensors`; their handles stay valid."""
     tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     tensor._backward_hooks = tensor._backward_hooks
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
-    """Return whether hooks run around the steps of an optimizer, those after every step aside.
-    ``but`` is a hook before every step that does not count.
+    """Return whether hooks run around the steps of an optimizer.
+
+    Global hooks that run after every optimizer's step do not count, nor does ``but``, a global
+    hook that runs before every step.
     """
     return bool(
         optimizer._optimizer_step_pre_hooks
@@ -189,8 +195,8 @@ def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> None:
-    """Call a function when the gradients of what made these results have been computed, before
-    autograd hands them on.
+    """Call a function when the gradients of the nodes that made these results are computed, before
+    autograd passes these gradients on.
     """
     for result in results:
         made_by = result.grad_fn if isinstance(result, torch.Tensor) else None
@@ -200,7 +206,7 @@ def after_gradients(results: Iterable[Any], function: Callable[[], None]) -> Non
 
 
 def after_backward(function: Callable[[], None]) -> bool:
-    """Call a function at the end of the backward that runs; return False where none does."""
+    """Call a function at the end of the running backward; return False if no backward runs."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""torch.compile: what it made of a module or function, and how that is undone."""
+"""Inspect and undo the effect of torch.compile on a module or function."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_itself(module: torch.nn.Module) -> bool:
-    """Return whether a module runs compiled, or as someone wishes, wherever it is called from."""
+    """Return whether a module has its own compiled or replaced call, whoever calls it."""
     return module._compiled_call_impl is not None or "forward" in vars(module)
 
 
 def without_compile(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that ``torch.compile(module)`` was given, or the module itself."""
+    """Return the module that a ``torch.compile`` wrapper wraps, or the module itself."""
     inner = module.__dict__.get("_modules", {}).get("_orig_mod")
     return module if inner is None else inner
 
@@ -32,9 +32,9 @@ def without_compile(module: torch.nn.Module) -> torch.nn.Module:
 def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     """Compile a module in place with these arguments of torch.compile.
 
-    `Module.compile` compiles nothing of a module that is PyTorch's own, such as an nn.Sequential:
-    Dynamo leaves out the frames of PyTorch's files. What `torch.compile(module)` returned gives way
-    to the compilation in place, which it would else hide.
+    `Module.compile` has no effect on PyTorch's own modules, such as an nn.Sequential, because
+    Dynamo skips the frames of PyTorch's files. A wrapper that `torch.compile(module)` returned
+    would hide the compilation in place, so the wrapper then runs the module directly.
     """
     from torch._dynamo import external_utils, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule
@@ -49,10 +49,12 @@ def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
 
 
 def backend_of(call: object) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the name and options of the backend of what torch.compile returned for a function, or
-    of what runs in the place of a module compiled in place; None where nothing is compiled.
+    """Return the name and options of the backend of a compiled function.
+
+    The function is one that torch.compile returned, or the compiled call of a module that was
+    compiled in place. Return None if it is not compiled.
     """
-    seen: list[object] = []  # what is wrapped may be what wraps it
+    seen: list[object] = []  # wrappers may refer to each other
     while call is not None and call not in seen:
         cells = getattr(call, "__closure__", None) or ()
         held = [each.cell_contents for each in cells if not _is_empty(each)]
@@ -73,7 +75,7 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the backend of the callback that Dynamo runs a function with."""
+    """Return the backend of the callback with which Dynamo runs a function."""
     from torch._dynamo.eval_frame import OptimizeContext
 
     backend: Any = held.callback if isinstance(held, OptimizeContext) else None
@@ -83,9 +85,10 @@ def _asked_of(held: object) -> Any:
 
 
 def undo_compile(module: torch.nn.Module, name: str) -> str:
-    """Take away what a backend compiled of a module by itself; say what that was, or "".
+    """Remove a backend's compilation of one module; return a description of it, or "".
 
-    What `torch.compile(module)` returned stays the object that it is, and runs the module.
+    A wrapper that `torch.compile(module)` returned stays the same object, and runs the module
+    uncompiled.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -114,19 +117,17 @@ def undo_compile(module: torch.nn.Module, name: str) -> str:
 
 
 def original_of(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module that `torch.compile(module)` was given, None for any other module."""
+    """Return the module that a `torch.compile` wrapper wraps, None for any other module."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return module._orig_mod if isinstance(module, OptimizedModule) else None
 
 
 def compiling_is_off() -> bool:
-    """Return whether PyTorch is told to compile nothing, by its environment variables, its config
-    or a stance.
-    """
+    """Return whether PyTorch's environment variables, config or stance switch compilation off."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return True
-    if "torch._dynamo.eval_frame" not in sys.modules:  # then nothing else has said so
+    if "torch._dynamo.eval_frame" not in sys.modules:  # then no config or stance was set
         return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
     from torch._dynamo import config, eval_frame
 
@@ -134,7 +135,7 @@ def compiling_is_off() -> bool:
 
 
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Put a function around what runs in the place of a module that is compiled in place."""
+    """Wrap the compiled call of a module that is compiled in place."""
     module = without_compile(module)
     around = wrap(module._compiled_call_impl)
     around.__wrapped__ = module._compiled_call_impl
@@ -142,7 +143,7 @@ def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
 
 
 def users_line() -> str:
-    """Return the line that runs and is neither PyTorch's nor ours, as "train.py:12", or ""."""
+    """Return the running line that is not in PyTorch or this package, as "train.py:12", or ""."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""DTensor and FSDP: who holds which part of a parameter."""
+"""DTensor and FSDP: which rank holds which part of a parameter."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
-    """Return whether ranks compute with parts of ``weight``: not FSDP2 alone has spread it."""
+    """Return whether ranks compute with parts of ``weight``, so not only FSDP2 has sharded it."""
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
 
 
 def offset_of_part(tensor: Any) -> tuple[int, ...]:
-    """Return where in a DTensor the part of this rank begins, as DTensor itself cuts it."""
+    """Return the offset of this rank's part in a DTensor, as DTensor splits it."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape = [int(size) for size in tensor.shape]
@@ -33,33 +33,35 @@ def offset_of_part(tensor: Any) -> tuple[int, ...]:
 
 
 def gathering_ops() -> tuple[Any, Any]:
-    """Return the op that gathers a tensor from all ranks of a named group, and that waits for it:
-    those that DTensor calls, known to AOTAutograd and Inductor.
+    """Return the op that gathers a tensor from all ranks of a named group, and the op that waits.
+
+    DTensor calls these ops, and AOTAutograd and Inductor know them.
     """
     ops = torch.ops._c10d_functional
     return ops.all_gather_into_tensor.default, ops.wait_tensor.default
 
 
 def ignores_gradients(hook: Any) -> bool:
-    """Return whether a tensor hook only marks the time: FSDP2's look at no gradient."""
+    """Return whether a tensor hook, as FSDP2's, does not read the gradient but marks the time."""
     owner = getattr(hook, "__self__", None)
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return states is not None and isinstance(owner, states.FSDPState)
 
 
 def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's shard of ``weight`` when FSDP2 gathered it, else None: optimizers and
-    checkpoints write to it, and ``weight`` follows at its next gathering.
+    """Return this rank's shard of ``weight`` if FSDP2 gathered it, else None.
+
+    Optimizers and checkpoints write to the shard; ``weight`` changes when it is gathered next.
     """
     param, _ = _fsdp2_owner(weight)
     return cast("torch.Tensor | None", getattr(param, "sharded_param", None))
 
 
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
-    """Make ``local`` what this rank holds of a parameter that FSDP2 shards, with gradients off.
+    """Replace this rank's shard of a parameter that FSDP2 shards by ``local``, with gradients off.
 
-    ``local`` may be of a subclass with FSDP2's hooks around its all-gather. False unless FSDP2
-    shards the parameter, keeps shards on their device, and has it in shards now.
+    ``local`` may be of a subclass with FSDP2's hooks around its all-gather. Return False unless
+    FSDP2 shards the parameter, keeps shards on their device, and currently has it sharded.
     """
     old: Any = module._parameters[name]
     param = _find_fsdp2_shard(old)
@@ -67,7 +69,7 @@ def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> b
         return False
     new = with_local_part(old, local)
     module._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
-    # What it keeps flat goes first: it would look for the memory behind the new shard.
+    # Replace the flat copy first: FSDP2 would look for the new shard's memory in it.
     param._sharded_param_data = local_part(module._parameters[name]).view(-1)  # type: ignore[arg-type]
     param.reset_sharded_param()
     param._init_extensions()
@@ -82,22 +84,22 @@ def is_fsdp_shard(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FsdpShard:
-    """What FSDP2 does with a parameter that it holds in shards."""
+    """A parameter that FSDP2 shards, and how FSDP2 treats it."""
 
     _param: Any
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter is the one whose hooks it runs: others may take its place."""
+        """Return whether FSDP2 runs this parameter's hooks: another may have replaced it."""
         return self._param.sharded_param is parameter
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the shard is kept in memory of the host."""
+        """Whether the shard is in host memory."""
         return bool(self._param.offload_to_cpu)
 
 
 def fsdp_shards() -> dict[int, FsdpShard]:
-    """Return what FSDP2 does with every parameter that it holds in shards, by `id`."""
+    """Return every parameter that FSDP2 shards, by `id`."""
     return {id(param.sharded_param): FsdpShard(param) for param, _ in _fsdp2_parameters()}
 
 
@@ -113,7 +115,7 @@ def is_fsdp2_module(module: torch.nn.Module) -> bool:
 
 
 def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
-    """Return the modules that FSDP2 gathers together with ``weight``; none if it did not."""
+    """Return the modules that FSDP2 gathers together with ``weight``, or ()."""
     _, group = _fsdp2_owner(weight)
     return () if group is None else tuple(group.modules)
 
@@ -168,8 +170,9 @@ def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp_frees_after_forward(weight: Any) -> bool:
-    """Return whether FSDP frees ``weight`` before the caller of the model can use it: FSDP1, and
-    FSDP2 but for the outermost group and those that are told not to reshard.
+    """Return whether FSDP frees ``weight`` before the caller of the model can use it.
+
+    FSDP1 does. FSDP2 does, except in the outermost group and in groups that do not reshard.
     """
     if not isinstance(weight, torch.Tensor):
         return False
@@ -188,19 +191,19 @@ def _is_fsdp1_view(weight: torch.Tensor) -> bool:
     return any(getattr(t, "_is_flat_param", False) for t in (weight, weight._base))
 
 
-# Gathered parameters live as long as their module: a tensor is looked for once.
+# Gathered parameters live as long as their module, so each tensor is looked up once.
 _fsdp2_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
-    """Return FSDP2's objects for a gathered parameter and its group; (None, None) if it is none."""
+    """Return FSDP2's objects for a gathered parameter and its group, or (None, None)."""
     if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
         return None, None
     if weight not in _fsdp2_owners:
         every = _fsdp2_parameters()
         mine = (pair for pair in every if getattr(pair[0], "_unsharded_param", None) is weight)
         found = next(mine, None)
-        if found is None:  # not remembered: tensors with weak references cannot be swapped
+        if found is None:  # not cached: tensors with weak references cannot be swapped
             return None, None
         _fsdp2_owners[weight] = tuple(map(weakref.ref, found))
     param, group = (reference() for reference in _fsdp2_owners[weight])

@@ -1,4 +1,4 @@
-"""Dynamo: what it records about a graph, how it traces and guards, and what it compiles again."""
+"""Dynamo: the records of a graph, tracing, guards and recompilation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-NO_LIMIT = 1 << 20  # of graphs that Dynamo makes of one function
+NO_LIMIT = 1 << 20  # on the graphs that Dynamo makes of one function
 
 
 def untraced(function: _Function) -> _Function:
@@ -27,12 +27,12 @@ def untraced(function: _Function) -> _Function:
 
 
 def constant_in_traces(function: _Function) -> _Function:
-    """Have Dynamo ask a function while it traces, and take the answer for the one of every call."""
+    """Make Dynamo call a function while it traces, and use its result for every later call."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-# Returns the call of a module as it is, also of one that was compiled in place.
+# Returns the uncompiled call of a module, also if the module was compiled in place.
 forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
 
 
@@ -42,7 +42,7 @@ def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bo
 
 
 def copy_graph(gm: GraphModule) -> Graph:
-    """Return a copy of ``gm``'s graph that can take its place again."""
+    """Return a copy of ``gm``'s graph that can replace the graph later."""
     copied = Graph()
     copied.set_codegen(copy.deepcopy(gm.graph._codegen))
     mapping: dict[Node, Node] = {}
@@ -59,7 +59,7 @@ def example_value(node: Node) -> Any:
 
 
 def example_input(node: Node) -> Any:
-    """Return the real object behind a placeholder while its graph compiles, or None."""
+    """Return the real object for a placeholder while its graph compiles, or None."""
     with contextlib.suppress(AttributeError, AssertionError):
         return node.meta.get("grapharg").example  # type: ignore[union-attr]
     return None
@@ -72,13 +72,15 @@ def source_name(node: Node) -> str:
 
 
 def plain_source(path: str) -> str:
-    """Return Dynamo's way to something without what a class with a ``__getattr__`` adds to it."""
+    """Return a source name of Dynamo without the steps that a class with ``__getattr__`` adds."""
     return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", path)
 
 
 def running_modules() -> list[torch.nn.Module]:
-    """Return the modules whose calls led here: those that ``torch.compile`` was called on, the
-    nearest first, then others, the outermost first. Data parallelism is taken off.
+    """Return the modules whose calls led here, without wrappers of data parallelism.
+
+    Modules on which ``torch.compile`` was called come first, from the innermost on. The others
+    follow, from the outermost on.
     """
     from torch._dynamo import eval_frame
 
@@ -95,7 +97,7 @@ def running_modules() -> list[torch.nn.Module]:
                 is_compiled = is_compiled or isinstance(module, eval_frame.OptimizedModule)
                 module = next(module.children())
             if is_compiled:
-                others.clear()  # parts of it, which it has names for
+                others.clear()  # they are submodules, which its names cover
             (compiled if is_compiled else others).append(module)
         frame = frame.f_back
     found = {id(module): module for module in (*compiled, *reversed(others))}
@@ -111,7 +113,7 @@ def frame_variables() -> Mapping[str, Any]:
 
 
 def capturing_backend() -> Any:
-    """Return the backend that the graph being captured is for, or None outside of a capture."""
+    """Return the backend of the graph that is being captured, or None outside a capture."""
     from torch._dynamo import symbolic_convert
 
     captured = getattr(symbolic_convert.tls, "current_tx", None)
@@ -125,7 +127,7 @@ def capturing_backend() -> Any:
 
 
 def readable_source(node: Node) -> str:
-    """Return the name of a placeholder as its owner would say it: ``lm_head.weight``."""
+    """Return a placeholder's name as in the user's code: ``lm_head.weight``."""
     held = r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]"
     name = re.sub(held, r".\1", source_name(node))
     local = re.fullmatch(r"L\[['\"](\w+)['\"]\](.*)", name)
@@ -139,8 +141,10 @@ def readable_source(node: Node) -> str:
 
 
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
-    """Return the positions of the tensors that another piece of the model hands to ``gm``: DDP cuts
-    a captured graph where its buckets end, and what crosses a cut is no input of the user's.
+    """Return the positions of the inputs that another graph partition computes.
+
+    DDP splits a captured graph where its buckets end. A tensor that crosses a split is not an input
+    of the user.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
@@ -151,8 +155,10 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
 
 
 def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
-    """Return where pieces of one model that DDP cuts leave notes for later ones, under the example
-    values of what crosses: weakly held, for this compilation alone. None where nothing is cut.
+    """Return a mapping in which a graph partition leaves notes for later partitions of DDP.
+
+    The keys are the example values of the tensors that cross a split. They are held weakly, and
+    only for this compilation. Return None if the graph is not split.
     """
     context: Any = TracingContext.try_get()
     cut = getattr(context, "ddp_optimizer_ctx", None)
@@ -180,8 +186,10 @@ def ignore_while_tracing(function: Callable[..., Any]) -> None:
 
 
 class _NamedFunction(str):
-    """A function's name that equals the function: Dynamo writes its ignored functions to its logs
-    as JSON, and up to torch 2.12 a bare function there fails every compile's log entry.
+    """A function's name that equals the function.
+
+    Dynamo writes its ignored functions to its logs as JSON. Up to torch 2.12 a function object
+    there makes the log entry of every compilation fail.
     """
 
     _function: Callable[..., Any]
@@ -199,7 +207,7 @@ class _NamedFunction(str):
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write ``text()`` into the structured trace of TORCH_TRACE; not called where that is unset."""
+    """Write ``text()`` into the structured trace; call it only if TORCH_TRACE is set."""
     tracing: Any = torch._logging
     tracing.trace_structured(
         "artifact",
@@ -210,7 +218,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
-    """Let Dynamo's graph have a buffer of ours; AOTAutograd asks where each one came from."""
+    """Add a buffer to Dynamo's graph, with a source, which AOTAutograd needs for each buffer."""
     from torch._dynamo.source import ConstantSource
 
     gm.register_buffer(name, tensor, persistent=False)
@@ -219,15 +227,16 @@ def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
 
 
 def remove_buffer(gm: GraphModule, name: str) -> None:
-    """Take back what `add_buffer` added."""
+    """Remove the buffer that `add_buffer` added."""
     delattr(gm, name)
     sources: Any = getattr(gm, "_param_name_to_source", {})
     sources.pop(name, None)
 
 
 def guard_by_attribute(node: Node, name: str) -> None:
-    """Have a number that an input has as an attribute stand for all that is guarded of the input:
-    of a tensor made of others Dynamo guards each, and asks Python for what they are.
+    """Replace all guards of an input by one guard on an attribute of it, a number.
+
+    For a tensor subclass Dynamo guards each inner tensor, and each guard calls Python.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
@@ -251,23 +260,24 @@ def _is_part(guard: Any, whole: Any) -> bool:
 
 
 def feeds_resumed_code(gm: GraphModule) -> bool:
-    """Return whether Dynamo cut the user's function behind ``gm`` and resumes it with the outputs.
+    """Return whether a graph break follows ``gm``, so that resumed code reads its outputs.
 
-    DDP calls its pieces cut, too: what they return goes to other pieces, or to the user.
+    DDP's graph partitions are marked as broken too, but their outputs go to other partitions or to
+    the user.
     """
     why = getattr(gm, "compile_subgraph_reason", None)
     return why is not None and "DDPOptimizer" not in str(why.reason) and bool(why.graph_break)
 
 
 def cut_inside(gm: GraphModule) -> str:
-    """Return the name of the function inside which Dynamo cut the user's behind ``gm``, or ""."""
+    """Return the name of the function in which the graph break after ``gm`` is, or ""."""
     why = getattr(gm, "compile_subgraph_reason", None)
     frames = getattr(why, "user_stack", None) or []
     return str(frames[-1].name) if feeds_resumed_code(gm) and frames else ""
 
 
 def is_cut_in(gm: GraphModule, file: str) -> bool:
-    """Return whether Dynamo ended ``gm`` in code that a file called."""
+    """Return whether the graph break after ``gm`` is in code that a file called."""
     frames = getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None) or []
     return feeds_resumed_code(gm) and any(frame.filename.endswith(file) for frame in frames)
 
@@ -279,8 +289,10 @@ def forward_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
 
 @contextlib.contextmanager
 def fresh_capture() -> Iterator[None]:
-    """Have captures be limited by no other compiles, learn nothing from them, nor teach them: sizes
-    seen here would be dynamic in the next compile.
+    """Isolate captures in this context from other compilations.
+
+    Their limits do not apply, and sizes are not shared in either direction: a size seen here would
+    otherwise be dynamic in the next compilation.
     """
     from torch._dynamo import config, pgo
 
@@ -303,27 +315,29 @@ def forget_failures(functions: Iterable[Any]) -> None:
 
 
 def keep_address(tensor: torch.Tensor) -> None:
-    """Tell Dynamo that a tensor stays where it is, so that CUDA graphs need no copy of it. While
-    Dynamo traces it cannot be told; nothing is done then.
+    """Tell Dynamo that a tensor keeps its address, so that CUDA graphs need no copy of it.
+
+    While Dynamo traces, this has no effect.
     """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
 
 
 def names_around() -> dict[str, Any]:
-    """Return what the names stand for in the function that called the one that asks."""
+    """Return the variables, by name, of the function that called the caller."""
     return sys._getframe(2).f_locals
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:
-    """Tell Dynamo that a size will not be the same in every call; code may still hold it."""
+    """Tell Dynamo that a size differs between calls; code may still specialize on it."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def room_for_graphs(limit: int = 64) -> dict[str, Any]:
-    """Return arguments of torch.compile that give a model its own, larger limit of graphs. Without
-    them all models of a process share one, since what is compiled is a decorator of transformers.
-    Before torch 2.13 there are no such arguments, and the shared limit is raised.
+    """Return arguments of torch.compile that give a model its own, larger limit of graphs.
+
+    Without them all models of a process share a limit, because the compiled function is a decorator
+    of transformers. Before torch 2.13 these arguments do not exist, and the shared limit is raised.
     """
     from torch._dynamo import config
 

@@ -25,7 +25,7 @@ current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda
 
 
 def recompute_in_backward(node: Node) -> None:
-    """Have AOTAutograd's partition compute a call again in the backward, and keep its inputs."""
+    """Make AOTAutograd's partitioner recompute a call in the backward, and save its inputs."""
     node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta.setdefault("ac_graph_id", 0)
 
@@ -38,7 +38,7 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 
 
 def inductor_config() -> tuple[dict[str, Any], Callable[[str], Any]]:
-    """Return Inductor's config as it is, and what tells the type of a key."""
+    """Return Inductor's current config, and a function that returns the type of a key."""
     from torch._inductor import config
 
     return config.get_config_copy(), config.get_type  # type: ignore[attr-defined]
@@ -56,11 +56,11 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
 ) -> Compiled:
-    """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
+    """Compile the graph with Inductor; ``patches`` also apply to the backward it compiles later.
 
-    Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
-    other versions have other ops. ``tag`` is what else our ops were compiled for and no graph
-    shows.
+    Its caches on disk only know the names of our ops, and other versions have other ops. So each
+    entry is tagged with our schemas. ``tag`` is everything else that our ops were compiled for and
+    that no graph shows.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -72,26 +72,26 @@ def compile_with_inductor(
 
 
 def is_to_be_saved() -> bool:
-    """Return whether `aot_compile` asks for a graph, which its caller may save."""
+    """Return whether `aot_compile` compiles the graph, so that its caller may save it."""
     from torch._functorch import config
 
     return bool(config.bypass_autograd_cache_key)
 
 
 def has_artifact(compiled: Compiled) -> bool:
-    """Return whether AOTAutograd has made a callable, and can save what is behind it."""
+    """Return whether AOTAutograd made a callable, and can save its artifact."""
     return getattr(compiled, "serialize", None) is not None
 
 
 def let_be_saved(kind: type) -> None:
-    """Let `aot_compile` take callables of a class, which says how they are saved."""
+    """Let `aot_compile` accept callables of a class that defines how they are saved."""
     from torch._dynamo.aot_compile_types import SerializableCallable
 
     SerializableCallable.register(kind)
 
 
 def serialized(compiled: Compiled) -> bytes:
-    """Return the artifact of the inner compiler behind a callable."""
+    """Return the inner compiler's artifact of a callable."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return Bundled.serialize_compile_artifacts(Bundled(compiled))
@@ -106,8 +106,10 @@ def deserialized(artifact: bytes) -> Compiled:
 
 @contextlib.contextmanager
 def apart_in_tracing() -> Iterator[None]:
-    """Compile one of several graphs that Dynamo captured as one: what AOTAutograd notes about it,
-    and reads when it compiles its backward, is not to be taken for another's.
+    """Compile one of several partitions of a captured graph, separately from the others.
+
+    AOTAutograd notes facts about a graph and reads them when it compiles the backward. Here it
+    cannot read those of another partition.
     """
     context = TracingContext.try_get()
     if context is None:
@@ -120,10 +122,10 @@ def apart_in_tracing() -> Iterator[None]:
 
 
 def call_in_inductor(op: torch._ops.OpOverload) -> None:
-    """Have code that Inductor writes call `op.direct`: the way through the dispatcher, twice where
-    a gradient is written in Python, takes longer than many a kernel.
+    """Make Inductor's generated Python code call `op.direct` instead of the op.
 
-    Code in C++ calls the op.
+    The dispatcher takes longer than many kernels, and an op whose gradient is written in Python
+    passes through it twice. Generated C++ code still calls the op.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
@@ -150,7 +152,7 @@ def call_in_inductor(op: torch._ops.OpOverload) -> None:
 
 
 def op_fingerprint() -> str:
-    """Return a digest of the schemas of every registered op of ours, and of our version."""
+    """Return a digest of the schemas of all our registered ops, and of our version."""
     version = sys.modules["memeff_compile"].__version__
     names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("memeff::"))
     schemas = (str(torch._C._get_schema(*name.partition(".")[::2])) for name in names)
@@ -158,7 +160,7 @@ def op_fingerprint() -> str:
 
 
 def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    """Hand the graph to AOTAutograd and run the result op by op."""
+    """Compile the graph with AOTAutograd, whose result runs op by op."""
     from torch._dynamo.backends.debugging import aot_eager
 
     inputs: Any = example_inputs
@@ -166,9 +168,9 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
 
 
 def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return empty memory on the device of a tensor, which is the current one if it is a GPU.
+    """Return an empty tensor on the device of a tensor, which must be the current one if a GPU.
 
-    Code of Inductor's makes its buffers so: the way through the dispatcher takes three times as
+    Inductor's code allocates its buffers in this way, because the dispatcher takes three times as
     long.
     """
     if like.is_cuda and _empty_on_gpu is not None:
@@ -180,13 +182,15 @@ _empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def mark_static_input(node: Node) -> None:
-    """Tell AOTAutograd that an input stays where it is, so that CUDA graphs may write to it."""
+    """Tell AOTAutograd that an input keeps its address, so that CUDA graphs may write to it."""
     node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = "unguarded"
 
 
 def is_unsafe_to_record(node: Node) -> bool:
-    """Return whether a call may not be part of a CUDA graph: it waits for the device, its sizes are
-    data, it is control flow, or an op of somebody else's, whose host work a replay would leave out.
+    """Return whether a call may not be part of a CUDA graph.
+
+    Such a call waits for the device, has sizes that depend on data, is control flow, or is an op of
+    another library, whose work on the host a replay would skip.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -210,7 +214,7 @@ def is_unsafe_to_record(node: Node) -> bool:
 
 @contextlib.contextmanager
 def capturing_alone() -> Iterator[None]:
-    """Record no two CUDA graphs at a time: a capture is a state of the process."""
+    """Allow one recording of a CUDA graph at a time: a capture is a state of the process."""
     from torch._inductor import cudagraph_trees
 
     lock = getattr(cudagraph_trees, "graph_capture_lock", None)  # since torch 2.13
@@ -222,28 +226,28 @@ _capture_lock = threading.Lock()
 
 
 def forget_workspaces() -> None:
-    """Have cuBLAS allocate its workspaces anew: one from before a capture may be freed after it."""
+    """Make cuBLAS allocate new workspaces: one from before a capture may be freed after it."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def leave_pool(pool: Any) -> None:
-    """Let the allocator go back to its usual memory after a capture that failed."""
+    """Make the allocator use its usual memory again after a failed capture."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 def multiplies_bf16() -> bool:
-    """Return whether the CPU's matrix library has instructions for products of bfloat16."""
+    """Return whether the CPU's matrix library can use instructions for bfloat16 products."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def tracing_again() -> Callable[[], Any]:
-    """Return a function, that of a context: what is compiled in it is as if it were here."""
+    """Return a function that makes a context in which code compiles as if it were here."""
     return functools.partial(tracing, TracingContext.try_get())
 
 
 def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
-    """Return AOTAutograd's graphs for ``gm`` as Inductor asks for them, the forward first."""
+    """Return AOTAutograd's graphs for ``gm`` as Inductor would get them, the forward first."""
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 

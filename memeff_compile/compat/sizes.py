@@ -1,4 +1,4 @@
-"""Sizes and numbers that are symbols while a graph is compiled: what is known of them."""
+"""Query sizes and numbers that are symbols while a graph is compiled."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def statically_true(condition: Any) -> bool:
 
 
 def holds(condition: Any) -> bool:
-    """Return whether ``condition`` on sizes holds at present, and guard it: where it does not, or
-    does, the graph is compiled anew. What depends on data does not hold.
+    """Return whether ``condition`` on sizes holds at present, and guard the answer.
+
+    If the answer changes, the graph is compiled again. A condition that depends on data counts as
+    false.
     """
     if isinstance(condition, bool):
         return condition
@@ -31,9 +33,9 @@ def holds(condition: Any) -> bool:
 
 
 def known_number(value: Any) -> int | float | None:
-    """Return the number that ``value`` is or, for a node, stands for at present; adds no guard.
+    """Return ``value``, or the present number of a node, without adding a guard.
 
-    ``dynamic=True`` makes symbols of a config's numbers; the sizes of tensors have no answer here.
+    ``dynamic=True`` makes symbols of a config's numbers. Sizes of tensors give None.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
@@ -61,7 +63,7 @@ def known_size(size: Any) -> int | None:
 
 
 def hold_constant(value: Any) -> None:
-    """Guard the symbol behind a node at its present number: another number compiles anew."""
+    """Guard a node's symbol at its present number: another number compiles the graph again."""
     symbol = example_value(value) if isinstance(value, Node) else None
     if isinstance(symbol, torch.SymInt):
         int(symbol)

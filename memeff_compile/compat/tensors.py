@@ -22,39 +22,39 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 # Where functions of torch.nn.functional that are written in C++ live under their own names.
 BUILT_IN_FUNCTIONS: Any = torch._C._nn
-# What torch asks, through `__torch_function__`, before new data is put into a tensor.
+# torch calls it, through `__torch_function__`, before it puts new data into a tensor.
 TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
-# The `__torch_function__` of a subclass that has none.
+# The `__torch_function__` for a subclass that does not define one.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 # Returns the schema of an op: its name, arguments and returns.
 schema: Callable[[Any], Any] = attrgetter("_schema")
 
 
 def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
-    """Return the reduction that the two old arguments of a loss stand for."""
+    """Return the reduction that the two deprecated arguments of a loss mean."""
     return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
 
 
 def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
-    """Return a tensor of a subclass that has sizes and no memory of its own."""
+    """Return a tensor of a subclass that has sizes and no memory."""
     made: Any = torch.Tensor._make_wrapper_subclass(kind, *args, **kwargs)
     return cast("_Tensor", made)
 
 
 def as_class(kind: type[_Tensor], plain: torch.Tensor) -> _Tensor:
-    """Return a tensor of a subclass with the memory of another, cut off from autograd."""
+    """Return a tensor of a subclass with the memory of another, detached from autograd."""
     made: Any = torch.Tensor._make_subclass(kind, plain)
     return cast("_Tensor", made)
 
 
 _Context = Callable[[], contextlib.AbstractContextManager[Any]]
-# A context that calls functions of torch on subclasses as on plain tensors.
+# A context in which functions of torch treat subclasses as plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
-# A context in which Python implementations of ops go before those in C++, as symbols need.
+# A context in which Python implementations of ops take precedence over C++, as symbols need.
 python_dispatcher: _Context = enable_python_dispatcher
 # A context that suspends every dispatch mode: fake modes, tracing and the user's own.
 outside_dispatch_modes: _Context = _disable_current_modes
-# A context in which no mode sees what runs.
+# A context in which no mode sees operations.
 on_real_tensors: _Context = no_dispatch
 # Returns a number that every in-place write to a tensor's memory raises.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -62,7 +62,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 @functools.cache
 def _let_fake_modes_ask() -> None:
-    """Have fake modes, which answer for fake tensors alone, hand on the question for the device."""
+    """Make fake modes, which only know fake tensors, pass on queries for a tensor's device."""
     op = torch.ops.prim.device.default
     handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
     usual = handlers[op]
@@ -76,8 +76,9 @@ def _let_fake_modes_ask() -> None:
 
 
 def can_be_swapped(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.utils.swap_tensors` takes a tensor: not where a weak reference, as
-    compiled code has, or an autograd graph holds it.
+    """Return whether `torch.utils.swap_tensors` accepts a tensor.
+
+    It does not if an autograd graph holds the tensor, or a weak reference, as compiled code has.
     """
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
@@ -97,14 +98,15 @@ def make_without_memory(
     storage_offset: int | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """Make a wrapper subclass that nothing takes for a tensor with memory.
+    """Make a wrapper subclass that no code can mistake for a tensor with memory.
 
-    A wrapper has its device's dispatch keys and a null pointer, so that whatever reaches memory
-    without Python crashes: raw pointers, storages, a plain tensor whose `.data` it became. This one
-    has keys and storage of the meta device, and only says that it is on `device`.
+    A usual wrapper has its device's dispatch keys and a null pointer. Code that reaches memory
+    without Python then crashes: raw pointers, storages, a plain tensor whose `.data` it became.
+    This wrapper has the keys and storage of the meta device, and only reports `device` as its
+    device.
 
-    The class answers what it says and refuses (`ABOUT_MEMORY`) from its `__torch_dispatch__`, and
-    has a property `device` and a method `refuse_memory`, which raises.
+    The class must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. It has a property
+    `device` and a method `refuse_memory`, which raises.
     """
     made = torch.Tensor._make_wrapper_subclass(
         cls,
@@ -132,7 +134,7 @@ def _autocast_keys(kind: str) -> Any:
 
 
 def _shares_metadata(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Answer what an assignment to `.data` asks: both have to be of one class."""
+    """Return whether `.data` may be assigned: both tensors must have the same class."""
     for each in (tensor, other):
         refuse = getattr(each, "refuse_memory", None)
         if refuse is not None and type(tensor) is not type(other):
@@ -145,13 +147,14 @@ ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
     torch.ops.prim.device.default: lambda tensor: tensor.device,
     torch.ops.aten._has_compatible_shallow_copy_type.default: _shares_metadata,
 }
-"""What tensors made by `make_without_memory` are asked below autograd, and the answers."""
+"""Ops below autograd that query tensors made by `make_without_memory`, and the answers."""
 
 
 @functools.cache
 def _refuse_assigned_data() -> torch.library.Library:
-    """Have assignments to `.data` ask `_shares_metadata` where one of the tensors has meta's keys:
-    PyTorch asks an operation that is never dispatched to Python.
+    """Make assignments to `.data` call `_shares_metadata` if one of the tensors has meta's keys.
+
+    PyTorch's check is an operation that is never dispatched to Python.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
@@ -164,7 +167,7 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any]:
-    """Return the names of the tensors that a wrapper subclass is made of, and what else it is."""
+    """Return the names of a wrapper subclass's inner tensors, and its other context."""
     names, about = cast("Any", tensor).__tensor_flatten__()
     return names, about
 
@@ -177,12 +180,12 @@ def storage_keys(value: torch.Tensor) -> set[int]:
     return {key for name in names for key in storage_keys(getattr(value, name))}
 
 
-# Lets the device stop with a message when it finds a condition false; the host goes on.
+# Makes the device stop with a message if a condition is false; the host does not wait.
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
-    """Return whether tensors stand for others, or a mode watches what is done to them."""
+    """Return whether tensors represent others, or a mode sees the operations on them."""
     stands_for_others = any(type(tensor) is not torch.Tensor for tensor in tensors)
     return stands_for_others or torch._C._len_torch_dispatch_stack() > 0
 
@@ -190,8 +193,8 @@ def is_traced(*tensors: torch.Tensor) -> bool:
 def fake_mode(outside: Callable[..., Any]) -> Any:
     """Return a mode under which tensors have sizes and no memory.
 
-    What runs outside of Dynamo's traces goes to ``outside(op, args, kwargs, run)``, which returns
-    the result; ``run()`` runs it on sizes.
+    An op outside Dynamo's traces calls ``outside(op, args, kwargs, run)``, which returns the
+    result. ``run()`` runs the op on sizes.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -212,7 +215,7 @@ def fake_mode(outside: Callable[..., Any]) -> Any:
 
 
 def is_view(op: Any) -> bool:
-    """Return whether what an op returns is, or is a view of, what it was given."""
+    """Return whether an op returns one of its arguments or a view of one."""
     found = schema(op)
     return found is None or any(returned.alias_info for returned in found.returns)
 
@@ -226,25 +229,25 @@ def written_to(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def reads_values(op: Any) -> bool:
-    """Return whether what an op returns has sizes, or is a number, that depends on values."""
+    """Return whether an op returns a number or sizes that depend on values."""
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
     return any(tag in op.tags for tag in tags)
 
 
 def is_item(op: Any) -> bool:
-    """Return whether an op is what `item()` calls."""
+    """Return whether `item()` calls an op."""
     return op is torch.ops.aten._local_scalar_dense.default
 
 
 def is_drawn(op: Any) -> bool:
-    """Return whether chance decides what an op returns, or what was in its memory."""
+    """Return whether an op's result is random or uninitialized memory."""
     return torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.name()
 
 
 def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
-    """Count who holds the one tensor in a list: its memory, the tensor, the Python object of each.
+    """Count the references to the one tensor in a list: to its memory, tensor and Python objects.
 
-    No variable of the caller may hold the tensor beside the list. See `SOLE_OWNER`.
+    Besides the list, no variable of the caller may hold the tensor. See `SOLE_OWNER`.
     """
     return (
         torch._C._storage_Use_Count(held[0].untyped_storage()._cdata),
@@ -254,12 +257,14 @@ def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
     )
 
 
-# What `references` counts where nobody but the list holds the tensor or its memory.
+# The result of `references` if only the list holds the tensor or its memory.
 SOLE_OWNER = (2, 1, 2, 2)
 
 
 def is_sole_owner(held: list[torch.Tensor]) -> bool:
-    """Return whether nobody but a list of one tensor holds that tensor or its memory: no view,
-    detached tensor, array of NumPy or saved tensor. Not known, hence False, where Dynamo traces.
+    """Return whether only this list of one tensor holds the tensor or its memory.
+
+    A view, a detached tensor, a NumPy array or a saved tensor would also hold it. While Dynamo
+    traces the answer is unknown, hence False.
     """
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER

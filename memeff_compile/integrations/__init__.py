@@ -1,4 +1,4 @@
-"""What other programs load to compile by memeff: one module per host, which imports the host.
+"""Modules that other frameworks load to compile with memeff: one per framework.
 
     from memeff_compile.integrations.transformers import MemeffCallback   # Trainer, TRL's trainers
     from memeff_compile.integrations.accelerate import MemeffPlugin       # Accelerator
@@ -6,7 +6,7 @@
     plugins: [memeff_compile.integrations.axolotl.MemeffPlugin]           # Axolotl's YAML
     --override.imports memeff_compile.integrations.torchtitan.fused_loss  # torchtitan
 
-`integrations.trl` hands the output projection of TRL's trainers to the backend; the callback calls
-it by itself. `import memeff_compile` imports nothing of this folder. A module raises ImportError
-where its host is missing or too old, and names the version that it needs.
+`integrations.trl` lets the backend compute the loss of TRL's trainers; the callback calls it.
+`import memeff_compile` does not import this folder. Each module imports its framework. If the
+framework is missing or too old, the module raises ImportError and names the required version.
 """

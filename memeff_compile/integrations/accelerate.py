@@ -1,6 +1,8 @@
-"""Compiles by memeff what an Accelerator prepares.
+"""Compile the models that an Accelerator prepares.
 
-Accelerator(dynamo_plugin=MemeffPlugin())
+Usage:
+
+    Accelerator(dynamo_plugin=MemeffPlugin())
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ from accelerate.utils import TorchDynamoPlugin  # noqa: E402
 
 
 class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
-    """Have `Accelerator.prepare(model)` call `torch.compile` with `backend="memeff"`.
+    """Make `Accelerator.prepare(model)` call `torch.compile` with `backend="memeff"`.
 
-    The arguments are those of `memeff_compile.compile`, options by keyword included:
-    `MemeffPlugin(logits="eager")`. They are checked here. The environment variables of accelerate
-    (`ACCELERATE_DYNAMO_...`), which `accelerate launch` sets, are not read.
+    The arguments are those of `memeff_compile.compile`, including options by keyword:
+    `MemeffPlugin(logits="eager")`. They are checked here. The plug-in ignores the environment
+    variables `ACCELERATE_DYNAMO_...`, which `accelerate launch` sets.
 
     Args:
         mode: An Inductor mode, such as "reduce-overhead".
         options: As in `torch.compile(options=...)`, or an `Options`.
         dynamic: As in `torch.compile`.
         fullgraph: As in `torch.compile`.
-        use_regional_compilation: Compile repeated blocks, and what is left of the model, one by
-            one, which starts sooner. The output projection then has a graph of its own, and the
-            loss is computed from its deferred logits outside of the graphs.
-        **settings: Options of ours by keyword.
+        use_regional_compilation: Compile repeated blocks, and the rest of the model, one by one,
+            which shortens the start. The output projection is then a separate graph, and the loss
+            is computed from its deferred logits outside the graphs.
+        **settings: Options of memeff_compile by keyword.
 
     Raises:
         OptionError: As `memeff_compile.compile`.
@@ -51,7 +53,7 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         self.request = Request.of(
             settings, mode=mode, options=options, dynamic=dynamic, fullgraph=fullgraph
         )
-        self.backend = "memeff"  # accelerate compares it with "NO", and its own list is closed
+        self.backend = "memeff"  # accelerate compares it with "NO"; its list of backends is closed
         self.mode = mode
         self.fullgraph = fullgraph
         self.dynamic = dynamic
@@ -60,7 +62,7 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         self.use_regional_compilation = use_regional_compilation
 
     def __post_init__(self) -> None:
-        """Do nothing: accelerate looks names up here, and there is no name to look up."""
+        """Do nothing: accelerate looks up names here, and this class has no names to look up."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as accelerate logs and stores them."""

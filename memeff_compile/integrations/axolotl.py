@@ -1,9 +1,11 @@
-"""Compiles by memeff what Axolotl trains, from its YAML file.
+"""Compile the model that Axolotl trains, with settings from its YAML file.
 
-plugins:
-  - memeff_compile.integrations.axolotl.MemeffPlugin
-memeff:                     # optional
-  memeff.logits: eager
+Usage:
+
+    plugins:
+      - memeff_compile.integrations.axolotl.MemeffPlugin
+    memeff:                     # optional
+      memeff.logits: eager
 """
 
 from __future__ import annotations
@@ -28,31 +30,32 @@ _TOP_LEVEL = ("mode", "dynamic", "fullgraph")
 
 
 MemeffArgs: Any = create_model("MemeffArgs", memeff=(dict[str, Any] | None, None))
-"""What the plugin adds to the YAML file: options by the names of docs/options.md, and mode, dynamic
-or fullgraph of torch.compile.
+"""The keys that the plug-in adds to the YAML file.
+
+They are options by their names in docs/options.md, and mode, dynamic or fullgraph of torch.compile.
 """
 
 
 class MemeffPlugin(BasePlugin):  # type: ignore[misc]
-    """Give Axolotl's trainer the callback that compiles its model in place.
+    """Add the callback to Axolotl's trainer, which compiles the model in place.
 
     Raises:
-        OptionError: From the configuration: an option has an unknown name, a wrong type or a
-            value out of range, or Axolotl is told to compile, too, or to replace the loss.
+        OptionError: When the configuration is read: an option has an unknown name, a wrong type
+            or a value out of range, or Axolotl itself is to compile or to replace the loss.
     """
 
     def get_input_args(self) -> str:
-        """Return the name of the model of what the plugin reads from the YAML file."""
+        """Return the name of the pydantic model for the plug-in's keys in the YAML file."""
         return f"{__name__}.MemeffArgs"
 
     def register(self, cfg: Mapping[str, Any]) -> None:
-        """Check the options before Axolotl loads data and model."""
+        """Check the options, before Axolotl loads data and model."""
         self._callback(cfg)
 
     def add_callbacks_pre_trainer(
         self, cfg: Mapping[str, Any], model: nn.Module
     ) -> list[TrainerCallback]:
-        """Return the callback."""
+        """Return the callback that compiles."""
         return [self._callback(cfg)]
 
     def _callback(self, cfg: Mapping[str, Any]) -> TrainerCallback:

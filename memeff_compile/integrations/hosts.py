@@ -1,4 +1,4 @@
-"""Imports the program that an integration is for, or says which version of it is needed."""
+"""Import the framework of an integration, or name the version that is needed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import ModuleType
 
 
 def host(name: str, least: str | None = None) -> ModuleType:
-    """Import a host.
+    """Import a framework.
 
     Args:
-        name: The name of its module, which is also the name that pip installs it by.
+        name: The name of its module, which is also its name for pip.
         least: The oldest version that works.
 
     Raises:
-        ImportError: It is not installed, does not import, or is older.
+        ImportError: It is not installed, fails to import, or is older than `least`.
     """
     wanted = f"{name}>={least}" if least else name
     remedy = f"Install it by `pip install '{wanted}'`."

@@ -1,4 +1,4 @@
-"""Compiles a model in place, once, for a host that calls it at more than one moment."""
+"""Compile a model in place once, although a framework calls this several times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """How a model is to be compiled, checked when the host is set up and not at the first step."""
+    """Settings for compiling a model, checked at set-up and not at the first step."""
 
     options: Options
     dynamic: bool | None
@@ -40,7 +40,7 @@ class Request:
 
         Raises:
             OptionError: An option has an unknown name, a wrong type or a value out of range, is
-                given twice, or would compress the weights of a model that has its optimizer.
+                given twice, or would compress weights after the optimizer was created.
         """
         given = options.to_dict() if isinstance(options, Options) else dict(options or {})
         named = {key_of(name): value for name, value in settings.items()}
@@ -56,7 +56,7 @@ class Request:
         return cls(checked, dynamic, fullgraph)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile` that say the same."""
+        """Return the same settings as arguments of `torch.compile`."""
         return {
             "backend": "memeff",
             "options": self.options.to_dict() or None,
@@ -66,14 +66,14 @@ class Request:
 
 
 _asked: weakref.WeakKeyDictionary[nn.Module, Request] = weakref.WeakKeyDictionary()
-"""What each model was compiled for here."""
+"""The request that each model was compiled with."""
 
 
 def compile_in_place(model: nn.Module, request: Request) -> bool:
     """Compile a model in place, unless it is compiled already.
 
     Returns:
-        Whether it was compiled now. A model that is compiled already stays as it is.
+        Whether it was compiled now. A model that is already compiled is not changed.
     """
     compile_layers(model, request.arguments())  # FSDP2 may have sharded it since the last call
     if compat.is_compiled_in_place(model):

@@ -1,6 +1,8 @@
-"""Compiles in place the models inside of a LightningModule.
+"""Compile the models inside a LightningModule in place.
 
-lightning.Trainer(callbacks=[MemeffCallback()])
+Usage:
+
+    lightning.Trainer(callbacks=[MemeffCallback()])
 """
 
 from __future__ import annotations
@@ -26,19 +28,18 @@ if TYPE_CHECKING:
 class MemeffCallback(Callback):  # type: ignore[misc]
     """Compile the models of a LightningModule in place with `backend="memeff"`.
 
-    Lightning calls `training_step` and never the module, so that compiling the module itself
-    compiles nothing. This compiles its children that have parameters, each in place, before
-    training, validation, testing and prediction. Children that are compiled already stay as they
-    are.
+    Lightning calls `training_step` and never calls the module, so compiling the module itself has
+    no effect. The callback compiles each child that has parameters in place, before training,
+    validation, testing and prediction. Children that are already compiled are not changed.
 
     Args:
-        *children: Names of the children to compile, such as "model" or "generator.body"; all
-            direct children with parameters if there are none.
+        *children: Names of the children to compile, such as "model" or "generator.body"; by
+            default all direct children with parameters.
         mode: An Inductor mode, such as "reduce-overhead".
         options: As in `torch.compile(options=...)`, or an `Options`.
         dynamic: As in `torch.compile`.
         fullgraph: As in `torch.compile`.
-        **settings: Options of ours by keyword, as in `memeff_compile.compile`.
+        **settings: Options of memeff_compile by keyword, as in `memeff_compile.compile`.
 
     Raises:
         OptionError: As `memeff_compile.compile`.

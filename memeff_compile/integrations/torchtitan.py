@@ -1,6 +1,8 @@
-"""Computes torchtitan's chunked loss by our op, over the whole sequence at once.
+"""Compute torchtitan's chunked loss with our op, over the whole sequence at once.
 
---override.imports memeff_compile.integrations.torchtitan.fused_loss
+Usage:
+
+    --override.imports memeff_compile.integrations.torchtitan.fused_loss
 """
 
 from __future__ import annotations
@@ -31,16 +33,15 @@ _METHOD = "memeff_loss"
 
 
 class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
-    """The output projection and cross entropy in one op, which builds no logits.
+    """A loss that computes output projection and cross entropy in one op, without logits.
 
-    Where that op does not serve a head, torchtitan's own chunks compute the loss, and the log says
-    why: a head that tensor parallelism splits, one with hooks, and one that is no plain linear
-    layer.
+    torchtitan's chunks compute the loss if tensor parallelism splits the projection, or if the
+    projection has hooks or is not a plain linear layer. The log then gives the reason.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """Of the chunks, for a head that is left to torchtitan."""
+        """The configuration of the chunks, for a projection that torchtitan computes."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         super().__init__(config, **given)
@@ -67,7 +68,7 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
     def _prepare(self, pred: Tensor, labels: Tensor) -> None:
-        """Give the head a method that computes the loss, around which FSDP2 gathers its weight."""
+        """Add a loss method to the projection; FSDP2 gathers the projection's weight for it."""
         head = self.lm_head
         self._is_prepared, self._left = True, _unserved(head, pred, labels)
         if self._left is not None:
@@ -82,7 +83,7 @@ def _loss_of(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def _unserved(head: Any, *tensors: Tensor) -> str | None:
-    """Return why a head is left to torchtitan, or None."""
+    """Return the reason why torchtitan computes this projection, or None."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"the output projection is a {type(head).__name__}, and no plain linear layer"
     mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) else None

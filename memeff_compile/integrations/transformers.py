@@ -1,6 +1,8 @@
-"""Compiles in place the model that a Trainer trains, TRL's trainers among them.
+"""Compile the model of a Trainer in place, also of TRL's trainers.
 
-Trainer(..., callbacks=[MemeffCallback()])
+Usage:
+
+    Trainer(..., callbacks=[MemeffCallback()])
 """
 
 from __future__ import annotations
@@ -28,22 +30,27 @@ if TYPE_CHECKING:
 class MemeffCallback(TrainerCallback):
     """Compile the Trainer's model in place with `backend="memeff"`.
 
-    The arguments are those of `memeff_compile.compile`, options by keyword included:
+    The arguments are those of `memeff_compile.compile`, including options by keyword:
     `MemeffCallback(logits="eager")`. They are checked here.
 
-    A Trainer calls this when it has been made, so that `evaluate()` and `predict()` run compiled
-    without a `train()` before them, and when training begins. At the second call it compiles what
-    the first one could not see: a model from `model_init`, layers that FSDP2 has sharded since, the
-    reference model of a TRL trainer, or everything, where `add_callback` came after the trainer. A
-    model that is compiled already stays as it is. Compiling in place is lazy: what accelerate,
-    PEFT or TRL do to `forward` in between is compiled with it.
+    The Trainer calls the callback when the Trainer is created, so that `evaluate()` and `predict()`
+    run compiled even without a `train()` before them. It calls the callback again when training
+    begins. Then the callback compiles everything that did not exist before:
 
-    Under TRL the loss of its trainers is handed to the backend (`integrations.trl`).
+    - a model from `model_init`;
+    - layers that FSDP2 has sharded since;
+    - the reference model of a TRL trainer;
+    - the whole model, if `add_callback` was called after the Trainer was created.
+
+    A model that is already compiled is not changed. Compiling in place is lazy, so it includes all
+    changes that accelerate, PEFT or TRL make to `forward` before the first step.
+
+    With TRL, the backend computes the loss of its trainers (`integrations.trl`).
 
     Raises:
         OptionError: As `memeff_compile.compile`.
-        UnsupportedInputError: When the trainer is made: it would put the model on several GPUs of
-            one process (`nn.DataParallel`).
+        UnsupportedInputError: When the Trainer is created, if it would put the model on several
+            GPUs of one process (`nn.DataParallel`).
 
     Example:
         >>> Trainer(model=model, args=args, callbacks=[MemeffCallback()])  # doctest: +SKIP
@@ -70,7 +77,7 @@ class MemeffCallback(TrainerCallback):
         model: nn.Module | None = None,
         **given: Any,
     ) -> None:
-        """Compile the model of a trainer that has just been made."""
+        """Compile the model of a Trainer that was just created."""
         self._compile(args, model)
 
     def on_train_begin(
@@ -81,7 +88,7 @@ class MemeffCallback(TrainerCallback):
         model: nn.Module | None = None,
         **given: Any,
     ) -> None:
-        """Compile what there was not to be seen at `on_init_end`."""
+        """Compile everything that did not exist at `on_init_end`."""
         self._compile(args, model)
         for trainer in self._trainers():
             self._compile(args, getattr(trainer, "ref_model", None))
@@ -105,7 +112,7 @@ class MemeffCallback(TrainerCallback):
         compile_in_place(extract_model_from_parallel(model), self.request)
 
     def _trainers(self) -> Iterator[Trainer]:
-        """Yield the trainer that is calling: it hands its model to callbacks, and not itself."""
+        """Yield the calling Trainer, which passes its model to callbacks but not itself."""
         from transformers import Trainer
 
         frame = inspect.currentframe()

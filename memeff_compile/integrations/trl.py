@@ -1,12 +1,12 @@
-"""Hands the output projection of TRL's trainers to the backend.
+"""Let the backend compute output projection and loss of TRL's trainers.
 
-TRL's trainers call `model(..., labels=labels, fused_lm_head=True)`, and a `forward` of TRL's own
-then computes log-probabilities by chunks, in an autograd function that ends every graph. While
-this backend captures such a model, that function is replaced by the same formula in plain PyTorch,
-which the pass `fuse_linear_cross_entropy` makes one op of. Nothing else of TRL changes: outside of
-such a capture, and for any other backend, its own function runs. On a GPU TRL picks the rows whose
-label counts before it calls the function. Their number is in the data, so there the graph of the
-model ends, and head and loss share the next one.
+TRL's trainers call `model(..., labels=labels, fused_lm_head=True)`. TRL's patched `forward` then
+computes log-probabilities by chunks, in an autograd function that breaks every graph. While this
+backend captures such a model, the same formula in plain PyTorch replaces that function, and the
+pass `fuse_linear_cross_entropy` rewrites the formula into one op. Outside such a capture, and for
+any other backend, TRL's function runs. On a GPU, TRL selects the rows whose labels count before it
+calls the function. Their number depends on the data, so the graph of the model ends there. The next
+graph contains projection and loss.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ log = logging.getLogger(__name__)
 
 LEAST = "1.16"
 FUNCTION = "_ChunkedLogProbFunction"
-"""The name by which TRL's forward calls what is replaced."""
+"""The name of the replaced function in TRL's module."""
 _CLASSES_AT_ONCE = 8192
 
 
 def hand_over_head() -> Callable[[], None]:
     """Let the backend compute the loss of TRL's trainers: SFT, DPO, KTO, GRPO, RLOO.
 
-    It holds for every trainer of this process whose model is compiled by `backend="memeff"`, made
-    before or after. `MemeffCallback` calls it. A second call changes nothing.
+    This applies to every trainer of this process whose model is compiled with `backend="memeff"`,
+    also to trainers that exist already. `MemeffCallback` calls this function. A second call has no
+    effect.
 
     Returns:
-        A function that takes it back.
+        A function that restores TRL's function.
 
     Raises:
-        ImportError: TRL is missing or older than 1.16, whose trainers use logits.
+        ImportError: TRL is missing, or older than 1.16. The trainers of older TRL use logits.
 
     Example:
         >>> hand_over_head()  # doctest: +SKIP
@@ -73,18 +74,18 @@ def _warn_of_another_name() -> None:
 
 
 class _Head:
-    """Stands in for TRL's autograd function, and calls it unless this backend is capturing."""
+    """Replacement for TRL's autograd function, which it calls unless this backend captures."""
 
     def __init__(self, utils: ModuleType, theirs: Any) -> None:
         self.utils, self.theirs = utils, theirs
 
     def take_back(self) -> None:
-        """Give TRL its function back."""
+        """Restore TRL's function."""
         if getattr(self.utils, FUNCTION) is self:
             setattr(self.utils, FUNCTION, self.theirs)
 
     def apply(self, *given: Any) -> Any:
-        """Compute what TRL's function does, from the same arguments."""
+        """Compute the results of TRL's function from the same arguments."""
         if torch.compiler.is_compiling() and _is_ours():
             return statistics(*given)
         return self.theirs.apply(*given)
@@ -113,18 +114,18 @@ def statistics(
 
     Args:
         hidden: N rows of hidden states.
-        weight: Of the output projection.
-        bias: Of the output projection.
-        targets: A class per row.
-        temperature: Divides the logits.
-        chunk_size: TRL's number of classes in a chunk, which the backend does not need.
-        softcap: Of the logits, before the temperature divides them.
-        scale: Multiplies the logits, before the cap.
-        outputs: Which of the last four to return; the others are None.
+        weight: The weight of the output projection.
+        bias: The bias of the output projection.
+        targets: One class per row.
+        temperature: The number that divides the logits.
+        chunk_size: TRL's number of classes per chunk, which the backend does not need.
+        softcap: The cap of the logits, applied before the temperature.
+        scale: The factor of the logits, applied before the cap.
+        outputs: Which of the last four results to return; the others are None.
 
     Returns:
-        Of each row: log-probability of its target, entropy, log of the sum of squared
-        probabilities, mean logit, and whether no other class is likelier.
+        For each row: log-probability of its target, entropy, log of the sum of squared
+        probabilities, mean logit, and whether the target is the most likely class.
     """
     if not torch.is_autocast_enabled(hidden.device.type) and weight.dtype != hidden.dtype:
         weight = weight.to(hidden.dtype)

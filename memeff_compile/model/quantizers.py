@@ -1,7 +1,8 @@
-"""Loads a system's quantizer for transformers as soon as transformers loads its own.
+"""Register this package's quantizer as soon as transformers loads its own.
 
-`from_pretrained` finds a quantizer in a table, and importing this package does not import
-transformers: the table is filled at once if it exists, and otherwise when it is made.
+`from_pretrained` looks up a quantizer in a table of transformers. Importing this package must not
+import transformers. So the quantizer is added to the table at once if transformers is loaded, and
+otherwise when transformers creates the table.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _QUANTIZERS = "transformers.quantizers.auto"
-_modules: list[str] = []  # those that fill the table
+_modules: list[str] = []  # modules that add to the table
 
 
 class _BesideQuantizers(MetaPathFinder):
-    """Finds that one module as others do, and adds to what runs when it is loaded."""
+    """Import finder for transformers' table that also imports our modules after it."""
 
-    is_asking = False  # another finder, which may ask all of them in turn
+    is_asking = False  # another finder, which may in turn ask all finders
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -51,7 +52,7 @@ class _BesideQuantizers(MetaPathFinder):
 
 
 def _load(name: str) -> None:
-    with suppress(ImportError):  # of a transformers that is older than the one needed
+    with suppress(ImportError):  # if transformers is too old
         if name in sys.modules:  # transformers was loaded again
             reload(sys.modules[name])
         else:
@@ -59,7 +60,7 @@ def _load(name: str) -> None:
 
 
 def load_with_quantizers(name: str) -> None:
-    """Import a module that fills transformers' table, now or when transformers makes the table."""
+    """Import a module that adds to transformers' table, now or when the table is created."""
     _modules.append(name)
     if _QUANTIZERS in sys.modules:
         _load(name)

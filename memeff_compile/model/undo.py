@@ -1,4 +1,4 @@
-"""undo(model): take back everything that this package put into a model."""
+"""undo(model): remove everything that this package put into a model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ BACKEND = "memeff"
 
 
 def undo(model: nn.Module) -> Changes:
-    """Take everything of this package out of a model again, in place; return what that was.
+    """Remove everything of this package from a model, in place; return a report.
 
-    Compiled calls, of the model and of modules inside it, KV caches of `compile(kv_cache=)` and
-    `use_kv_cache_`, attention over heads in few bits, compressed weights and linears that
-    `ternarize_` changed. Weights come back bit for bit, trained as they are by now. What cannot
-    come back stays and is listed under `left`, with the reason: weights that were rounded
-    (`compress_(mantissa=3)`) or packed (`pack_ternary_`). Modules that another backend compiled
-    stay compiled. A second call finds nothing.
+    It undoes:
+
+    - compiled calls, of the model and of modules inside it;
+    - KV caches of `compile(kv_cache=)` and `use_kv_cache_`;
+    - attention over low-bit heads;
+    - compressed weights, and linear layers that `ternarize_` changed. The weights are restored bit
+      for bit, with all training since then.
+
+    Weights that were rounded (`compress_(mantissa=3)`) or packed (`pack_ternary_`) cannot be
+    restored. They are listed under `left`, with the reason. Modules that another backend compiled
+    stay compiled. A second call makes no changes.
 
     Args:
-        model: what you call: the model, also under PEFT, or what `torch.compile` returned.
+        model: the object that you call: the model, also under PEFT, or the wrapper that
+            `torch.compile` returned.
 
     Returns:
-        How many places changed, and which: `print` it.
+        The number of changes, with a list of them that you can `print`.
 
     Raises:
-        UnsupportedInputError: The model is no module.
+        UnsupportedInputError: The model is not a module.
 
     Example:
         >>> print(memeff_compile.undo(model))  # doctest: +SKIP
@@ -51,7 +57,7 @@ def undo(model: nn.Module) -> Changes:
 
 
 def _compiled(model: nn.Module) -> system.Undone:
-    """Let modules run uncompiled, and wrappers inside the model give way to what they wrap."""
+    """Make modules run uncompiled, and replace wrappers inside the model by their modules."""
     places: dict[str, str] = {}
     for path, module in list(model.named_modules()):
         said = compat.undo_compile(module, BACKEND)
@@ -64,7 +70,7 @@ def _compiled(model: nn.Module) -> system.Undone:
 
 
 def _unwrap(model: nn.Module, wrapper: nn.Module) -> None:
-    """Put what torch.compile was given in the place of the wrapper, wherever that stands."""
+    """Replace a `torch.compile` wrapper by its module, wherever the model holds the wrapper."""
     original = compat.original_of(wrapper)
     if original is None:
         return

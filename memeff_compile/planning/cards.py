@@ -1,8 +1,9 @@
-"""GPUs by name: the memory that a plan has to fit, and the kernels that it may count on.
+"""GPUs by name: the memory that limits a plan, and the kernels that the plan can use.
 
-Memory is about what PyTorch says of a card (`torch.cuda.mem_get_info`), a little less than its box
-does. Rates are the makers' figures for dense bf16 products that are summed in fp32. They are
-printed, and they say how long reading the weights takes at least; no size depends on them.
+Memory approximates the size that PyTorch reports (`torch.cuda.mem_get_info`), which is slightly
+less than the advertised size. Rates are the makers' figures for dense bf16 products that are summed
+in fp32. They are printed, and give a lower bound of the time for reading the weights. No size
+depends on them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..report import format_bytes
 from .setting import read_memory
 
 LIBRARY_THREADS = 2
-"""The threads with a workspace of cuBLAS: forward's and backward's."""
+"""Number of threads with a cuBLAS workspace: one for forward, one for backward."""
 
 
 def _plain(name: str) -> str:
@@ -31,25 +32,25 @@ def _plain(name: str) -> str:
 class Card(NamedTuple):
     """One GPU that can be bought or rented."""
 
-    name: str  # as its maker writes it
+    name: str  # as the maker writes it
     gib: float  # memory
     capability: tuple[int, int]
-    tflops: float  # of bf16 products; 0 where it has none
+    tflops: float  # of bf16 products; 0 if the card has none
     gb_per_s: float  # of its memory
 
     @property
     def key(self) -> str:
-        """The name as a command line takes it."""
+        """The name for the command line."""
         return _plain(self.name)
 
     @property
     def memory(self) -> int:
-        """Bytes."""
+        """Memory in bytes."""
         return int(self.gib * 2**30)
 
     @property
     def gpu(self) -> Gpu:
-        """What its kind of GPU has."""
+        """The features of this kind of GPU."""
         return gpu_of(self.capability)
 
     def __str__(self) -> str:
@@ -94,35 +95,35 @@ CARDS = {
         Card("B200", 178.3, (10, 0), 2250, 8000),
     )
 }
-"""To add a card, add its row; `kernels/_triton/gpus.py` has what each compute capability has."""
+"""To add a card, add its row; `kernels/_triton/gpus.py` has the features of each capability."""
 
 _SHORT = {"a100": "a10080gb", "h100sxm": "h100", "h100nvl": "h100", "rtx4060ti": "rtx4060ti16gb"}
-"""Names that mean one of several rows, or leave a part out."""
+"""Short names, and the row that each means."""
 
 
 class Target(NamedTuple):
-    """The device that is planned for."""
+    """The device of a plan."""
 
     device: str = "cuda"  # or "cpu"
-    card: Card | None = None  # a GPU is one of Hopper's kind without it
+    card: Card | None = None  # without a card, a GPU is a Hopper GPU
 
     @property
     def library(self) -> int:
-        """Bytes that the matrix library keeps once it has run."""
+        """Bytes that the matrix library keeps after its first call."""
         return 0 if self.device == "cpu" else LIBRARY_THREADS * self.gpu.library_workspace
 
     @property
     def gpu(self) -> Gpu:
-        """What the kind of GPU has that is planned for."""
+        """The features of the planned GPU."""
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Answer questions about engines for this device."""
+        """Select engines for this device in a context."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 
 def target_of(device: str, gpu: str | None) -> Target:
-    """Return the device that is planned for; ExplainError where there is no such device."""
+    """Return the device of a plan; ExplainError if the device does not exist."""
     if device not in ("cuda", "cpu"):
         raise ExplainError(f"device is {device!r}; it can be 'cuda' or 'cpu'.")
     if gpu is not None and device == "cpu":
@@ -131,13 +132,13 @@ def target_of(device: str, gpu: str | None) -> Target:
 
 
 def card_of(name: str) -> Card:
-    """Return the card of a name, such as "rtx4090"; ExplainError says the nearest names."""
+    """Return the card of a name, such as "rtx4090"; ExplainError lists the nearest names."""
     plain = _plain(str(name))
     plain = _SHORT.get(plain, plain)
     for key in (plain, f"rtx{plain}"):
         if key in CARDS:
             return CARDS[key]
-    # a name that begins as the given one, else those that look like it
+    # names that begin with the given one, else similar names
     near = [key for key in CARDS if plain and key.removeprefix("rtx").startswith(plain)]
     near = near or difflib.get_close_matches(plain, [*CARDS, *_SHORT], n=3, cutoff=0.6)
     meant = f"Did you mean {', '.join(near)}?" if near else f"It can be {', '.join(CARDS)}."
@@ -148,7 +149,7 @@ def card_of(name: str) -> Card:
 
 
 def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
-    """Return the card that is planned for, if one is named, and the memory."""
+    """Return the card of the plan, or None, and the memory."""
     card = None if gpu is None else card_of(gpu)
     if memory is not None:
         return card, read_memory(memory)

@@ -1,9 +1,9 @@
-"""Which settings train or serve a model on one GPU: a table, without a GPU and without the weights.
+"""Tabulate the settings with which a model trains on one GPU, without a GPU and without weights.
 
     memeff fit examples/configs/llama3.1-8b.json --gpu rtx4090 --length 2048
 
-A model is captured a few times: as it is, with checkpointing, and with adapters. Optimizers, when
-they update, and compressed weights are arithmetic on what was captured.
+The model is captured a few times: unchanged, with checkpointing, and with adapters. Optimizers,
+the time of their updates, and compressed weights are computed from these captures.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ LINES = {
     "k": 'model.compile(backend="memeff", options={"memeff.recompute": "attention"})',
     "i": "model.compile()",
 }
-"""What a setting takes to write, line by line."""
+"""The line of code for each letter of a setting."""
 
 
 class Kind(NamedTuple):
-    """One row of the table, before anything is known of the model."""
+    """One row of the table, independent of the model."""
 
     name: str
     captured: str  # "as is", "checkpointing", "keeping attention", "adapters"
     setting: Mapping[str, Any]
-    numbers: str  # "exact", or what is lost
+    numbers: str  # "exact", or how the results differ
     write: str  # keys of `LINES`, in order
     is_ours: bool = True  # whether the passes run
 
@@ -71,7 +71,7 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """Yield the rows of a setting with compressed weights; `write` has a place for their line."""
+    """Yield the rows of a setting with compressed weights; `write` has a `{}` for their letter."""
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
         name = f"the same, weights in {codec}"
@@ -99,7 +99,7 @@ KINDS = (
     Kind("LoRA, checkpointing, AdamW", "adapters", ADAM, "adapters", "c l d A m"),
     *_compressed("adapters", ADAM, "adapters", "c {} l d A m"),
 )
-"""The rows of the table, in order: the less a row changes of a training, the earlier it comes."""
+"""The rows of the table, from the least change of a training to the largest."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Row:
     """One setting, and whether it fits."""
 
     kind: Kind
-    peak: int | None  # bytes at the batch and length that were asked for, or None: see `why`
-    largest_batch: int  # that fits, 0 where not even one sequence does
+    peak: int | None  # bytes at the requested batch and length, or None: see `why`
+    largest_batch: int  # that fits, or 0
     longest: int  # tokens of one sequence that fit
-    why: str = ""  # why the setting is not to be had for this model
+    why: str = ""  # why this model cannot use the setting
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values."""
@@ -144,12 +144,12 @@ class Fit(VerbReport):
 
     @property
     def room(self) -> int:
-        """Bytes that a step may take: a twentieth of the memory stays free."""
+        """Bytes that a step may take: 5 % of the memory stays free."""
         return int(self.memory * (1 - LEFT_FREE))
 
     @property
     def first(self) -> Row | None:
-        """The first of the rows that fits, of those with memeff: it changes the least."""
+        """The first row with memeff that fits, which changes a training the least."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property
@@ -221,7 +221,7 @@ NOTES = (
 
 
 class Adapted(nn.Module):
-    """A linear layer with a LoRA adapter, as PEFT has one: in fp32, next to a frozen weight."""
+    """A linear layer with a frozen weight and a LoRA adapter in fp32, as in PEFT."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Adapted(nn.Module):
         self.up = nn.Linear(rank, base.out_features, **how)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's result with the adapter's added."""
+        """Return the sum of the layer's and the adapter's results."""
         result: Tensor = self.base(x)
         added: Tensor = self.up(self.down(x.float()))
         return (result + 2.0 * added).to(result.dtype)
@@ -240,7 +240,8 @@ class Adapted(nn.Module):
 def adapted(model: nn.Module, rank: int) -> nn.Module:
     """Return a checkpointed copy of a model with adapters at every linear layer of its blocks.
 
-    All else is frozen. It shares no parameter objects with the model, so that only its own are.
+    All other parameters are frozen. The copy has its own parameter objects, so that the model's
+    parameters are not frozen.
     """
     memo: dict[int, object] = {id(p): p.detach() for p in model.buffers()}
     memo |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
@@ -269,8 +270,8 @@ def _shared(model: nn.Module) -> nn.Module:
 
 
 class _Found(NamedTuple):
-    footprints: dict[str, Footprint]  # by what was captured; without passes as "without"
-    failed: dict[str, str]  # why one was not
+    footprints: dict[str, Footprint]  # by the kind of capture; "without" is without passes
+    failed: dict[str, str]  # reasons for missing captures
     vocabulary: int
 
 
@@ -286,21 +287,21 @@ def fit(
     attention: str | None = None,
     progress: bool | None = None,
 ) -> Fit:
-    """Return a table of the settings under which a model trains on one GPU.
+    """Return a table of the settings with which a model trains on one GPU.
 
-    Nothing is allocated and nothing is compiled.
+    This allocates no tensors and compiles no code.
 
     Args:
         model: a config.json, a folder with one, ``module:function``, or a model of transformers
             without checkpointing, on any device, "meta" included.
-        memory: of the GPU, such as "24GB"; by default that of the card.
-        gpu: a card such as "rtx4090", whose kernels are planned with; by default an H100's.
+        memory: memory of the GPU, such as "24GB"; by default that of the card.
+        gpu: a card such as "rtx4090", whose kernels the plan uses; by default an H100.
         length: tokens per sequence.
-        batch: sequences for which the peak is given.
-        rank: of LoRA's matrices.
-        dtype: of the parameters of a model built from a config.
-        attention: transformers' attn_implementation of such a model.
-        progress: whether to say on stderr what is being done; by default where it is a terminal.
+        batch: number of sequences for the peak.
+        rank: rank of LoRA's matrices.
+        dtype: dtype of the parameters, if the model is built from a config.
+        attention: transformers' attn_implementation, if the model is built from a config.
+        progress: whether to show progress on stderr; by default if stderr is a terminal.
 
     Raises:
         ExplainError: the model cannot be built or captured, memory and card are both missing, or
@@ -335,7 +336,7 @@ def fit(
 def _found(
     model: nn.Module, call: dict[str, Any], sizes: Sizes, rank: int, target: Target, said: Progress
 ) -> _Found:
-    """Capture the model as it is and under the settings that change its graphs."""
+    """Capture the model unchanged, and with the settings that change its graphs."""
     plain = Options()
 
     def take(options: Options) -> Any:  # a function that captures a model at sizes
@@ -386,8 +387,9 @@ def _found(
 
 @contextmanager
 def _without_notes_on_checkpoints() -> Iterator[None]:
-    """Keep PyTorch from warning of in-place ops in checkpoints that have a policy: the policy is
-    ours, and nothing runs here.
+    """Suppress PyTorch's warning about in-place ops in checkpoints with a policy.
+
+    The policy is ours, and the captured code does not run.
     """
     noted = logging.getLogger("torch._higher_order_ops.wrap")
     before, noted.disabled = noted.disabled, True

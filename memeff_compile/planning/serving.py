@@ -1,4 +1,4 @@
-"""Which settings serve a model on one GPU: codecs of weights times bits of the KV cache."""
+"""Tabulate the settings that serve a model on one GPU: codecs of weights, bits of KV caches."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ CODECS = ("dense", *coded_folder.ADVISED)
 
 @dataclass(frozen=True)
 class ServingRow:
-    """One codec of weights with one number of bits of the cache."""
+    """One codec of weights, combined with one number of bits of the cache."""
 
     codec: str  # of the weights, or "dense"
     weights: int  # bytes
     mode: CacheMode  # of the cache
-    least_ms: float | None  # to read weights and cache once, where the card is known
+    least_ms: float | None  # to read weights and cache once, if the card is known
 
     @property
     def numbers(self) -> str:
-        """Whether every number is the dense model's."""
+        """Whether the results equal the dense model's."""
         return "exact" if self.mode.bits == 16 else "lossy: cache"
 
     @property
     def line(self) -> str:
-        """The line to write, without the name of the package."""
+        """The line of code, without the name of the package."""
         options = [] if self.codec == "dense" else [f'weights="{self.codec}"']
         options += [] if self.mode.bits == 16 else [f"kv_cache={self.mode.bits}"]
         return f"compile({', '.join(['model', *options])})"
@@ -134,21 +134,21 @@ def fit_serving(
     length: int = 8192,
     dtype: str = "bfloat16",
 ) -> ServingFit:
-    """Return a table of the settings under which a model is served on one GPU.
+    """Return a table of the settings with which one GPU can serve a model.
 
-    Nothing is allocated and nothing is traced.
+    This allocates no tensors and traces no code.
 
     Args:
         model: a config.json, a folder with one, or a model of transformers, "meta" included.
-        memory: of the GPU, such as "24GB"; by default that of the card.
+        memory: memory of the GPU, such as "24GB"; by default that of the card.
         gpu: a card such as "rtx4090".
-        batch: sequences at a time, and
-        length: tokens of each, prompt and answer together.
-        dtype: of the parameters of a model built from a config.
+        batch: number of sequences at a time.
+        length: tokens of each sequence, prompt and answer together.
+        dtype: dtype of the parameters, if the model is built from a config.
 
     Raises:
         ExplainError: the model cannot be built, memory and card are both missing, the card is
-            unknown, or the config does not tell what a cache keeps.
+            unknown, or the config does not give the sizes of a cache.
 
     Example:
         >>> print(memeff_compile.fit_serving("config.json", gpu="rtx4090"))  # doctest: +SKIP
@@ -179,8 +179,9 @@ def fit_serving(
 
 
 def _weights_not_read(model: nn.Module) -> int:
-    """Return the bytes of weights that a step of decoding does not read: a table of embeddings that
-    is nobody else's.
+    """Return the bytes of weights that a decoding step does not read.
+
+    They are those of an embedding table that no other module shares.
     """
     inputs = getattr(model, "get_input_embeddings", lambda: None)()
     outputs = getattr(model, "get_output_embeddings", lambda: None)()

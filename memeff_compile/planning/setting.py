@@ -1,4 +1,4 @@
-"""The setting that fits: arithmetic on a model's footprint, an optimizer, a memory and GPUs."""
+"""Compute the memory of a setting from a model's footprint, an optimizer and GPUs."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "activations": ("activations", "inputs", "working", "library workspace", "decoded weight"),
     "logits": ("logits", "loss workspace"),
 }
-"""The bars of the figure, and the parts of a moment that each of them holds."""
+"""The bars of the figure, and the parts of a moment that each bar contains."""
 
 OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 0, "none": 0}
 """How many values per parameter an optimizer keeps; SGD without momentum keeps none."""
 
 IN_8_BITS = sympy.Rational(1) + sympy.Rational(4, 256)
-"""Bytes of a value in 8 bits: one fp32 scale is kept for each 256 of them."""
+"""Bytes of an 8-bit value, including an fp32 scale for each 256 values."""
 
 BITS_PER_WEIGHT: Mapping[str, sympy.Rational] = {
     "dense": sympy.Rational(16),
     **{codec: sympy.Rational(str(bits)) for codec, bits in coded_folder.BITS.items()},
 }
-"""What `compress_` takes for a weight of 16 bits."""
+"""Bits that `compress_` needs for a 16-bit weight."""
 
 ROOM = sympy.Rational(101, 100)
-"""The spare room of codes that are trained."""
+"""Factor for the spare memory of trained codes."""
 
 LOG_PROBABILITY_BYTES = 4
 
@@ -116,9 +116,9 @@ class Setting:
     # "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives every GPU all
     # of them, and a copy of the gradients in buckets, as DDP does
     sharding: str = "none"
-    # "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of arXiv
-    # 2411.09009 counts: weights, gradients and optimizer state, what the layers keep, and
-    # log-probabilities in fp32, which ours leaves out
+    # "peak" counts every buffer at the worst moment; "paper" counts as figure 1 of arXiv
+    # 2411.09009 does: weights, gradients and optimizer state, the kept activations, and
+    # log-probabilities in fp32, which memeff does not allocate
     accounting: Accounting = "peak"
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Setting:
             )
 
     def require_served(self, facts: Facts) -> None:
-        """Raise ExplainError where compressed weights would be trained as dense ones are."""
+        """Raise ExplainError if compressed weights would be trained like dense ones."""
         if self.weights == "dense":
             return
         if not facts.linear:
@@ -161,7 +161,7 @@ class Setting:
 
     @property
     def shards(self) -> int:
-        """Over how many GPUs weights are spread."""
+        """The number of GPUs over which weights are sharded."""
         return self.gpus if self.sharding == "fsdp" else 1
 
 
@@ -190,7 +190,7 @@ def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
 
 
 def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) -> list[Moment]:
-    """Return the moments of a step on one GPU, with all that exists then."""
+    """Return the moments of a step on one GPU, each with all tensors that exist then."""
     facts = footprint.facts
     setting.require_served(facts)
     always = resident(facts, setting)
@@ -231,9 +231,10 @@ def _as_in_the_paper(
 
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
-    """Return a moment's parts on one GPU of several: FSDP reduces a block's gradients after its
-    backward pass, so those of two blocks are unsharded at a time; other gradients are unsharded
-    until the end.
+    """Return a moment's parts on one GPU of several.
+
+    FSDP reduces a block's gradients after the block's backward pass, so the gradients of two blocks
+    are unsharded at a time. Other gradients are unsharded until the end.
     """
     if setting.shards == 1:
         return parts

@@ -1,4 +1,4 @@
-"""Writes a mismatch down as a program: both graphs as source, and the inputs that showed it."""
+"""Write a mismatch as a program: the source of both graphs, and the inputs that show it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tolerance import Gap, slack_of
 
 
 class Compared(Protocol):
-    """What a reproducer needs of a comparison: both graphs, and where to write how much."""
+    """The parts of a comparison that a reproducer needs: both graphs, and options for files."""
 
     original: KeptGraph
     rewritten: KeptGraph
@@ -30,7 +30,7 @@ class Compared(Protocol):
 
 
 def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Sequence[Any]) -> str:
-    """Write ``repro.py`` and ``inputs.pt`` for arguments that mismatch; say where and how large."""
+    """Write ``repro.py`` and ``inputs.pt`` for a mismatch; return a text with path and size."""
     try:
         parent, name = compared.options.verify_folder, re.sub(r"\W+", "_", graph)
         if parent is not None:
@@ -48,7 +48,7 @@ def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Seque
 
 @dataclass
 class _Inputs:
-    """Which arguments are saved, and how the others are described."""
+    """The saved arguments, and descriptions of the others."""
 
     saved: dict[int, Tensor]
     drawn: dict[int, tuple[Any, ...]]
@@ -58,7 +58,7 @@ class _Inputs:
 
     @classmethod
     def choose(cls, compared: Compared, args: Sequence[Any]) -> _Inputs:
-        """Save the smallest tensors first, up to the limit."""
+        """Choose the arguments to save, the smallest first, up to the limit."""
         left = compared.options.verify_limit
         inputs = cls({}, {}, {}, {}, [isinstance(a, Tensor) and a.requires_grad for a in args])
         tensors = [(i, a.detach()) for i, a in enumerate(args) if isinstance(a, Tensor)]
@@ -77,7 +77,7 @@ class _Inputs:
 
 
 def _constants(module: GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a graph holds, by name."""
+    """Yield the names and tensors of a graph's constants."""
     for node in module.graph.nodes:
         held = getattr(module, str(node.target), None)
         if node.op == "get_attr" and isinstance(held, Tensor):
@@ -129,7 +129,7 @@ def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
         if isinstance(body, GraphModule):
             kind = f"{name}_{child}"
             parts.append(_source(kind, body, imports))
-            # Higher-order operations other than checkpoints ask for a graph.
+            # Higher-order operations other than checkpoints need a graph.
             held = [n for n in module.graph.nodes if n.op == "get_attr" and n.target == child]
             users = [str(user.target) for node in held for user in node.users]
             is_checkpointed = all("tag_activation_checkpoint" in user for user in users)
@@ -158,7 +158,7 @@ _ADJUSTMENTS = (
 
 
 def _adjustable(source: str) -> str:
-    """Spell dtypes as names that the program can widen."""
+    """Replace dtypes by names that the program can set to wider dtypes."""
     for pattern, spelling in _ADJUSTMENTS:
         source = re.sub(pattern, spelling, source)
     return source

@@ -1,4 +1,4 @@
-"""The switches: `memeff.preset=off` and MEMEFF_DISABLE, and PyTorch's own, turn everything off."""
+"""`memeff.preset=off`, MEMEFF_DISABLE and PyTorch's switches turn everything off."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_a_transformers_that_is_too_old_blocks_nothing(monkeypatch: pytest.Monke
 
 
 def test_inductor_problem_is_a_sentence_or_nothing() -> None:
-    """Headers are not prepared for one kernel: they take three times as long."""
+    """For one kernel no headers are precompiled, which would take three times as long."""
     from torch._inductor import config
 
     with config.patch(cpp_cache_precompile_headers=False):
@@ -205,7 +205,7 @@ def test_inductor_problem_is_a_sentence_or_nothing() -> None:
 
 
 class TestCommandLine:
-    """`memeff`, which is `python -m memeff_compile` too."""
+    """`memeff`, also as `python -m memeff_compile`."""
 
     @pytest.mark.parametrize(("blocks", "status"), [(False, 0), (True, 1)])
     def test_doctor_status(

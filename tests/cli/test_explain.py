@@ -26,7 +26,7 @@ FACTORIES = "tests.support.stacks"
 
 @pytest.fixture
 def small() -> Explanation:
-    """Return an explanation made by hand, which costs no capture."""
+    """Return an explanation made by hand, without a capture."""
     facts = Facts(1 << 30, 0, 0, 0, 1 << 29, 1 << 29, 1 << 30)
     before = Footprint(facts, (Moment("backward", {"logits": 8192 * BATCH * LENGTH}),), {})
     after = Footprint(facts, (Moment("backward", {"activations": 512 * BATCH * LENGTH}),), {})
@@ -52,7 +52,7 @@ def test_command_prints_a_plan_and_writes_json_and_figure(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the command's stderr when it refuses."""
+    """Return the command's stderr after a refusal."""
     assert command_line.main(["explain", *arguments]) == 1
     printed = capsys.readouterr()
     assert not printed.out
@@ -94,7 +94,7 @@ def test_without_transformers_a_config_is_refused_and_the_way_out_named(
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """Let a package seem not installed."""
+    """Pretend that a package is not installed."""
     real: Callable[..., Any] = importlib.import_module
 
     def hiding(name: str, *arguments: str) -> object:

@@ -1,4 +1,4 @@
-"""`memeff options`: each option in a line, one of them in full, and the nearest of a wrong name."""
+"""`memeff options`: each option in a line, one in full, and a suggestion for a wrong name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ memeff.logits
 def test_the_example_of_an_option_is_taken(key: str) -> None:
     (facts,) = [facts for facts in option_facts() if facts.key == key]
     assert key in {facts.keys[name] for name in facts.example}
-    if key != "memeff.passes":  # whose example is code
+    if key != "memeff.passes":  # its example is code
         Options(**facts.example)
     assert facts.default in option_text(key)
 

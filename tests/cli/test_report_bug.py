@@ -1,4 +1,4 @@
-"""`memeff report-bug`: a script is run, and its zip has texts and nothing of weights or inputs."""
+"""`memeff report-bug`: a script runs, and the zip has texts but no weights or inputs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_zip_has_reports_graphs_and_versions(
     versions = json.loads(texts["versions.json"])
     assert versions["exit_status"] == status
     assert versions["torch"]
-    if status == 7:  # there was no time for more
+    if status == 7:  # the process ended before it wrote more
         assert set(texts) == {"versions.json"}
         return
     assert "the loss is fused" in texts["report.txt"]

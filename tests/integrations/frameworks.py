@@ -1,4 +1,4 @@
-"""The packages that only the framework tests need: the extra `frameworks`, which make test-all installs."""
+"""Import packages of the extra `frameworks`, which `make test-all` installs for these tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def framework(name: str) -> Any:
-    """Import a package of the extra; if it is missing, skip the test with the command that installs
+    """Import a package of the extra; if it is missing, skip the test and name the command to install
     it.
     """
     return pytest.importorskip(name, reason="make test-all installs the extra `frameworks`")

@@ -42,7 +42,7 @@ def _accelerate_forgets() -> Iterator[None]:
 
 
 def step(plugin: MemeffPlugin | None) -> tuple[Any, nn.Module, Accelerator]:
-    """Train one step; return the loss, the model as it was made, and the accelerator."""
+    """Train one step; return the loss, the original model, and the accelerator."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, **({} if plugin is None else {"dynamo_plugin": plugin}))
     model = llama()
@@ -104,7 +104,7 @@ def test_accelerate_refuses_the_name_in_the_words_that_the_docs_have(
     said.append("invalid choice: 'memeff' (choose from")
     assert said[-1] in capsys.readouterr().err
     from_file = launch()
-    from_file.dynamo_backend = "memeff"  # as a configuration file has it
+    from_file.dynamo_backend = "memeff"  # as in a configuration file
     with pytest.raises(ValueError, match="Unknown dynamo backend") as in_a_file:
         prepare_simple_launcher_cmd_env(from_file)
     said.append(str(in_a_file.value).split(". ")[0])
@@ -156,7 +156,7 @@ print("compiled")
 
 @pytest.fixture
 def patched(tmp_path: Path) -> Path:
-    """Return a script that runs with a copy of the installed accelerate with the patch of the docs."""
+    """Return a script that uses a copy of the installed accelerate with the patch of the docs."""
     if version("accelerate") != "1.15.0":
         pytest.skip(f"the patch is for accelerate 1.15.0, and this is {version('accelerate')}")
     site, code = tmp_path / "site", tmp_path / "train.py"

@@ -1,4 +1,4 @@
-"""What hosts load: their modules where they are, stand-ins of the same form where they are not."""
+"""Modules for frameworks, tested with installed frameworks or with stand-ins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOSTS = ("accelerate", "axolotl", "lightning", "torchtitan", "transformers")
 
 
 def test_importing_us_imports_no_host(fresh_python: FreshPython) -> None:
-    """What the backend needs to compile does not load them either."""
+    """Compiling with the backend does not import them either."""
     code = f"""
 import sys
 for name in ("peft", "trl", *{HOSTS!r}):
@@ -78,7 +78,7 @@ OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 def trl_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, form: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the statistics that TRL's documentation names, from the logits."""
+    """Return the statistics that TRL's documentation lists, computed from the logits."""
     z = nn.functional.linear(hidden, weight, bias) * form.get("scale", 1.0)
     if "softcap" in form:
         z = form["softcap"] * torch.tanh(z / form["softcap"])
@@ -246,7 +246,7 @@ def test_axolotl_is_told_at_once_of_options_and_of_a_second_fused_loss(
 
 
 class Patcher:
-    """What the node of ComfyUI uses of a ModelPatcher."""
+    """The part of a ModelPatcher that the ComfyUI node uses."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -258,7 +258,7 @@ class Patcher:
 def test_the_node_of_comfyui_compiles_a_copy_with_attention_in_the_bits_it_was_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """ComfyUI's function hands its arguments to torch.compile; here a stand-in does."""
+    """ComfyUI's function passes its arguments to torch.compile; here a stand-in does."""
     from examples.comfyui import NODE_CLASS_MAPPINGS
 
     def set_torch_compile_wrapper(model: Patcher, **given: Any) -> None:

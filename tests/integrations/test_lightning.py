@@ -1,4 +1,4 @@
-"""Lightning with the real package: which call to compile, and the message of the other one."""
+"""Lightning with the real package: the call to compile, and the message for the other call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of whole models of transformers fit a screen: a decoding one of 32 layers, one with images."""
+"""Reports of whole models fit a screen: a decoder of 32 layers, and a model for images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def caches(config: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow  # 32 layers are captured twice, a minute each
+@pytest.mark.slow  # captures 32 layers twice, a minute each
 @pytest.mark.parametrize("kind", ["static", "4 bits"])
 def test_a_decoding_model_of_32_layers_takes_at_most_40_lines(kind: str) -> None:
     model = llama(num_hidden_layers=32, head_dim=16).eval()
@@ -42,7 +42,7 @@ def test_a_decoding_model_of_32_layers_takes_at_most_40_lines(kind: str) -> None
     assert Report.from_json(report.to_json()) == report
 
 
-@pytest.mark.slow  # some 25 graphs
+@pytest.mark.slow  # about 25 graphs
 def test_a_model_with_images_takes_at_most_25_lines() -> None:
     rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
     text = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -1,7 +1,7 @@
-"""torchtitan's chunked loss by our op: with the installed torchtitan, or a stand-in of what is used.
+"""torchtitan's chunked loss with our op: with the installed torchtitan, or a stand-in for it.
 
-torchtitan 0.3 pins datasets below the version that TRL needs here, so that no environment of this
-project has both.
+torchtitan 0.3 pins datasets below the version that TRL needs, so no environment of this project has
+both.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ MODULES = ("components.loss", "config", "distributed.spmd_types", "distributed.u
 def ours() -> Iterator[Any]:
     """Return our module for torchtitan."""
     name = "memeff_compile.integrations.torchtitan"
-    sys.modules.pop(name, None)  # another test may have found no torchtitan
+    sys.modules.pop(name, None)  # another test may have imported it without torchtitan
     with pytest.MonkeyPatch.context() as patch:
         try:
             import_module("torchtitan.components.loss")
@@ -94,7 +94,7 @@ def ours() -> Iterator[Any]:
 
 
 class Decoder(nn.Module):
-    """A decoder whose forward stops before its output projection, as torchtitan has it."""
+    """A decoder whose forward stops before its output projection, as in torchtitan."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_head_that_fsdp2_shards_is_gathered_for_the_loss(ours: Any) -> None:
 
 
 class Doubled(nn.Linear):
-    """A linear layer that is none."""
+    """A subclass of nn.Linear that computes another function."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)

@@ -1,4 +1,4 @@
-"""A compressed model is saved, loaded in two lines by another process, and trained on by Trainer."""
+"""A compressed model is saved, loaded by another process, and trained further by the Trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def compressed(folder: Path) -> Path:
 
 
 def train(model: Any, way: str, folder: str, resume: str | None = None) -> tuple[list[float], Any]:
-    """Train for four steps, and return losses and the tensors that changed."""
+    """Train for four steps; return the losses and the changed tensors."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_codes_is_gone_on_from(tmp_path: Path) -> None:
     losses, changed = train(resumed, "", str(tmp_path / "run"), str(checkpoint))
     assert losses == whole
     assert same(changed, wanted)
-    # A checkpoint is a folder as save_pretrained writes it.
+    # A checkpoint is a folder like that of save_pretrained.
     last = memeff_compile.from_pretrained(tmp_path / "run" / "checkpoint-4")
     assert len(compressed_weights(last)) == 7
     assert same(dict(last.state_dict()), wanted)
@@ -131,7 +131,7 @@ def test_an_adapter_is_saved_without_a_dense_model_if_it_is_handed_over(tmp_path
     adapted.save_pretrained(tmp_path / "whole")
     own = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CodedWeight, "decode", None)  # nothing may be decoded
+        patch.setattr(CodedWeight, "decode", None)  # decoding is forbidden
         adapted.save_pretrained(tmp_path / "own", state_dict=own)
     files = [load_file(tmp_path / n / "adapter_model.safetensors") for n in ("whole", "own")]
     assert len(files[0]) == 14

@@ -1,4 +1,4 @@
-"""MemeffCallback in the Hugging Face Trainer: compiled at the right moment, once, with its options."""
+"""MemeffCallback in the Hugging Face Trainer: compiles at the right time, once, with its options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW = pytest.mark.slow
 
 
 def with_callback(model: nn.Module, folder: Path, **settings: Any) -> Any:
-    """Return a trainer that was given the callback when it was made."""
+    """Return a Trainer that is created with the callback."""
     made = trainer(model, folder, **settings)
     ours = type(made)(
         model=model,
@@ -47,7 +47,7 @@ def with_callback(model: nn.Module, folder: Path, **settings: Any) -> Any:
 
 @pytest.fixture
 def expected(tmp_path: Path) -> list[float]:
-    """Return the curve of the uncompiled model."""
+    """Return the loss curve of the uncompiled model."""
     eager = trainer(llama(), tmp_path / "eager")
     eager.train()
     return losses(eager)
@@ -80,7 +80,7 @@ def test_a_callback_that_is_added_to_a_trainer_compiles_when_training_begins(
 ) -> None:
     ours = trainer(llama(), tmp_path, max_steps=1)
     ours.add_callback(MemeffCallback(options=EAGER, logits="none"))
-    ours.compute_loss = super(type(ours), ours).compute_loss  # the test's own keeps logits
+    ours.compute_loss = super(type(ours), ours).compute_loss  # the test's version keeps logits
     ours.train()
     assert codes() == {"rewrote", "logits_none"}
 

@@ -91,7 +91,7 @@ def adapted() -> nn.Module:
 
 
 def sft_of_adapters(folder: Path, model: nn.Module, **more: object) -> Any:
-    """The same on a PEFT model of its own, in place of the one given."""
+    """Return an SFT trainer for a new PEFT model; the given model is not used."""
     return sft(folder, adapted(), **more)
 
 
@@ -112,7 +112,7 @@ def dpo(folder: Path, model: nn.Module, **more: object) -> Any:
 
 
 def dpo_of_adapters(folder: Path, model: nn.Module, **more: object) -> Any:
-    """The same on a PEFT model, whose reference is the model without its adapters."""
+    """Return a DPO trainer for a PEFT model, whose reference is the model without adapters."""
     import trl
 
     made = dpo(folder, model, **more)
@@ -141,7 +141,7 @@ def kto(folder: Path, model: nn.Module, **more: object) -> Any:
 
 
 def policy(kind: str, folder: Path, model: nn.Module, **more: object) -> Any:
-    """Make a trainer that samples; the reference model is loaded from where the model was saved."""
+    """Return a trainer that samples; it loads the reference model from the saved model."""
     import trl
 
     def reward(completions: list[str], **_: Any) -> list[float]:
@@ -201,7 +201,7 @@ def assert_same_curves(actual: list[dict[str, float]], expected: list[dict[str, 
 
 
 def fused() -> list[GraphReport]:
-    """Return the graphs in which the fused loss took the place of the head."""
+    """Return the graphs in which the fused loss replaced the output projection."""
     graphs = memeff_compile.last_report().graphs
     return [
         graph
@@ -326,7 +326,7 @@ def test_evaluation_before_training_is_fused(tmp_path: Path) -> None:
 
 
 def test_capped_logits_keep_their_mean(tmp_path: Path) -> None:
-    """Gemma 2 caps its logits, whose mean is no product then."""
+    """Gemma 2 caps its logits, so their mean is not a product."""
     from tests.support.zoo import FAMILIES, build
 
     (family,) = (each for each in FAMILIES if each.name == "gemma2")
@@ -356,7 +356,7 @@ def test_the_head_is_handed_to_no_other_backend_and_taken_back(tmp_path: Path) -
     trainer = sft(tmp_path, llama())
     trainer.model.compile(backend=(other := torch._dynamo.testing.CompileCounter()))
     assert_same_curves(curve(trainer), expected)
-    assert other.frame_count > 2  # TRL's own function ends graphs
+    assert other.frame_count > 2  # TRL's function breaks graphs
     undo()
     assert utils._ChunkedLogProbFunction is theirs
 
@@ -371,7 +371,7 @@ def test_the_example_is_two_lines_and_fuses(tmp_path: Path) -> None:
 
 @pytest.fixture
 def supervised(trl: Any) -> Any:
-    """Return SFTTrainer with the model's own loss, as docs/use/training-loops.md has it."""
+    """Return SFTTrainer with the model's own loss, as in docs/use/training-loops.md."""
 
     class Supervised(trl.SFTTrainer):  # type: ignore[misc, name-defined]
         def compute_loss(

@@ -1,4 +1,4 @@
-"""Plans against what a GPU's allocator counted: committed rows, within 8 %."""
+"""Plans agree with a GPU's allocator within 8 %, for all committed rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ INSIDE: dict[str, Any] = {"optimizer": "sgd", "in_backward": True}
 
 
 class Counted(NamedTuple):
-    """One row, and the setting of a plan that it is of."""
+    """One measured row, and the setting of its plan."""
 
     file: str
-    row: dict[str, Any]  # values that the row has; the last such row counts
+    row: dict[str, Any]  # values that select the row; the last such row is used
     setting: dict[str, Any]
     is_ours: bool = True
 
@@ -46,7 +46,7 @@ def ways(model: str) -> list[Counted]:
 
 
 class Case(NamedTuple):
-    """A model at sizes with options, and the rows that are of it."""
+    """A model with sizes and options, and its measured rows."""
 
     config: str
     batch: int
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Any]:
-    """Yield the models; one of them in a quick run."""
+    """Yield the models, or one of them in a quick run."""
     yield pytest.param(Case("llama3.1-8b", 8, 1024, {}, None, ways("llama3-8b")), id="llama3.1-8b")
     small = {"memeff.linear_cross_entropy.workspace": "64MiB"}
     others = [Case("qwen2.5-0.5b", 8, 1024, small, None, ways("qwen2.5-0.5b"))]
@@ -80,7 +80,7 @@ def cases() -> Iterator[Any]:
 
 
 def peak_of(counted: Counted) -> float:
-    """Return the bytes that the allocator counted."""
+    """Return the peak in bytes of the allocator."""
     file = ROOT / "benchmarks" / "results" / "nvidia-h200" / counted.file
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     found = [

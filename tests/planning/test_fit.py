@@ -1,4 +1,4 @@
-"""fit: which settings train or serve a model on a card, and what to write."""
+"""fit: the settings that train or serve a model on a card, and the lines to write."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_a_row_holds_what_its_setting_keeps(found: Fit) -> None:
     eight = row(found, "checkpointing", optimizer="adamw8bit")
     sgd = row(found, "checkpointing", optimizer="sgd", in_backward=True)
     assert adam.peak - eight.peak == pytest.approx(found.parameters * (4 - 2.03125), rel=1e-3)
-    coded = 2 * 6 * 1024 * (2 * 1024 + 3 * 2048)  # those of 2^20 elements or more
-    # gradients of one block in the place of those of all
+    coded = 2 * 6 * 1024 * (2 * 1024 + 3 * 2048)  # weights of 2^20 elements or more
+    # gradients of one block instead of all blocks
     assert 0.8 * coded < adam.peak - inside.peak < weights
     assert inside.peak - sgd.peak == 2 * weights
     packed = row(found, "checkpointing", optimizer="sgd", in_backward=True, weights="win4")
     largest = 2 * 1024 * 2048
     expected = coded * (1 - 1.01 * 12.02 / 16)
-    # the moment in a block decodes one weight
+    # one weight is decoded inside a block
     assert -1 <= expected - (sgd.peak - packed.peak) <= largest
     frozen = row(found, "adapters", optimizer="adamw")
     adapters = 6 * 16 * (4 * 1024 + 4 * 1536 + 1024 * 3 + 2048 * 3) * 4
@@ -130,19 +130,19 @@ def test_a_setting_that_a_model_does_not_have_says_why() -> None:
         pytest.param(
             kind,
             id=f"{kind.name} ({kind.write})",
-            # tier's reference takes a CPU seconds for each weight
+            # tier's reference takes seconds per weight on a CPU
             marks=[pytest.mark.slow] if kind.setting.get("weights") == "tier" else [],
         )
         for kind in KINDS
     ],
 )
 def test_the_lines_run(kind: fitting.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a model whose linear layers are large enough to be compressed."""
+    """The model's linear layers are large enough to be compressed."""
     import peft
     import transformers
 
     class AdamW8bit(torch.optim.AdamW):
-        """Stands for that of bitsandbytes, which needs a GPU."""
+        """Stand-in for bitsandbytes' optimizer, which needs a GPU."""
 
     bitsandbytes = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=AdamW8bit))
     sizes = {**SHAPE, "num_hidden_layers": 1, "vocab_size": 64, "use_cache": False}
@@ -161,7 +161,7 @@ def test_the_lines_run(kind: fitting.Kind, monkeypatch: pytest.MonkeyPatch) -> N
     coded = [p for p in given["model"].parameters() if hasattr(p, "codec")]
     assert bool(coded) == ("weights" in kind.setting)
     assert given["model"]._compiled_call_impl is not None
-    given["model"]._compiled_call_impl = None  # compiling is not what is tested
+    given["model"]._compiled_call_impl = None  # compilation is not tested here
     ids = torch.arange(8)[None]
     given["model"](input_ids=ids, labels=ids).loss.backward()
     given["optimizer"].step()
@@ -288,7 +288,7 @@ def test_the_command_hands_on_what_it_is_given(
     monkeypatch.setattr(fitting, "fit", fake)
     arguments = ["fit", "c.json", "--gpu", "rtx4090", "--memory", "20GB", "--quiet"]
     file = tmp_path / "fit.json"
-    assert command_line.main([*arguments, "--json", str(file)]) == 0  # "none fits" is an answer
+    assert command_line.main([*arguments, "--json", str(file)]) == 0  # "none fits" is no error
     assert asked["model"] == "c.json"
     assert asked["length"] == 2048
     assert asked["gpu"] == "rtx4090"

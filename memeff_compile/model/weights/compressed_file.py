@@ -1,9 +1,9 @@
-"""A file of compressed weights: safetensors, loaded straight into a model without a dense copy.
+"""Save compressed weights to a safetensors file, and load them without a dense copy.
 
-Every part of a compressed weight is a tensor of a plain dtype under `<name>.<part>`; other tensors
-are stored unchanged. One string of the file's metadata says format version, codec, shape and
-checksum of each weight. Small buffers that a state dict leaves out, such as rotary tables, are
-stored too: a model on the meta device gets them from the file.
+Each code part of a compressed weight is a tensor of a plain dtype, named `<name>.<part>`. Other
+tensors are stored unchanged. One metadata string contains the format version, and codec, shape and
+checksum of each weight. The file also contains small buffers that a state dict omits, such as
+rotary tables. A model on the meta device gets these buffers from the file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from memeff_compile.report import format_bytes
 
 VERSION = 2
 READ = (1, VERSION)
-"""Versions that can be read; 1 holds no buffers."""
+"""Versions that can be read; version 1 has no buffers."""
 METADATA = "memeff_coded_weights"
 BUFFER = "non_persistent:"
-"""Begins the key of a buffer that a state dict leaves out."""
+"""Prefix of the key of a buffer that a state dict omits."""
 LARGEST_BUFFER = 1 << 20
-"""Bytes of the largest such buffer that is stored; of larger ones there is a checksum alone."""
+"""Bytes of the largest such buffer that is stored; larger ones only have a checksum."""
 
 
 class _File(Protocol):
@@ -42,14 +42,14 @@ class _File(Protocol):
 
 
 def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
-    """Write a compressed model to one safetensors file, codes as they are.
+    """Save a compressed model to one safetensors file, as codes.
 
     Args:
         model: a model that `compress_` was called on.
         path: the file to write.
 
     Returns:
-        A report of the written weights; as a number, how many are compressed.
+        A report of the saved weights; as a number, the count of compressed ones.
 
     Raises:
         CodedWeightError: No weight of the model is compressed.
@@ -95,23 +95,23 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
 def load_compressed_(
     model: nn.Module, path: str | PathLike[str], *, device: object = None
 ) -> Changes:
-    """Load such a file into a model of the same architecture; no dense copy is made.
+    """Load a file of `save_compressed` into a model of the same architecture, without a dense copy.
 
-    Buffers that a state dict leaves out, such as rotary tables, stay as the model has them; a
-    warning names those that differ from the saved model's. On the meta device they come from the
-    file, or from the module's own initialisation.
+    Buffers that a state dict omits, such as rotary tables, are not changed. A warning names those
+    that differ from the saved model's. On the meta device they come from the file, or from the
+    module's initialisation.
 
     Args:
         model: dense or compressed, also one on the meta device.
         path: the file that `save_compressed` wrote.
-        device: where weights of a model on the meta device go; by default the CPU.
+        device: the device for weights of a model on the meta device; by default the CPU.
 
     Returns:
-        A report of the loaded weights; as a number, how many are compressed.
+        A report of the loaded weights; as a number, the count of compressed ones.
 
     Raises:
-        CodedWeightError: The file is of another version, damaged, or of another model, or a buffer
-            on the meta device gets its values from nowhere.
+        CodedWeightError: The file is damaged or belongs to another version or model, or a buffer
+            on the meta device has no source of values.
     """
     require_module(model, "load_compressed_")
     with _opened(path) as file:
@@ -138,19 +138,19 @@ def load_compressed_(
 
 
 def loaded_changes(coded: Mapping[str, CodedWeight], model: nn.Module, path: object) -> Changes:
-    """Return what was read from a folder, as `load_compressed_` reports it of a file."""
+    """Return a report of the weights read from a folder, like that of `load_compressed_`."""
     table = {n: {"codec": weight.codec, "shape": list(weight.shape)} for n, weight in coded.items()}
     held = {id(tensor): tensor for _, tensor in _everything(model)}.values()
     return _changes("load_compressed_", f"read from {path}", table, held)
 
 
 def digests(model: nn.Module) -> dict[str, str]:
-    """Return dtype, shape and checksum of each buffer that a state dict leaves out."""
+    """Return dtype, shape and checksum of each buffer that a state dict omits."""
     return {name: _digest(b) for name, b in _left_out(model) if b.device.type != "meta"}
 
 
 def warn_of_buffers(model: nn.Module, saved: Mapping[str, str], verb: str) -> None:
-    """Warn of buffers that differ from the saved model's, of which `saved` are the digests."""
+    """Warn of buffers that differ from the saved model's; `saved` has the saved digests."""
     found, differ = digests(model), []
     for name in sorted(saved.keys() & found.keys()):
         if found[name] != saved[name]:
@@ -176,7 +176,7 @@ def _digest(buffer: Tensor) -> str:
 
 
 def _left_out(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a state dict leaves out."""
+    """Yield the buffers that a state dict omits."""
     for path, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(name)
@@ -186,9 +186,9 @@ def _left_out(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _make_buffers(model: nn.Module, file: _File, device: object) -> None:
-    """Give values to buffers on the meta device that a state dict leaves out.
+    """Set the values of buffers on the meta device that a state dict omits.
 
-    CodedWeightError, with nothing changed, where one gets them from nowhere.
+    If a buffer has no source of values, raise CodedWeightError and change no buffer.
     """
     modules, stored = dict(model.named_modules()), set(file.keys())
     made: list[tuple[nn.Module, str, Tensor]] = []
@@ -218,10 +218,10 @@ def _make_buffers(model: nn.Module, file: _File, device: object) -> None:
 def _initialised(
     model: nn.Module, module: nn.Module, attribute: str, target: torch.device
 ) -> Tensor | None:
-    """Return a buffer as the module's own initialisation makes it, or None if none does.
+    """Return a buffer as the module's initialisation computes it, or None.
 
-    transformers has a function for all modules of a model, others a method of the module. It is
-    called only where every parameter of the module is on the meta device, so that none changes.
+    transformers has one function for all modules of a model; other modules have a method. It is
+    only called if every parameter of the module is on the meta device, so no parameter changes.
     """
     if any(each.device.type != "meta" for each in module.parameters()):
         return None
@@ -255,7 +255,7 @@ def _changes(verb: str, what: str, table: Mapping[str, Any], tensors: Iterable[T
 
 
 def _everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers, under every name they have."""
+    """Yield parameters and persistent buffers, once for each of their names."""
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -296,7 +296,7 @@ def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
 
 
 def checksum(parts: Sequence[Tensor]) -> int:
-    """Return the crc32 of tensors on the CPU, one after the other."""
+    """Return one crc32 over a sequence of tensors on the CPU."""
     found = 0
     for part in parts:
         found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
@@ -340,7 +340,7 @@ def _coded_names(note: dict[str, Any]) -> set[str]:
 
 
 def _check_names(model: nn.Module, file: _File, note: dict[str, Any]) -> None:
-    """Raise before anything is changed if the file is another model's."""
+    """Raise, before anything changes, if the file belongs to another model."""
     held, needed = _tensor_names(file), _coded_names(note)
     known = {name for name, _ in _everything(model)}
     there = set(note["tensors"]) | (held - needed) | set(note["aliases"])
@@ -385,7 +385,7 @@ def name_in_folder(
 ) -> str | None:
     """Return the name that a weight of this model has in the folder, or None.
 
-    A base model is loaded from the folder of one with a head, and the other way round.
+    A base model can be loaded from the folder of a model with a head, and vice versa.
     """
     prefix = f"{model.base_model_prefix}."
     every = (name, prefix + name, name.removeprefix(prefix))

@@ -1,4 +1,4 @@
-"""How tensors of a folder become compressed weights while transformers loads a model."""
+"""Convert tensors of a folder to compressed weights while transformers loads a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Theirs: TypeAlias = Any
 
 
 class Join(ConversionOps):
-    """Makes one weight of its parts."""
+    """Conversion that assembles a compressed weight from its code parts."""
 
     def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer
 
     def __deepcopy__(self, memo: object) -> Join:
-        """Return itself: transformers copies a conversion for each weight, and one quantizer loads
-        the model.
+        """Return itself.
+
+        transformers copies a conversion for each weight, and all copies need the same quantizer.
         """
         return self
 
@@ -65,7 +66,7 @@ class Join(ConversionOps):
 
 
 class Encode(ConversionOps):
-    """Encodes a weight that was just read; the dense one is given up."""
+    """Conversion that encodes a weight that was just read, and drops the dense one."""
 
     def __init__(self, hf_quantizer: Theirs) -> None:
         self.hf_quantizer = hf_quantizer
@@ -86,7 +87,7 @@ class Encode(ConversionOps):
             made[name] = weight
             if name not in own.chosen:
                 continue
-            if weight.shape != model.get_parameter(name).shape:  # transformers reports it
+            if weight.shape != model.get_parameter(name).shape:  # transformers reports the mismatch
                 own.chosen.discard(name)
                 continue
             coded, about = coded_or_dense(name, weight, codec)
@@ -98,10 +99,10 @@ class Encode(ConversionOps):
 
 
 def _stand_in(coded: CodedWeight) -> Tensor:
-    """Return a tensor that stands where a coded weight will, of a single number.
+    """Return a placeholder for a coded weight, whose memory is a single number.
 
-    accelerate asks for addresses when it puts a model on several devices, and codes have none that
-    would do.
+    accelerate reads the addresses of parameters when it puts a model on several devices, and a
+    coded weight has no usable address.
     """
     number = torch.full((), torch.nan, dtype=coded.dtype, device=coded.device)
     return torch.nn.Parameter(number.expand(coded.shape), requires_grad=False)

@@ -1,9 +1,9 @@
 """Compressed models in transformers' save_pretrained and from_pretrained.
 
-The folder is the usual one. config.json names the compressed weights, and files of weights hold the
-parts of each as plain tensors, `<name>.<part>`. The module is imported while transformers loads its
-own quantizers: its models do not exist yet, and torch's side of this package is imported when a
-compressed model is.
+The folder has the usual files. config.json names the compressed weights. The weight files contain
+each code part as a plain tensor, `<name>.<part>`. This module is imported while transformers loads
+its quantizers, before the models of transformers exist. So the parts of this package that need
+torch are imported later, when a compressed model is used.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ VERSION = 1
 
 
 class MemeffConfig(QuantizationConfigMixin):
-    """How `from_pretrained` compresses a model, and how config.json describes a compressed one.
+    """Configuration by which `from_pretrained` compresses or loads a compressed model.
 
-    The arguments are those of `compress_`. `from_pretrained(name, quantization_config=...)`
-    compresses each weight as it is read.
+    config.json stores it. The arguments are those of `compress_`.
+    `from_pretrained(name, quantization_config=...)` compresses each weight when it is read.
 
     Args:
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
-        mantissa: mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference.
-        block: weights that share a normaliser in the lossy modes.
+        mantissa: number of mantissa bits to keep, of 7. 0, 1 and 3 are lossy, for inference.
+        block: number of weights that share a normaliser in the lossy modes.
         skip: names of modules to leave dense; None: output projections.
-        min_size: leave smaller weights dense, in elements; None: 2**20.
+        min_size: number of elements below which a weight stays dense; None: 2**20.
         layers: classes whose weights are compressed: "Linear", "Conv1D" and "Embedding".
 
     Example:
@@ -66,7 +66,7 @@ class MemeffConfig(QuantizationConfigMixin):
         layers: Sequence[str] = ("Linear",),
         *,
         quant_method: str = METHOD,
-        # the rest describes a saved model
+        # the remaining arguments describe a saved model
         version: int = VERSION,
         dtype: str | None = None,  # of the tensors that are not compressed
         bits: float | None = None,  # per compressed weight
@@ -85,7 +85,7 @@ class MemeffConfig(QuantizationConfigMixin):
 
     @property
     def full_codec(self) -> str:
-        """The codec's name with the lossy mode, as `compress_` gives it to kernels."""
+        """The codec's name with the lossy mode, as `compress_` passes it to kernels."""
         from memeff_compile.kernels.coded_weight import Format
 
         lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()
@@ -95,7 +95,7 @@ class MemeffConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Theirs
     ) -> Theirs:
-        """Read config.json's description; CodedWeightError where another release wrote it."""
+        """Read the description in config.json; CodedWeightError if another release wrote it."""
         if config_dict.get("version", VERSION) != VERSION:
             raise CodedWeightError(
                 f"config.json describes compressed weights in version {config_dict['version']!r}, "
@@ -106,38 +106,38 @@ class MemeffConfig(QuantizationConfigMixin):
         return read(config_dict, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the description for config.json; of a saved model only the part for loading it."""
+        """Return the description for config.json, of a saved model only the keys for loading."""
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():
             del said[name]
         return said
 
     def get(self, name: str, default: object = None) -> Theirs:
-        """Read as a dictionary too, which a config handed to from_pretrained is taken for."""
+        """Return a value as a dictionary does, because from_pretrained treats a config as one."""
         return getattr(self, name, default)
 
 
 class MemeffQuantizer(HfQuantizer):
-    """Reads codes as weights, or encodes weights as they are read, and writes codes."""
+    """Quantizer that loads codes, or encodes weights when they are read, and saves codes."""
 
     quantization_config: MemeffConfig
     is_trainable = True
-    is_qat_trainable = True  # transformers' word for: every weight can be trained
+    is_qat_trainable = True  # transformers' term: every weight can be trained
     is_compileable = True
 
     def __init__(self, quantization_config: MemeffConfig, **settings: Theirs) -> None:
         super().__init__(quantization_config, **settings)
-        self.chosen: set[str] = set()  # weights to encode as they are read
+        self.chosen: set[str] = set()  # weights to encode when they are read
         self.loaded: dict[str, CodedWeight] = {}  # until the model is on its devices
         self.report: list[CompressedWeight] = []
-        self.conversions: Any = None  # the model's own, which a folder of codes needs none of
+        self.conversions: Any = None  # the model's own, which a folder of codes does not need
 
     def is_serializable(self) -> bool:
         """Return True: codes are plain tensors."""
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype; CodedWeightError where dense tensors would no longer fit the codes."""
+        """Return the dtype; CodedWeightError if dense tensors would not match the codes."""
         given, saved = str(dtype).removeprefix("torch."), self.quantization_config.dtype
         if self.pre_quantized and saved is not None and given != saved:
             raise CodedWeightError(
@@ -148,13 +148,13 @@ class MemeffQuantizer(HfQuantizer):
         return dtype
 
     def validate_environment(self, *_: object, device_map: Theirs = None, **__: object) -> None:
-        """Refuse a device map with a disk in it."""
+        """Refuse a device map that contains a disk."""
         places = device_map.values() if isinstance(device_map, dict) else [device_map]
         if "disk" in places:
             _refuse_offloading("a part")
 
     def param_element_size(self, model: Theirs, param_name: str, param: Tensor) -> float:
-        """Return the bytes of an element, for a device map that is worked out."""
+        """Return the bytes per element, for a device map that transformers computes."""
         from memeff_compile.model.weights.compressed_file import name_in_folder
 
         coded = name_in_folder(
@@ -164,7 +164,7 @@ class MemeffQuantizer(HfQuantizer):
         return bits / 8 if coded else float(param.element_size())
 
     def param_needs_quantization(self, model: Theirs, param_name: str, **_: object) -> bool:
-        """Return whether a weight is encoded as it is read."""
+        """Return whether a weight is encoded when it is read."""
         return param_name in self.chosen
 
     def get_quantize_ops(self) -> Encode:
@@ -173,9 +173,10 @@ class MemeffQuantizer(HfQuantizer):
         return Encode(self)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
-        """Return how tensors of the folder become weights: ours are under the module's own names.
+        """Return the conversions from tensors of the folder to weights.
 
-        A dense checkpoint is read as ever, by the model's own conversions.
+        Our folders use the module's parameter names. A dense checkpoint uses the model's
+        conversions, as usual.
         """
         if not self.pre_quantized or not self.quantization_config.weights:
             return weight_conversions
@@ -253,7 +254,7 @@ class MemeffQuantizer(HfQuantizer):
         return model if dtype is None else model.to(dtype)
 
     def get_state_dict_and_metadata(self, model: Theirs) -> tuple[dict[str, Tensor] | None, Any]:
-        """Return the tensors to write, and bring the model's config up to date."""
+        """Return the tensors to save, and update the model's config."""
         from memeff_compile import compat
         from memeff_compile.kernels.coded_weight import CodedWeight, parse
 
@@ -263,8 +264,8 @@ class MemeffQuantizer(HfQuantizer):
         _describe(self.quantization_config, model)
         model.config.quantization_config = self.quantization_config
         state: dict[str, Tensor] = {}
-        known: dict[int, list[Tensor]] = {}  # parts of weights with several names, as transformers
-        for name, held in model.state_dict(keep_vars=True).items():  # drops all names but one
+        known: dict[int, list[Tensor]] = {}  # parts of weights with several names: transformers
+        for name, held in model.state_dict(keep_vars=True).items():  # saves one name of each
             if not isinstance(held, CodedWeight):
                 state[name] = held.detach() if hasattr(held, "detach") else held
                 continue
@@ -274,22 +275,25 @@ class MemeffQuantizer(HfQuantizer):
                 state[f"{name}.{part_name}"] = part
         import torch
 
-        # Where this quantizer is not known, transformers would draw dense weights at random; it
-        # stops at the shape of this one instead.
+        # Without this quantizer, transformers would initialise dense weights at random. The shape
+        # of this tensor makes it stop instead.
         state[_sentinel(self.quantization_config.weights)] = torch.empty(0, 0)
         return state, {}
 
 
-# Not by transformers' decorators, which refuse a name that an earlier import of ours has taken.
+# transformers' decorators would refuse a name that an earlier import of this module registered.
 AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = MemeffConfig
 AUTO_QUANTIZER_MAPPING[METHOD] = MemeffQuantizer
 
 
 def know(model: nn.Module) -> None:
-    """Let every model of transformers in a model save its compressed weights as they are.
+    """Make every transformers model inside a model save its compressed weights as codes.
 
-    A model without any, or with parameters that are sharded, saves dense weights again. So does one
-    that another quantizer has changed.
+    These save dense weights:
+
+    - a model without compressed weights;
+    - a model with sharded parameters;
+    - a model that another quantizer has changed.
     """
     from transformers import PreTrainedModel
 
@@ -305,13 +309,13 @@ def know(model: nn.Module) -> None:
         if is_cut or not compressed_weights(module):
             _forget(module)
             continue
-        # Trainer and `.to(dtype)` treat it as any other model, and so does a compiled wrapper.
+        # The Trainer, `.to(dtype)` and a compiled wrapper then treat it as a usual model.
         module.is_quantized = False
         if known is None:
             known = module.hf_quantizer = MemeffQuantizer(MemeffConfig())
             known.conversions = getattr(module, "_weight_conversions", None)
         module.quantization_method = METHOD
-        module._weight_conversions = []  # the folder holds the modules' own names
+        module._weight_conversions = []  # the folder uses the modules' parameter names
 
 
 def _forget(module: Theirs) -> None:
@@ -324,15 +328,15 @@ def _forget(module: Theirs) -> None:
 
 
 def _with_memory_of_its_own(part: Tensor) -> Tensor:
-    """Return a tensor that can be written to a file alone: lists lie side by side in memory.
+    """Return a tensor that can be saved alone, because several code parts share one storage.
 
-    A copy is made on the host, so that saving takes no memory of a GPU.
+    The copy is on the host, so saving does not use GPU memory.
     """
     return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 
 
 def _describe(said: MemeffConfig, model: Theirs) -> None:
-    """Bring a model's description in config.json up to date."""
+    """Update a model's description in config.json."""
     from memeff_compile.kernels.coded_weight import bits_per_weight, parse
     from memeff_compile.model.weights.compress import compressed_weights
     from memeff_compile.model.weights.compressed_file import checksum, digests
@@ -353,7 +357,7 @@ def _describe(said: MemeffConfig, model: Theirs) -> None:
 
 
 def _sentinel(weights: Mapping[str, str]) -> str:
-    """Return the name under which a tensor of no use is stored; see `MemeffQuantizer`."""
+    """Return the name of the unused tensor that stops transformers without this quantizer."""
     return max(weights)
 
 
@@ -364,7 +368,7 @@ def _here_of(model: Theirs, saved: str, known: Mapping[str, object]) -> str | No
 
 
 def _offloads(hook: Theirs) -> bool:
-    """Return whether a hook of accelerate brings weights from elsewhere for each call."""
+    """Return whether a hook of accelerate moves weights to the device for each call."""
     return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
 
 

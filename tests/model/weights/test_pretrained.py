@@ -128,7 +128,7 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, Any, int]] = {
         AutoModelForCausalLM,
         0,
     ),
-    # its experts are joined while they are read, and taken apart while they are written
+    # its experts are joined on loading and split on saving
     "experts": (MixtralConfig(**SIZES, num_local_experts=4), AutoModelForCausalLM, 8),
     "encoder": (
         T5Config(
@@ -154,7 +154,7 @@ def test_families_are_saved_loaded_compressed_and_dense_again(
     wanted = logits(model)
     model.save_pretrained(tmp_path / "dense")
     compress_(model, progress=False, **settings)
-    served = logits(model)  # few tokens are multiplied in another order
+    served = logits(model)  # products of few tokens add in another order
     model.save_pretrained(tmp_path / "codes")
     loaded = memeff_compile.from_pretrained(tmp_path / "codes")
     assert len(compressed_weights(loaded)) == count + more
@@ -223,7 +223,7 @@ def test_another_process_loads_it_after_our_import(
     first = "import memeff_compile" if order == "ours first" else ""
     ran = fresh_python(LOAD.format(first=first, path=str(tmp_path / "model"), **given))
     assert ran.stdout.splitlines()[-1] == "True", ran.stderr
-    # Without our import transformers stops at a shape, and does not draw weights at random.
+    # Without our import transformers stops at a shape, instead of initialising weights at random.
     assert ("refused:" in ran.stdout) == (order == "ours too late"), ran.stdout
 
 
@@ -231,7 +231,7 @@ def test_another_process_loads_it_after_our_import(
 
 
 class RealBytes(LiveBytes):
-    """Count what is read from files too, and no coded weight, whose memory is that of its parts."""
+    """Count also bytes read from files, but no coded weight, because its parts are counted."""
 
     def read(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -318,7 +318,7 @@ def test_device_maps_place_codes_and_offloading_is_refused(tmp_path: Path) -> No
     model = compressed()
     model.save_pretrained(tmp_path)
     cpu = torch.device("cpu")
-    # Two devices by name, for which accelerate puts hooks on every module.
+    # Two device names, for which accelerate puts hooks on every module.
     apart = {"model": cpu, "lm_head": torch.device("cpu", 0)}
     for where in ("cpu", "auto", {"": "cpu"}, apart):
         placed = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=where)
@@ -329,7 +329,7 @@ def test_device_maps_place_codes_and_offloading_is_refused(tmp_path: Path) -> No
         AutoModelForCausalLM.from_pretrained(
             tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path
         )
-    # As with a GPU and "cpu": the modules of the latter are brought to the former.
+    # As with a GPU and "cpu": accelerate moves the modules on "cpu" to the GPU.
     with pytest.raises(
         CodedWeightError, match=r"keep model.* on the disk or in memory of the host"
     ):
