@@ -91,7 +91,10 @@ class Memory:
         if self.value is not None or (view.own is None and not self._is_less_work(view)):
             return self.link(view)
         if view.own is None:
-            view.own = view.from_rows(lambda rows: self.source.compute(self.recipe, rows))
+            # Cut classes are a slice of the product, in which other views cannot be taken.
+            view.own = view.from_rows(
+                lambda rows: self.source.compute(self.recipe, rows).contiguous()
+            )
             self.parts.append(weakref.ref(view))
             self.rows_computed += max(_row_count(view), _LEAST_ROWS)
         return view.own

@@ -349,6 +349,22 @@ def test_logits_of_a_cut_or_cast_head_are_deferred(function: Function, loss_insi
     )
 
 
+def test_views_of_some_rows_of_cut_classes_are_eagers() -> None:
+    """Rows that are computed alone lie side by side, as eager's do after the scale."""
+
+    def scaled(h: Tensor, w: Tensor) -> Tensor:
+        return head(h, w)[..., :LEFT] * 0.5
+
+    h, w, *_ = inputs()
+    compiled = torch.compile(scaled, backend="memeff", options={"memeff.inner": "aot_eager"})
+    for read in (
+        lambda z: z[1:].ravel(),
+        lambda z: z[1:].view(-1, 2).sum(0),
+        lambda z: z[1:].ravel().split(1, -1)[-1].unsqueeze(0),
+    ):
+        torch.testing.assert_close(read(compiled(h, w)), read(scaled(h, w)))
+
+
 def test_a_loss_outside_of_a_cut_head_is_fused() -> None:
     model = Model(RETURNED["cut, then cast"])
     called = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
