@@ -85,7 +85,10 @@ class CompressedWeight:
 
 @dataclass(frozen=True)
 class CompressionReport(VerbReport):
-    """What `compress_` did. `str()` has one line for weights that are alike in all layers, `to_json()` one entry per weight."""
+    """What `compress_` did.
+
+    `str()` has one line for weights that are alike in all layers, `to_json()` one entry per weight.
+    """
 
     weights: tuple[CompressedWeight, ...]
 
