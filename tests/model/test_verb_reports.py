@@ -1,4 +1,4 @@
-"""Every verb reports in one kind: a line first, everything as JSON, kept where a model comes back."""
+"""Reports of all functions on models share a form: a summary line first, everything as JSON."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_every_verb_reports_in_one_kind(tmp_path: Path, verb: str) -> None:
 def test_no_verb_is_left_out() -> None:
     names = {n for n in memeff_compile.__all__ if n[0].islower() and n not in REPORTS}
     about = {"compile", "reset", "graphs", "linear_cross_entropy", "restart_attention_calls"}
-    about |= {"from_pretrained"}  # keeps what the verb that it stands for reports
+    about |= {"from_pretrained"}  # keeps the report of the function that it calls
     assert names == about | {"compression_report", "verb_report"}
 
 
@@ -165,7 +165,7 @@ def test_the_last_report_of_a_model_is_kept_and_each_verbs_own() -> None:
     report = memeff_compile.compress_(model, min_size=0, progress=False)
     assert verb_report(model) is report
     assert verb_report(torch.compile(model)) is report
-    assert verb_report(model.up) is None  # no verb was given it
+    assert verb_report(model.up) is None  # no function was called on it
     memeff_compile.decompress_(model)
     latest = verb_report(model)
     assert latest is not None
