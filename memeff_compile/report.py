@@ -149,7 +149,7 @@ class Record:
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record merged with the locations of an equal one."""
+        """Return this record with the places of one that says the same."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 

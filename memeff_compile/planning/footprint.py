@@ -176,7 +176,7 @@ class _Replay:
     stacks: Sequence[Stack]
     vocabulary: frozenset[int]
     transient: Transient
-    # whether a gradient is given up when the backward of the block that makes it has ended
+    # whether a gradient is freed when the backward of its block has ended
     steps_in_backward: bool = False
     root: str = ""
     peaks: dict[_Place, list[Owned]] = field(default_factory=lambda: defaultdict(list))
@@ -476,7 +476,7 @@ def _module_path(node: Node) -> str | None:
 
 
 def op_transient(scale: Scale, target: Target) -> Transient:
-    """Return a function that says what an op holds while it runs, beside its results."""
+    """Return a function that computes an op's temporary memory, in addition to its results."""
 
     def transient(node: Node) -> sympy.Expr:
         op: Any = called_op(node)

@@ -28,7 +28,7 @@ _FULL = 16
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_off() -> bool:
-    """Return whether a switch of ours, or PyTorch's own, turns everything off."""
+    """Return whether a switch of this package or of PyTorch turns everything off."""
     return is_disabled() or compat.compiling_is_off()
 
 
