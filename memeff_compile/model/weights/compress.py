@@ -85,10 +85,7 @@ class CompressedWeight:
 
 @dataclass(frozen=True)
 class CompressionReport(VerbReport):
-    """The report of `compress_`.
-
-    `str()` merges equal weights of several layers in a line; `to_json()` has every weight.
-    """
+    """What `compress_` did. `str()` has a line for equal weights of all layers, `to_json()` all."""
 
     weights: tuple[CompressedWeight, ...]
 
