@@ -85,7 +85,7 @@ def _is_number(value: object, kinds: type | tuple[type, ...] = (int, float)) -> 
 
 
 def _nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
-    """Return the candidates most like `name`, ignoring case, dashes and a missing prefix."""
+    """Return the candidates most similar to `name`, ignoring case, dashes and a missing prefix."""
     plain = {_plain(candidate): candidate for candidate in candidates}
     close = difflib.get_close_matches(_plain(name), plain, n=count, cutoff=0.6)
     return [plain[match] for match in close]
@@ -101,7 +101,7 @@ def _suggest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _suggest_of_all(name: str, candidates: Collection[str]) -> str:
-    """Return the nearest candidate and where the others are listed, or all of them."""
+    """Return the nearest candidate and the page of the others, or all candidates."""
     nearest = _suggest(name, candidates)
     if nearest:
         return f"{nearest} `memeff options` lists all of them."
@@ -607,8 +607,7 @@ class Options:
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return the level of a site, or one for each of its calls; an empty tuple if it is in no
-        table.
+        """Return the level of a site, or one for each of its calls; () if no table has the site.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")
@@ -620,8 +619,9 @@ class Options:
         return (found,) if isinstance(found, str) else found
 
     def _take_preset(self) -> None:
-        """Set options that were not given to the preset's values; a filter's option only if it is
-        on.
+        """Set options that the user did not set to the preset's values.
+
+        An option of a filter is only set if the filter is on.
         """
         info = _by_field()["preset"]
         info.check(info.key, self.preset)
@@ -634,9 +634,9 @@ class Options:
                 self._store(name, value)
 
     def _switch_off(self) -> None:
-        """Let no pass run; what was given has been checked all the same."""
+        """Switch all passes off; the given options were checked before."""
         for each in fields(self):
-            if each.name.startswith("linear_cross_entropy_"):  # knobs of what is off
+            if each.name.startswith("linear_cross_entropy_"):  # options of a switched-off loss
                 chosen = each.default is not _NOT_CHOSEN
                 self._store(each.name, each.default if chosen else False)
         for facts in PASS_FACTS:
@@ -667,7 +667,7 @@ class Options:
                 )
 
     def _check_filter_knobs(self) -> None:
-        """Refuse an option of a filter that is not on: it would have no effect."""
+        """Refuse an option of a filter that is off, because it would have no effect."""
         either = ("mass", "block")
         owners = {"eps": ("block",), "tau": ("mass",), "parts": either, "sort_vocabulary": either}
         for knob, modes in owners.items():
@@ -684,7 +684,7 @@ class Options:
         object.__setattr__(self, name, value)
 
     def switched_off(self, name: str) -> str:
-        """Return the setting that switches a pass off, as one would write it, or "".
+        """Return the setting that switches a pass off, as in user code, or "".
 
         Example:
             >>> Options(logits="eager").switched_off("defer_logits")
@@ -692,7 +692,7 @@ class Options:
         """
         facts = _FACTS.get(name)
         if facts is None:
-            return ""  # a user's: who gives it wants it
+            return ""  # a user's pass, which is always on
         value = getattr(self, _field_of(PREFIX + facts.option))
         if value in facts.off:
             return f"{PREFIX}{facts.option}={value!r}"
@@ -725,7 +725,7 @@ class Options:
         return cls(**values, inductor=inductor)
 
     def skips(self, pass_name: str, module_path: str) -> bool:
-        """Say whether `memeff.skip` keeps a pass away from a module; the root module is "".
+        """Return whether `memeff.skip` excludes a module from a pass; the root module is "".
 
         Example:
             >>> Options(skip={"*": ("layers.*.mlp",)}).skips("defer_logits", "layers.3.mlp.up")
@@ -744,9 +744,7 @@ class Options:
         return {**compat.inductor_modes()[self.mode], **self.inductor}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options that differ from the defaults, as `torch.compile(options=...)` takes
-        them.
-        """
+        """Return the options that differ from the defaults, for `torch.compile(options=...)`."""
         plain = type(self)(preset=self.preset)
         changed = {
             info.key: getattr(self, name)
@@ -761,7 +759,7 @@ class Options:
 
 
 def or_off(options: Options) -> Options:
-    """Return the options, with everything off where the environment says so."""
+    """Return the options, with everything off if the environment variable is set."""
     return replace(options, preset="off") if is_disabled() else options
 
 
@@ -803,18 +801,18 @@ def key_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class OptionFacts:
-    """What there is to say of one option."""
+    """The facts about one option."""
 
     key: str
-    values: str  # that it takes, as on the page
+    values: str  # possible values, as on the page
     default: str
     meaning: str
-    example: Mapping[str, Any]  # of settings by keyword, the option's own among them
-    keys: Mapping[str, str]  # of those
+    example: Mapping[str, Any]  # settings by keyword, including the option
+    keys: Mapping[str, str]  # their option keys
 
 
 def option_facts() -> tuple[OptionFacts, ...]:
-    """Return what there is to say of every option."""
+    """Return the facts about every option."""
     keys = {name: info.key for name, info in _by_field().items()}
     defaults = Options()
     return tuple(
@@ -831,9 +829,9 @@ def option_facts() -> tuple[OptionFacts, ...]:
 
 
 def facts_of(key: str) -> OptionFacts:
-    """Return what there is to say of an option; OptionError where there is none of that key.
+    """Return the facts about an option; OptionError for an unknown key.
 
-    The keyword that `compile` takes serves, too: `verify_limit` for `memeff.verify.limit`.
+    The keyword of `compile` is also accepted: `verify_limit` for `memeff.verify.limit`.
     """
     name = key.removeprefix(PREFIX)
     key = _by_field()[name].key if name in _by_field() else key
@@ -847,7 +845,7 @@ def _shown(value: object) -> str:
 
 
 class _Code(str):
-    """A value that is shown as the code that makes it."""
+    """A value whose repr is the code that makes it."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -880,7 +878,7 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "verify_limit": {"verify": "on", "verify_limit": "1GiB"},
     "mode": {"mode": "max-autotune"},
 }
-"""For options of which the second value on the page is no example by itself."""
+"""Examples for options whose second value on the page is not an example by itself."""
 
 _PAGE_HEAD = """\
 # Options

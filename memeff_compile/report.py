@@ -55,16 +55,16 @@ DEFERRED_SENTENCE = (
 
 _WIDEST, _NARROWEST = 96, 40
 _INDENT = 11
-_TWO_LINES = 145  # characters of a source line that are shown, however its words break
+_TWO_LINES = 145  # characters of a source line that are shown, wherever the text wraps
 
 
 def text_width(most: int = _WIDEST) -> int:
-    """Return how many columns a line of text may take: those of the terminal, within bounds."""
+    """Return the largest width of a line in columns: that of the terminal, within bounds."""
     return max(_NARROWEST, min(most, shutil.get_terminal_size((most, 24)).columns))
 
 
 def fold_names(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return names and texts with those of one text, and numbers apart of one name, as one.
+    """Merge names with the same text, if the names differ only in their numbers.
 
     Example:
         >>> fold_names([("layers.0.up", "win4"), ("layers.1.up", "win4"), ("head", "dense")])
@@ -115,7 +115,7 @@ class VerbReport(ABC):
 
 
 def format_bytes(count: float) -> str:
-    """Return a byte count as a reader says it: '1.95 GiB', '64.0 MiB', '512 bytes'."""
+    """Return a byte count with a unit: '1.95 GiB', '64.0 MiB', '512 bytes'."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(count) >= size:
             return f"{count / size:.{2 if unit == 'GiB' else 1}f} {unit}"
@@ -124,7 +124,7 @@ def format_bytes(count: float) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One thing that a pass did, or one thing that it left alone."""
+    """One rewrite of a pass, or one match that it did not rewrite."""
 
     pass_name: str  # one of `options.PASS_NAMES`, or "backend"
     action: Action  # the kind of event
@@ -135,16 +135,16 @@ class Record:
     module: str = ""  # path of the module as in `named_modules()`, or ""
     bytes_before: sympy.Expr | None = None  # size of the dominant buffers without the change
     bytes_after: sympy.Expr | None = None  # their size with it
-    # value (or size hint, where a dimension is dynamic) of each symbol in the formulas
+    # value (or size hint, for a dynamic dimension) of each symbol in the formulas
     sizes: Mapping[str, int] = field(default_factory=dict)
-    sites: int = 1  # how many places it is about, where like ones are counted together
-    also: tuple[str, ...] = ()  # modules of the places that are counted with the first
+    sites: int = 1  # number of locations, if equal records are merged
+    also: tuple[str, ...] = ()  # modules of the other merged locations
 
     def __hash__(self) -> int:
         return hash((self.pass_name, self.action, self.code, self.sentence, self.source))
 
     def says_the_same_as(self, other: Record) -> bool:
-        """Return whether the two differ only in their locations and in their number."""
+        """Return whether two records differ only in their locations and their number."""
         placed = replace(other, source=self.source, module=self.module, sites=self.sites)
         return self == replace(placed, also=self.also)
 
@@ -249,7 +249,7 @@ def _is_unfused(record: Record) -> bool:
 
 
 def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
-    """Return records that say the same, of several layers as a rule, as one and their number."""
+    """Merge equal records, usually of several layers; return each with its count."""
     found: list[tuple[Record, int]] = []
     for record in records:
         for place, (earlier, times) in enumerate(found):
@@ -262,10 +262,10 @@ def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
 
 
 _WITHOUT_LOGITS = {"softmax": "log_softmax + gather would not"}
-"""For an op that a loss reads logits by, another that reads none."""
+"""For an op by which a loss reads logits, an alternative that does not compute them."""
 
 _SPELLED = {"local_scalar_dense": "item()"}
-"""How a user writes an op."""
+"""The name of an op in user code."""
 
 
 @dataclass
@@ -279,7 +279,7 @@ class LogitsUse:
     unbuilt: int = 0  # bytes of the logits that the largest of those losses read and did not build
     steps: int = 0  # calls of the graph that handed out deferred logits
     computing_steps: int = 0  # those of them whose logits were computed, or some of their rows
-    # where each of those reasons was first read: the user's line, and whether for a gradient
+    # for each reason, the user's line of the first read, and whether it was for a gradient
     readers: dict[str, tuple[str, bool]] = field(default_factory=dict)
     is_counted: bool = True  # whether the latest step is among `computing_steps`
 
@@ -294,7 +294,7 @@ class LogitsUse:
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
     def count_computed(self, reason: str, line: str = "", *, graded: bool = False) -> None:
-        """Count a product, of a reader at a line of the user's."""
+        """Count a product for a reader at the user's line."""
         self.computed[reason] = self.computed.get(reason, 0) + 1
         self.computing_steps += not self.is_counted
         self.is_counted = True
@@ -312,7 +312,7 @@ class LogitsUse:
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
-        """Return the counts as they are now."""
+        """Return a copy of the present counts."""
         return replace(
             self, fused=dict(self.fused), computed=dict(self.computed), readers=dict(self.readers)
         )
@@ -323,11 +323,11 @@ class LogitsUse:
         return cls(**{**data, "readers": readers})
 
     def restore(self, earlier: LogitsUse) -> None:
-        """Take back what was counted since a copy was made."""
+        """Reset the counts to those of an earlier copy."""
         vars(self).update(vars(earlier.copy()))
 
     def advice(self) -> str:
-        """Return what read the logits, where, how often, and what would not; "" if nothing did."""
+        """Return the op that read the logits, its line and count, and an alternative, or ""."""
         for reason, (line, _) in self.readers.items():
             who, instead = "your code", "do it only in the steps that need it"
             if self.unfused_by:
@@ -357,13 +357,13 @@ class LogitsUse:
 
 
 def _op(reason: str) -> str:
-    """Return the op that a reason names, as a user writes it."""
+    """Return the op that a reason names, as in user code."""
     plain = reason.strip("_")
     return _SPELLED.get(plain, plain)
 
 
 def _paragraph(label: str, title: str, *texts: str) -> str:
-    """Return a line of the report, and what there is to say under it."""
+    """Return a title line of the report, with the texts indented below it."""
     fill = partial(textwrap.wrap, width=text_width() - _INDENT, break_long_words=False)
     lines = [line for text in texts for line in fill(text)]
     return f"\n{' ' * _INDENT}".join([f"{label:<{_INDENT - 1}} {title}", *lines])
@@ -376,12 +376,12 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 @dataclass
 class Replays:
-    """How often a graph that may be recorded as a CUDA graph was, in counts."""
+    """Counts of CUDA graph recordings and replays of one graph."""
 
     recordings: int = 0  # CUDA graphs that were recorded, one per set of addresses and sizes
     replays: int = 0  # calls that replayed one
     ran: int = 0  # calls that ran without one
-    stopped: str = ""  # why it is recorded no more, or ""
+    stopped: str = ""  # why recording stopped, or ""
 
     def __str__(self) -> str:
         text = f"{self.recordings} recorded, {self.replays} calls replayed, {self.ran} ran without"
@@ -396,12 +396,12 @@ class GraphReport:
     name: str  # as Dynamo counts, "graph 0/0"
     training: bool  # whether the graph was compiled with gradients
     records: tuple[Record, ...]  # in the order in which the passes ran
-    nodes: int  # of the graph as it came in
+    nodes: int  # of the original graph
     seconds: float  # spent in memeff_compile's code
-    before: str = ""  # the graph as it came in, as text
-    after: str = ""  # the graph as it went on to the inner compiler, as text
+    before: str = ""  # the original graph, as text
+    after: str = ""  # the graph for the inner compiler, as text
     logits: LogitsUse | None = None  # how deferred logits were used at run time, if there are any
-    replays: Replays | None = None  # how often it ran as a CUDA graph, if it ever may
+    replays: Replays | None = None  # how often it ran as a CUDA graph, if it can
 
     def __str__(self) -> str:
         return self._text(set())
@@ -436,14 +436,15 @@ class GraphReport:
         return f"{heading}\n{text}" if text else heading
 
     def as_it_is(self) -> GraphReport:
-        """Return this report with the counts as they are now."""
+        """Return this report with a copy of the present counts."""
         logits = None if self.logits is None else self.logits.copy()
         replays = None if self.replays is None else replace(self.replays)
         return replace(self, logits=logits, replays=replays)
 
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
-        """Return this report with the result of `memeff.verify` from the graph's first run. With
-        ``undo`` the original runs instead, and no change of this graph counts.
+        """Return this report with the result of `memeff.verify` from the graph's first run.
+
+        With ``undo`` the original graph runs instead, and no change of this graph counts.
         """
         records = [
             replace(r, action="undone") if undo and r.action in CHANGES else r for r in self.records
@@ -612,7 +613,7 @@ class Report(VerbReport):
         return f"memeff_compile: {', '.join(filter(None, parts))}"
 
     def _about_loss(self) -> str:
-        """Return what became of the loss, where a graph trains."""
+        """Return whether the loss was fused, and why not, for training graphs."""
         uses = self._training_uses()
         is_fused = bool(self.rewrites(_LOSS_PASS)) or any(use.fused for use in uses)
         codes = [record.code for record in self._unfused()]
@@ -648,7 +649,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 def _parse_formula(text: str) -> sympy.Expr:
-    """Read a byte formula; `sympy.sympify` would evaluate code, and take N for a function."""
+    """Read a byte formula; `sympy.sympify` would evaluate code, and treat N as a function."""
     import sympy
 
     functions = {name: getattr(sympy, name) for name in ("Min", "Max", "ceiling", "floor")}

@@ -58,11 +58,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Undone:
-    """The part of a model that a system took back, and what it left as it is."""
+    """The parts of a model that a system restored, and those that it could not restore."""
 
-    what: str = ""  # in a few words, or "" where there was nothing
-    places: Mapping[str, str] = field(default_factory=dict)  # by name, what is there now
-    left: Mapping[str, str] = field(default_factory=dict)  # by name, why it is still there
+    what: str = ""  # a short description, or "" if no part was changed
+    places: Mapping[str, str] = field(default_factory=dict)  # new state by name
+    left: Mapping[str, str] = field(default_factory=dict)  # reason by name
 
 
 class Graph(Protocol):
@@ -98,7 +98,7 @@ class Hooks:
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Take back from a model everything that the system put into it and can."""
+        """Remove everything of the system from a model, as far as possible."""
         return Undone()
 
     def guard(self, graph: Graph) -> None:

@@ -1,6 +1,6 @@
-"""Every private name of torch that this package leans on, probed on the torch that is installed.
+"""Every private name of torch that this package uses, tested with the installed torch.
 
-A failure here after an update of torch says which function of `compat/` to mend.
+After an update of torch, a failure here names the function of `compat/` to fix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROBED: set[str] = set()
 
 
 def probes(*names: str) -> Callable[[Any], Any]:
-    """Note which functions of compat a test is about."""
+    """Record which functions of compat a test covers."""
     PROBED.update(names)
     return lambda test: test
 
@@ -51,7 +51,7 @@ class Model(nn.Module):
 def look(
     question: Callable[[GraphModule, Sequence[Any]], Any], *args: Any, dynamic: bool | None = None
 ) -> Any:
-    """Ask a question about a captured graph while Dynamo waits for its backend."""
+    """Return a function's result for a captured graph, called in place of a backend."""
     answers = []
 
     def asking(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -729,7 +729,7 @@ def test_parameters_of_fsdp2_are_found() -> None:
         assert not compat.put_fsdp_shard(outer, "weight", doubled)
         model(torch.ones(1, 4)).sum().backward()
         model.unshard()
-        assert set(compat.sharded_with(outer.weight)) == {inner, model}  # once the root has run
+        assert set(compat.sharded_with(outer.weight)) == {inner, model}  # after the root has run
         model.reshard()
 
         both = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
@@ -915,8 +915,8 @@ def test_every_function_of_compat_is_probed() -> None:
 PACKAGE = Path(compat.__file__).parents[1]
 OWN_WORDS = {"_replace", "_fields", "_asdict"}  # of named tuples: public
 REGISTRIES = {
-    # nn.Module has no public way to put a tensor of a subclass, or nothing, where a parameter was,
-    # nor one that tells what is kept from what is computed.
+    # nn.Module has no public way to replace a parameter by a tensor of a subclass or to remove it,
+    # nor to distinguish stored from computed buffers.
     "_parameters",
     "_buffers",
     "_modules",
@@ -925,11 +925,11 @@ REGISTRIES = {
 UNAVOIDABLE = {
     ("kernels/linear_cross_entropy/op.py", "_check"),  # documented by torch, underscore and all
     ("kernels/_triton/gluon.py", "_reinterpret"),  # of Gluon, public by its name since Triton 3.9
-    # of transformers, whose own quantizers say by them what is read and written
+    # of transformers, whose quantizers use them for reading and writing
     ("model/ternary/pretrained.py", "_keys_to_ignore_on_load_unexpected"),
     ("model/ternary/pretrained.py", "_weight_conversions"),
     ("model/weights/pretrained.py", "_weight_conversions"),
-    ("model/weights/pretrained.py", "_hf_hook"),  # of accelerate: which weights it brings when
+    ("model/weights/pretrained.py", "_hf_hook"),  # of accelerate: which weights it moves, and when
 }
 
 
@@ -938,7 +938,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
-    """Return every name that the package itself gives to something."""
+    """Return every name that the package itself defines."""
     found: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -954,7 +954,7 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
 
 
 def private_names(tree: ast.AST, own: set[str]) -> set[str]:
-    """Return the private names of others in a file: what it imports, and attributes it reads."""
+    """Return the private names of other packages that a file imports or reads as attributes."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -974,7 +974,7 @@ def private_names(tree: ast.AST, own: set[str]) -> set[str]:
 
 
 def test_private_names_of_torch_stand_in_compat_only() -> None:
-    """In the whole package, imports inside functions and attributes of torch's objects included."""
+    """This covers the whole package, with imports inside functions and attributes of objects."""
     trees = {
         str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -984,7 +984,7 @@ def test_private_names_of_torch_stand_in_compat_only() -> None:
     seen = {
         (file, name)
         for file, tree in trees.items()
-        if not file.endswith("_kernels.py")  # device code, which is of Triton
+        if not file.endswith("_kernels.py")  # device code, which uses Triton
         for name in private_names(tree, own)
     }
     left = {(file, name) for file, name in seen if name not in OWN_WORDS | REGISTRIES}
@@ -1007,7 +1007,7 @@ def test_a_private_name_is_seen(text: str, name: str) -> None:
 
 
 class _Memoryless(Tensor):
-    """Twos, which stand nowhere."""
+    """A tensor of twos without memory."""
 
     device = torch.device("cpu")  # type: ignore[assignment]
 
@@ -1276,7 +1276,7 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
             outside.append(result)
         return result
 
-    with torch._dynamo.config.patch(recompile_limit=1):  # none of the three counts against it
+    with torch._dynamo.config.patch(recompile_limit=1):  # the captures do not count here
         for width in (4, 3, 2):
             with compat.fake_mode(seen), compat.fresh_capture():
                 layer, x = nn.Linear(width, 1 << 40), torch.empty(5, width)
@@ -1368,7 +1368,7 @@ def test_hooks_of_a_swapped_tensor_run_again_once_and_can_be_taken_off() -> None
 
 
 def _after(keep: Callable[[Tensor], Any]) -> Callable[[nn.Parameter, list[Any]], None]:
-    """Have a hook keep something of the gradient when it has been accumulated."""
+    """Return a function that adds a hook, which keeps a result of the accumulated gradient."""
 
     def register(weight: nn.Parameter, kept: list[Any]) -> None:
         def hook(p: Tensor) -> None:
@@ -1381,7 +1381,7 @@ def _after(keep: Callable[[Tensor], Any]) -> Callable[[nn.Parameter, list[Any]],
 
 
 def _before(keep: Callable[[Tensor], Any]) -> Callable[[nn.Parameter, list[Any]], None]:
-    """Have a hook keep something of the gradient before it is accumulated."""
+    """Return a function that adds a hook, which keeps a result of the gradient beforehand."""
     return lambda weight, kept: weight.register_hook(lambda g: kept.append(keep(g))) and None
 
 
@@ -1636,7 +1636,7 @@ def test_one_number_stands_for_what_is_guarded_of_an_input() -> None:
     for number in (1, 1, 2):
         given.number = number
         assert step(given).tolist() == [2, 2]
-    assert len(seen) == 2  # another number, and only that, is other code
+    assert len(seen) == 2  # only another number compiles again
     other: Any = torch.ones(2, dtype=torch.float64)
     other.number = 2
     step(other)

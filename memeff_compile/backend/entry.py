@@ -69,8 +69,9 @@ memeff.reset = report.clear  # type: ignore[attr-defined]
 
 
 def _inner(trip: Trip) -> Callable[..., Any]:
-    """Compile the graph with the inner compiler, in partitions if its gradients have to come one by
-    one.
+    """Compile the graph with the inner compiler.
+
+    It is compiled in partitions if gradients must be available one by one.
     """
     gm, options = trip.gm, trip.options
     if options.inner == "eager":
@@ -90,8 +91,10 @@ def _inner(trip: Trip) -> Callable[..., Any]:
 
 
 def keep_transformers_losses_in_one_graph() -> None:
-    """Name a one-time warning of transformers as ignorable while tracing: Dynamo breaks the graph
-    at it, between head and loss, for classes without a ``loss_type`` (GPT-2).
+    """Make Dynamo ignore a one-time warning of transformers while tracing.
+
+    It would cause a graph break between output projection and loss, for classes without a
+    ``loss_type`` (GPT-2).
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     warn_once = getattr(getattr(modeling, "logger", None), "warning_once", None)
@@ -153,8 +156,8 @@ def compile(
         fullgraph: As in `torch.compile`.
         disable: As in `torch.compile`.
         kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
-            mapping, or "static" for an exact one. Every later `generate()` makes, allocates and
-            reuses such caches by itself, as `use_kv_cache_`.
+            mapping, or "static" for an exact one. Every later `generate()` allocates and reuses
+            such caches, as with `use_kv_cache_`.
         **settings: Options of memeff by keyword: `logits="eager"` is `memeff.logits`.
             `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
             `compression_report(model)` returns its report.
@@ -164,8 +167,9 @@ def compile(
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: The model is no module and no function, `kv_cache` has an unsupported
-            setting, or the model does not generate, is an encoder-decoder or brings its cache.
+        UnsupportedInputError: The model is neither a module nor a function, `kv_cache` has an
+            unsupported setting, or the model does not generate, is an encoder-decoder or needs
+            another kind of cache.
 
     Example:
         >>> memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
@@ -175,7 +179,7 @@ def compile(
         said = f"compile was given a {type(model).__name__}; it needs a module or a function."
         raise UnsupportedInputError(said)
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
-        # torch.compile would change the class, and with it every model that is made of it.
+        # torch.compile would change the class, and with it all its instances.
         said = f"compile was given the class {model.__name__}; it needs a model that is made of it."
         raise UnsupportedInputError(said)
     checked = or_off(_parse(mode, options, settings))

@@ -49,12 +49,12 @@ class Trip:
     # whether it is recorded as a CUDA graph
     choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
     rewritten: KeptGraph | None = None  # the rewritten graph, if it will be compared
-    present: list[bool] | None = None  # which outputs there are, where the passes left some as None
-    cuts: tuple[Node, ...] = ()  # where it is compiled in pieces
+    present: list[bool] | None = None  # which outputs exist, if the passes set some to None
+    cuts: tuple[Node, ...] = ()  # where partitions of the graph start
     unread: list[int] = field(default_factory=list)  # inputs that the rewritten graph does not read
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
-        """Read the graph, let the passes edit it, report what they did, and read it again."""
+        """Read the graph, run the passes, report their results, and read the graph again."""
         gm, options = self.gm, self.options
         self.pieces = compat.inputs_from_other_graphs(gm)
         _refuse_dropped(self.example_inputs, self.pieces)
@@ -96,8 +96,9 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
 
     def _cut(self, info: GraphInfo) -> None:
-        """Decide where the graph is cut, for updates in the backward pass or because layers repeat,
-        and report it.
+        """Decide where to split the graph, and report it.
+
+        The reason is updates in the backward pass, or repeated layers.
         """
         try:
             self.cuts = cuts.starts(info)
@@ -111,7 +112,7 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records)
 
     def _find_layers(self, info: GraphInfo) -> report.Record | None:
-        """Cut the graph between layers that repeat; return the record that says so."""
+        """Split the graph between repeated layers; return the record of it."""
         try:
             repeated = layers.repeated_layers(info)
             if repeated.starts and self.reuses_memory:
@@ -130,7 +131,7 @@ class Trip:
             log.warning("memeff_compile: internal error, masks were not handed over", exc_info=True)
 
     def _look_for_layers(self, info: GraphInfo) -> None:
-        """Say which layers of a sharded model are in no graph, once its loss is in one."""
+        """Report the layers of a sharded model that are in no graph, once its loss is in one."""
         if not compat.shards_by_fsdp2():
             return
         done = self.outcome.report
@@ -203,7 +204,7 @@ def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
 
 
 def replay(compiled: Compiled, trip: Trip) -> Compiled:
-    """Replay a step of generation as a CUDA graph once it comes again."""
+    """Replay a step of generation as a CUDA graph when the step repeats."""
     roles, device, use = trip.choice.roles, trip.choice.device, trip.outcome.report.replays
     if roles is None or device is None or use is None:
         return compiled

@@ -1,4 +1,4 @@
-"""Autograd: checkpoints, autocast, transforms, hooks, and what a backward pass keeps."""
+"""Autograd: checkpoints, autocast, transforms, hooks, and saved tensors."""
 
 from __future__ import annotations
 

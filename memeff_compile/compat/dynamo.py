@@ -54,7 +54,7 @@ def copy_graph(gm: GraphModule) -> Graph:
 
 
 def example_value(node: Node) -> Any:
-    """Return what Dynamo recorded for ``node`` (a FakeTensor, SymInt, tuple, ...), or None."""
+    """Return the example value of ``node`` (a FakeTensor, SymInt, tuple, ...), or None."""
     return node.meta.get("example_value")
 
 

@@ -37,7 +37,7 @@ class View(Part, Protocol):
         """The device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return a tensor in memory of its own: by a recipe, or by a function of its values."""
+        """Return a tensor in new memory: by a recipe, or by a function of its values."""
 
     def to_read(self) -> Tensor:
         """Return an ordinary tensor that is a view of this one for autograd."""

@@ -17,8 +17,9 @@ Kept = TypeVar("Kept", bound=VerbReport)
 
 
 class Changes(VerbReport, int):
-    """The report of a function that changed a model; as a number, how many modules or weights it
-    changed.
+    """The report of a function that changed a model.
+
+    As a number, it is the count of changed modules or weights.
     """
 
     verb: str  # its name
@@ -38,14 +39,14 @@ class Changes(VerbReport, int):
         return self.verb, self._sentence, self.places, self.left
 
     def __str__(self) -> str:
-        """Return what was done, and by place what is there now or why nothing is.
+        """Return a summary, then the new state of each location, or why it did not change.
 
-        Places of several layers of which the same is said are one line; `details` has them all.
+        Equal texts of several layers share a line; `details` has a line for each.
         """
         return self._text(fold_names(self._said()))
 
     def details(self) -> str:
-        """Return what was done, and place by place what is there now or why nothing is."""
+        """Return a summary, then one line per location: its new state, or why it is unchanged."""
         return self._text(self._said())
 
     def _said(self) -> list[tuple[str, str]]:
@@ -93,8 +94,8 @@ def verb_report(model: nn.Module, verb: str | None = None) -> VerbReport | None:
     """Return the report of the last function that changed a model in place, or None.
 
     Args:
-        model: the model that the function was called on, compiled since or not.
-        verb: the name of one, such as "ternarize_", to ask for its last report.
+        model: the argument of that function, compiled since or not.
+        verb: the name of a function, such as "ternarize_", to get the last report of that one.
 
     Example:
         >>> print(memeff_compile.verb_report(model).summary)  # doctest: +SKIP

@@ -71,7 +71,7 @@ class Capture:
     outside: int = 0  # bytes of the tensors that the model made outside of the graphs
 
     def graphs(self, *, with_passes: bool) -> list[Graphs]:
-        """Return what Inductor would compile for each graph that Dynamo captured."""
+        """Return the graphs that Inductor would compile for each graph that Dynamo captured."""
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:

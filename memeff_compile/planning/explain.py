@@ -33,14 +33,10 @@ from .setting import BITS_PER_WEIGHT, Footprint, Setting, read_memory
 from .sizes import Scale, Sizes, Told, points_around
 
 LEFT_FREE = 0.05
-"""The share of a memory that the largest batch leaves free, since a plan may be that much too
-low.
-"""
+"""The share of the memory that the largest batch leaves free, because a plan may be too low."""
 
 LEFT_OUT = 0.03
-"""The largest share of the peak that may be allocated outside of graphs, where it is not
-counted.
-"""
+"""The largest share of the peak that may be allocated outside graphs, uncounted by a plan."""
 
 
 def explain(
@@ -55,23 +51,23 @@ def explain(
     """Report the backend's rewrites of a call of ``model``, and the memory that a step needs.
 
     It neither allocates memory nor compiles. The model may be on any device, "meta" included; it is
-    copied, not changed. A model with gradients enabled is taken to be trained.
+    copied, not changed. If gradients are enabled, the plan is for training.
 
     Args:
         model: a module, or any function of tensors.
-        *args: what the model is called with; tensors on "meta" do.
+        *args: arguments of the model; tensors may be on "meta".
         options: options of the backend, as in `torch.compile(options=...)`. With a codec as
-            "memeff.weights", plans are of weights that `compress_` compressed.
-        device: where it would run: "cuda" or "cpu".
-        gpu: a card such as "rtx4090", whose kernels and memory are planned with; by default the
-            kernels are those of an H100 or H200.
-        progress: whether to say on stderr what is being done; by default where it is a terminal.
-        **kwargs: what the model is called with by keyword.
+            "memeff.weights", plans are for weights that `compress_` compressed.
+        device: the device of the plan: "cuda" or "cpu".
+        gpu: a card such as "rtx4090", whose kernels and memory the plan uses; by default the
+            kernels of an H100 or H200.
+        progress: whether to show progress on stderr; by default if stderr is a terminal.
+        **kwargs: keyword arguments of the model.
 
     Raises:
-        ExplainError: the model is no module and no function, or the call fails on tensors without
-            memory, or has no tensor.
-        OptionError: an option is unknown or out of range, or changes nothing in a plan.
+        ExplainError: the model is neither a module nor a function, or the call has no tensor or
+            fails on tensors without memory.
+        OptionError: an option is unknown or out of range, or has no effect on a plan.
 
     Example:
         >>> print(memeff_compile.explain(model, input_ids=ids, labels=ids))  # doctest: +SKIP
@@ -112,7 +108,7 @@ def explain(
 def honoured(options: Options) -> tuple[Options, str]:
     """Return options that a capture can follow, and the codec of the weights.
 
-    OptionError for options that change nothing that is planned, which would be ignored.
+    OptionError for options that have no effect on a plan.
     """
     weights = options.weights if options.weights in BITS_PER_WEIGHT else "dense"
     options = replace(options, weights="exact") if weights != "dense" else options
@@ -156,7 +152,7 @@ the batch or the length is fixed.
 
 
 def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture a model with few of its blocks, or whole where it does not run with fewer."""
+    """Capture a model with few of its blocks, or whole if it does not run with fewer."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
@@ -173,9 +169,10 @@ def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Prog
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at the call's sizes, and at others that show how sizes grow with these. If
-    sizes are not proportional to the length (a length in whole chunks), the length is fixed, and so
-    is the batch; then the plan is right for the call's sizes.
+    """Capture a model at the call's sizes, and at others that show how sizes grow.
+
+    If sizes are not proportional to the length (a length in whole chunks), the length is fixed, and
+    so is the batch. The plan then holds for the call's sizes.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
@@ -195,7 +192,7 @@ def _captured(
             if not why:
                 return mine, found, stacks, fixed
         fixed["length" if told.length else "batch"] = why
-        if mine.values.are_read:  # such as where images are: of another batch, others
+        if mine.values.are_read:  # such as positions of images, which differ between batches
             fixed["batch"] = why
             break
     if sizes.batch == 1:
@@ -206,7 +203,7 @@ def _captured(
 
 
 def constants_of(model: object) -> set[int]:
-    """Return the sizes that are a model's own: those of its parameters and of its config."""
+    """Return the sizes that belong to a model: those of its parameters and its config."""
     if not isinstance(model, nn.Module):
         return set()
     every = [*model.parameters(), *model.buffers()]
@@ -254,10 +251,10 @@ class Explanation(VerbReport):
     after: Footprint  # likewise, with them
     report: Report  # the rewrites and declines of each pass, as `last_report()`
     stacks: tuple[Stack, ...] = ()  # the lists of blocks of which only some were captured
-    # "batch", "length": why sizes at another one are not known, if so
+    # "batch", "length": why sizes at another one are unknown
     fixed: Mapping[str, str] = field(default_factory=dict)
-    outside: int = 0  # bytes that operations outside of graphs make, which no plan counts
-    card: Card | None = None  # that was named
+    outside: int = 0  # bytes of operations outside graphs, which no plan counts
+    card: Card | None = None  # the named card
     weights: str = "dense"  # the codec that the options named, or "dense"
 
     def plan(
@@ -271,10 +268,10 @@ class Explanation(VerbReport):
         """Return the memory of a step under a setting.
 
         Args:
-            batch: sequences per GPU, and
+            batch: sequences per GPU; by default those of the call.
             length: tokens per sequence; by default those of the call.
-            memory: of one GPU, such as "80GB", to ask for the largest batch; by default that of
-                the card that `explain` was given.
+            memory: memory of one GPU, such as "80GB", for the largest batch; by default that of
+                the card passed to `explain`.
             **given: the fields of `Setting`; by default one GPU, no optimizer.
 
         Raises:
@@ -335,7 +332,7 @@ class Explanation(VerbReport):
             return f"{self.text()}\n\nNo plan: {error}"
 
     def _repr_html_(self) -> str:
-        """Return what the passes do and the peaks for a notebook, with all the text folded in."""
+        """Return the rewrites and peaks for a notebook, with the full text folded."""
         try:
             found, why = self.plan()._repr_html_(), ""
         except ExplainError as error:

@@ -57,13 +57,13 @@ _Part = tuple[str, Block | None]
 Owned = defaultdict[_Part, sympy.Expr]
 
 _Place = tuple[str, Block | None, bool]
-"""A phase, a block, and whether the running op is outside of it, next to it."""
+"""A phase, a block, and whether the running op is outside the block, next to it."""
 
 _PartOf = Callable[[Node], _Part]
 
 
 def facts_of(model: object, stacks: Sequence[Stack], library: int) -> Facts:
-    """Count the bytes of a model's parameters and buffers; parameters of blocks apart."""
+    """Count the bytes of a model's parameters and buffers; count blocks separately."""
     if not isinstance(model, nn.Module):
         return Facts(0, 0, 0, 0, 0, 0, 0, library)
     every = list(model.parameters())
@@ -118,7 +118,7 @@ def footprint(
     facts: Facts,
     transient: Transient,
     *,
-    is_cut: bool,  # whether the graphs are cut between blocks where weights are updated in backward
+    is_cut: bool,  # whether graphs are split between blocks if weights are updated in backward
 ) -> Footprint:
     """Return the moments of a step at the model's full depth."""
     called = [graphs[call.graph] for call in captured.calls]
@@ -135,8 +135,9 @@ def footprint(
 
 
 def _largest(replay: _Replay) -> tuple[Moment, ...]:
-    """Return the moments that are the largest of those where as much is decoded, at one of the
-    points at least.
+    """Return the moments that are largest at one of the points at least.
+
+    Moments are compared with those in which as many bytes are decoded.
     """
     scale = replay.scale
     every = [
@@ -153,8 +154,9 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 
 
 def _outside(found: Owned) -> Parts:
-    """Return the parts of a moment outside of blocks: each captured block counts for all of its
-    kind.
+    """Return the parts of a moment outside blocks.
+
+    Each captured block counts for all blocks of its kind.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
@@ -176,7 +178,7 @@ class _Replay:
     stacks: Sequence[Stack]
     vocabulary: frozenset[int]
     transient: Transient
-    # whether a gradient is given up when the backward of the block that makes it has ended
+    # whether a gradient is freed when the backward of its block has ended
     steps_in_backward: bool = False
     root: str = ""
     peaks: dict[_Place, list[Owned]] = field(default_factory=lambda: defaultdict(list))
@@ -244,7 +246,7 @@ class _Replay:
                 continue
             first[base] = node
             if base not in returned and (number, base) in held:
-                owned[node] = held.pop((number, base))  # all of it, where a view of it is given
+                owned[node] = held.pop((number, base))  # the whole buffer, also for a view of it
         line = Timeline(backward, self.scale, same)
         gradients = self._gradients(line, number)
         if self.steps_in_backward:
@@ -265,7 +267,7 @@ class _Replay:
             del held[key]
 
     def _give_up(self, line: Timeline, paths: Sequence[str]) -> None:
-        """Let the gradients of parameters end with the block whose backward makes them."""
+        """Free the gradients of parameters after the block whose backward computes them."""
         ends: list[int] = []  # of each kernel, the last one in a row that runs in the same block
         here: list[tuple[Block | None, bool]] = []
         block: Block | None = None
@@ -476,7 +478,7 @@ def _module_path(node: Node) -> str | None:
 
 
 def op_transient(scale: Scale, target: Target) -> Transient:
-    """Return a function that says what an op holds while it runs, beside its results."""
+    """Return a function that computes an op's temporary memory, in addition to its results."""
 
     def transient(node: Node) -> sympy.Expr:
         op: Any = called_op(node)
@@ -521,7 +523,7 @@ def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sym
             per_row = op_folder.TOTAL_BYTES_PER_ROW
             if name.endswith("_shard"):
                 shard = op_folder.Shard(*(given[each] for each in ("rank", "ranks", "classes")))
-                vocab = shard.chunk  # which pieces of rows go by
+                vocab = shard.chunk  # it determines the blocks of rows
                 per_row += 8 * shard.ranks
             held = op_folder.total_bytes(rows, depth, vocab, device=hidden.device, **how)
             return held + per_row * rows

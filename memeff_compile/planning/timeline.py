@@ -284,7 +284,7 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield what a kernel writes: the node, and the node that stands for the buffer."""
+        """Yield the writes of a kernel: the node, and the node that represents the buffer."""
         for node in kernel.nodes:
             if node in self.fused.inside:
                 continue

@@ -81,7 +81,7 @@ class Verdict:
         return f"{where}, {'; '.join(map(str, gaps[:3]))}{more}."
 
     def agreement(self) -> str:
-        """Return in words what was compared and how close it came."""
+        """Return sentences with the number of compared values and their agreement."""
         kinds = {gap.what for gap in (*self.exact, *self.as_run)}
         gradients = sum(what.startswith("gradient") for what in kinds)
         more = f" and {gradients} gradients" if self.has_gradients else ""

@@ -1,4 +1,4 @@
-"""Loops as torchtitan writes them: each block compiled by itself, head and loss apart, or the step whole."""
+"""Loops as in torchtitan: each block compiled alone, head and loss separately, or the whole step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integrations.tiny import (
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of such loops."""
+    """Return the loss of such loops."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 

@@ -35,7 +35,7 @@ def test_requests_of_other_lengths_get_the_tokens_of_eager(way: str) -> None:
         memeff_compile.compile(model, kv_cache=4, inner="eager")
     else:
         if way == "win4":
-            # the weights that win4 codes; its tokens are those of these weights
+            # win4 encodes bf16 weights without loss, so its tokens equal theirs
             model = model.bfloat16()
             expected = [torch.tensor(each) for each in batch(model, asked)]
             memeff_compile.compress_(model, "win4", min_size=0, progress=False)
@@ -45,6 +45,6 @@ def test_requests_of_other_lengths_get_the_tokens_of_eager(way: str) -> None:
     assert batch(model, asked) == [each.tolist() for each in expected]
     graphs = memeff_compile.graphs()
     assert graphs
-    # Paged keys are no memeff cache, and graphs that transformers captures are not captured again.
+    # Paged keys are not a memeff cache, and memeff does not record graphs that transformers captures.
     assert not [each for each in graphs if each.replays is not None]
     assert not any("kv_cache" in each.after for each in graphs)

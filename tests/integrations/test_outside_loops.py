@@ -41,14 +41,14 @@ def module(out: Any, labels: Tensor) -> Tensor:
 
 
 def per_token(out: Any, labels: Tensor) -> Tensor:
-    """Log-probabilities of the tokens that were drawn, at a temperature."""
+    """Return log-probabilities of the sampled tokens, at a temperature."""
     logits, ids = out.logits[:, :-1] / 0.9, labels[:, 1:].clamp(min=0)
     picked = torch.gather(logits, dim=-1, index=ids.unsqueeze(-1)).squeeze(-1)
     return picked - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 
 
 def policy_gradient(out: Any, labels: Tensor) -> Tensor:
-    """The clipped objective of policy-gradient trainers, in their first step on a batch."""
+    """Return the clipped objective of policy-gradient trainers, at their first step on a batch."""
     log_probs, mask = per_token(out, labels), labels[:, 1:] != -100
     ratio = torch.exp(log_probs - log_probs.detach())
     advantages = torch.linspace(-1, 1, len(ratio)).unsqueeze(1)
@@ -57,7 +57,7 @@ def policy_gradient(out: Any, labels: Tensor) -> Tensor:
 
 
 def preference(out: Any, labels: Tensor) -> Tensor:
-    """One half of the batch is preferred to the other, as in direct preference optimisation."""
+    """Return a loss that prefers one half of the batch, as in direct preference optimisation."""
     ids = labels[:, 1:].clamp(min=0)
     rows = zip(out.logits[:, :-1], ids.unsqueeze(-1), strict=True)
     sums = torch.stack([F.log_softmax(z, dim=-1).gather(-1, i).sum() for z, i in rows])
@@ -116,7 +116,7 @@ def test_loops_have_eagers_curves_and_compute_no_logits() -> None:
     ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "cohere"))],
 )
 def test_heads_of_other_families_train_without_logits(family: str) -> None:
-    """A softcap, a tied head, and logits that are scaled."""
+    """The families have a softcap, a tied output projection, or scaled logits."""
     found = next(each for each in FAMILIES if each.name == family)
     one_layer = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
     models = [build(found, vocab_size=160, **one_layer) for _ in range(2)]

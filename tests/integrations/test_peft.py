@@ -27,7 +27,7 @@ BACKWARD = "memeff.linear_cross_entropy_backward.default"
 
 
 class BackwardCalls(TorchDispatchMode):
-    """Notes which gradients each backward of the fused loss was asked for."""
+    """A mode that records which gradients each backward of the fused loss computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def test_an_adapter_in_fp32_on_a_head_in_16_bits_is_served() -> None:
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
-        ({"use_dora": True}, "graph_break_between"),  # PEFT's code for it cuts the graph
+        ({"use_dora": True}, "graph_break_between"),  # PEFT's code for it breaks the graph
         ({"lora_bias": True}, "logits_combined"),
     ],
     ids=["DoRA", "a bias of B"],
@@ -204,5 +204,5 @@ def test_skip_and_report_know_the_head_by_its_name() -> None:
     model.compile(backend="memeff", options={**OPTIONS, "memeff.skip": head})
     step(model)
     assert codes() == {"skipped"}
-    records = memeff_compile.last_report().records  # older stacks have attention mended besides
+    records = memeff_compile.last_report().records  # on older stacks attention is rewritten too
     assert {record.module for record in records if record.code == "skipped"} == {head}

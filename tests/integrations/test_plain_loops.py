@@ -1,4 +1,4 @@
-"""Training loops people write by hand, and the tools they put around a model."""
+"""Training loops written by hand, and tools around a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.integrations.tiny import (
 
 
 def compiled(model: nn.Module, **options: object) -> Any:
-    """Compile in place; AOTAutograd, half of the time, is left to the other integrations."""
+    """Compile in place; other tests cover AOTAutograd, which takes half of the time."""
     model.compile(backend="memeff", options={"memeff.inner": "eager", **options})
     return model
 
@@ -65,7 +65,7 @@ def test_logits_read_before_the_step_are_eager_logits() -> None:
     predictions = out.logits.argmax(-1)
     optimizer.step()
     assert torch.equal(predictions, reference(**batch()).logits.argmax(-1))
-    assert torch.equal(out.logits.argmax(-1), predictions)  # once computed, they stay
+    assert torch.equal(out.logits.argmax(-1), predictions)  # computed values stay
 
 
 def test_logits_of_every_micro_batch_can_wait_until_the_step() -> None:
@@ -175,7 +175,7 @@ def test_a_compiled_model_is_saved_and_copied_as_ever() -> None:
 
 
 class Flat(nn.Module):
-    """A model that returns plain tensors, as exporters like it."""
+    """A model that returns plain tensors, as exporters need."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_a_model_compiled_in_place_is_exported_as_it_was() -> None:
 
 
 def test_a_capture_of_our_graph_by_export_gives_plain_tensors() -> None:
-    """torch.export of a function that calls a compiled one inlines the function as it was."""
+    """torch.export of a function that calls a compiled one inlines the original function."""
     model, ids = Flat(), torch.arange(12).view(2, 6)
     expected = model(ids)
     inner = torch.compile(model, backend="memeff", options=OPTIONS)

@@ -40,7 +40,7 @@ def preference_loss(policy: Callable[..., Tensor], reference: Callable[..., Tens
 
 
 def policy_loss(policy: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Tensor:
-    """Return a clipped ratio with a penalty, as GRPO has it, averaged over completion tokens."""
+    """Return a clipped ratio with a penalty, as in GRPO, averaged over completion tokens."""
     now = policy(IDS)
     with torch.no_grad():
         before = reference(IDS)
@@ -112,7 +112,7 @@ def sums_row_by_row(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def with_entropy_by_chunks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """As TRL's `selective_log_softmax` and `entropy_from_logits` have it, at a temperature."""
+    """Return log-probabilities plus a share of the entropies, computed as in TRL."""
     logits = logits / 0.7
     entropies = []
     for chunk in logits.reshape(-1, logits.shape[-1]).split(4):
@@ -157,7 +157,7 @@ def with_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
 def test_which_spellings_of_the_log_probabilities_are_fused(
     spelling: Spelling, found: set[str]
 ) -> None:
-    """The page on training loops has this list; whatever is fused, the numbers are eager's."""
+    """The page on training loops has this list. Fused or not, the numbers equal eager's."""
     model, reference = Head(), Head()
 
     def run(model: nn.Module, ids: Tensor) -> Tensor:

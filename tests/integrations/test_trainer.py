@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow
 
 
 def data() -> list[dict[str, Tensor]]:
-    """Rows with different numbers of labels, so that averaging by batch would show."""
+    """Return rows with different numbers of labels, which would reveal averaging by batch."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for row in range(ROWS):
@@ -41,7 +41,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 class Watching(Trainer):
-    """Keeps the logits of every step."""
+    """A Trainer that keeps the logits of every step."""
 
     def compute_loss(  # type: ignore[override]
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
@@ -94,7 +94,7 @@ def losses(made: Watching) -> list[float]:
 
 
 def compiled(inner: str = "eager", **options: object) -> nn.Module:
-    """Compile a model in place; AOTAutograd, half of the time, is left to the curves."""
+    """Compile a model in place; the tests of curves cover AOTAutograd, which is slow."""
     model = llama()
     model.compile(backend="memeff", options={"memeff.inner": inner, **options})
     return model
@@ -104,7 +104,7 @@ def compiled(inner: str = "eager", **options: object) -> nn.Module:
 def _accelerate_forgets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from accelerate.state import AcceleratorState
 
-    # A Trainer that ends looks for six kinds of accelerators to free memory of, and collects cycles.
+    # At its end a Trainer looks for six kinds of accelerators to free memory, and collects cycles.
     monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda *given, **more: None)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -278,7 +278,7 @@ def test_a_loss_function_given_to_the_trainer_computes_no_logits(tmp_path: Path)
 
 
 class Supervised(Watching):
-    """As TRL's SFTTrainer: entropy and token accuracy of every training step, from the logits."""
+    """A Trainer that computes entropy and token accuracy from the logits in each training step."""
 
     def compute_loss(  # type: ignore[override]
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any

@@ -1,6 +1,4 @@
-"""Wrappers that people put around a model, each with the statement of
-docs/use/training-loops.md.
-"""
+"""Wrappers around a model, each with its statement in docs/use/training-loops.md."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def compiled() -> Model:
 
 
 def loss_of(model: nn.Module, *, outside: bool) -> tuple[Tensor, Tensor]:
-    """Return the loss, the model's or one of its logits, and the logits."""
+    """Return the loss, computed by the model or outside from its logits, and the logits."""
     out = model(IDS, None if outside else IDS)
     if outside:
         return F.cross_entropy(out.logits.flatten(0, 1).float(), IDS.flatten()), out.logits
@@ -97,8 +95,8 @@ def test_fp16_with_a_gradient_scaler_has_eagers_curve_and_skips_infinite_steps(
     assert codes() == ({"logits_deferred"} if outside else TRAINING)
     assert products(seen[4:]) == [0] * 4
     with pytest.raises(StaleLogitsError):
-        seen[5].argmax(-1)  # of a step that was taken
-    assert seen[7].argmax(-1).shape == IDS.shape  # of one that was skipped
+        seen[5].argmax(-1)  # of a step that the optimizer took
+    assert seen[7].argmax(-1).shape == IDS.shape  # of a skipped step
 
 
 @WHERE
@@ -129,7 +127,7 @@ def test_a_checkpoint_around_the_compiled_model_has_eagers_gradients(
 @pytest.mark.slow
 def test_batches_of_other_sizes_are_one_graph_more() -> None:
     model = compiled()
-    for batch in (4, 3, 2):  # as the last batch of an epoch, or one that is padded less
+    for batch in (4, 3, 2):  # like the last batch of an epoch, or one with less padding
         ids = torch.arange(6 * batch).view(batch, 6)
         model(ids, ids).loss.backward()
     assert [graph.name for graph in memeff_compile.graphs()] == ["graph 0/0", "graph 0/1"]
@@ -137,7 +135,7 @@ def test_batches_of_other_sizes_are_one_graph_more() -> None:
 
 
 def test_a_sequential_is_compiled_in_place_where_torch_does_it() -> None:
-    """Torch 2.11 and 2.13 do not, with any backend."""
+    """Torch 2.11 and 2.13 do not compile it, whatever the backend."""
     seen: list[Any] = []
 
     def other(gm: Any, _: Any) -> Any:
@@ -160,10 +158,10 @@ def test_data_parallel_on_one_device_changes_nothing() -> None:
 
 
 def test_a_replica_of_data_parallel_calls_the_model_it_was_made_from() -> None:
-    """Whatever the backend: the replica on the second GPU would use the weights of the first."""
+    """A replica on a second GPU would use the weights of the first, whatever the backend."""
     model = compiled()
     replica: Any = model._replicate_for_data_parallel()
-    replica.embed = replica.head = None  # it uses none of its state
+    replica.embed = replica.head = None  # the replica does not use its state
     assert torch.equal(replica(IDS, IDS).loss, model(IDS, IDS).loss)
 
 

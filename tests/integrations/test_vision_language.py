@@ -15,7 +15,7 @@ from tests.integrations.tiny import OPTIONS, assert_same_gradients, gradients
 
 pytestmark = pytest.mark.slow
 
-IMAGE, IMAGES = 150, 4  # the id of an image's place, and how many places an image has
+IMAGE, IMAGES = 150, 4  # the id of an image token, and the number of image tokens per image
 TEXT = {
     "vocab_size": 160,
     "hidden_size": 32,
@@ -38,7 +38,7 @@ TOWER = {
 }
 PATCHES = {**TOWER, "patch_size": 4}
 SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False}
-# Name of the classes, and arguments of their configuration.
+# Names of the classes, and arguments of their configurations.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llava": {
         "text_config": {"model_type": "llama", **TEXT},
@@ -106,7 +106,7 @@ def build(name: str) -> nn.Module:
 
 
 def inputs(name: str) -> dict[str, Tensor]:
-    """Two rows of text with an image each, as the processors of the family give them."""
+    """Return two rows of text with an image each, as the family's processor returns them."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 140, (2, 12 + IMAGES), generator=generator)
     row = [152, *[IMAGE] * IMAGES, 153] if name == "Qwen2VL" else [IMAGE] * IMAGES

@@ -1,4 +1,4 @@
-"""Shared by the integration tests: one tiny Llama, its batches, and the comparison of runs."""
+"""Helpers of the integration tests: a tiny Llama, its batches, and the comparison of runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LLAMA = next(family for family in FAMILIES if family.name == "llama")
 OPTIONS = {"memeff.inner": "aot_eager"}
 TRAINING = {"rewrote", "logits_deferred"}
 OF_BLOCKS = ("expand_multihead", "recover_attention", "fuse_gated_linear")
-"""Passes whose records are not about embedding, head and loss."""
+"""Passes whose records do not concern embedding, output projection and loss."""
 
 
 def llama(**settings: object) -> nn.Module:
-    """A Llama of one layer whose logits outweigh its hidden states."""
+    """Return a Llama of one layer whose logits are larger than its hidden states."""
     return build(LLAMA, **{"vocab_size": 160, "num_hidden_layers": 1, **settings})
 
 
@@ -41,13 +41,13 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
 
 
 def codes() -> set[str]:
-    """Every code about embedding, head and loss in the reports since the last reset."""
+    """Return all codes about embedding, output projection and loss since the last reset."""
     records = memeff_compile.last_report().records
     return {r.code for r in records if r.pass_name not in OF_BLOCKS}
 
 
 def products(logits: Iterable[object]) -> Sequence[int]:
-    """How often each of some deferred logits was computed."""
+    """Return how often each of some deferred logits was computed."""
     counts = []
     for one in logits:
         assert isinstance(one, DeferredLogits)

@@ -1,4 +1,4 @@
-"""`memeff_compile.undo`: a model is again what it was, or the report says what is not and why."""
+"""`memeff_compile.undo` restores a model, or its report lists the rest with reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INNER = {"memeff.inner": "eager"}
 
 
 def graphs_of(call: Callable[..., Any], *args: object) -> int:
-    """Return how many graphs our backend gets when this is called."""
+    """Return the number of graphs that our backend gets from a call."""
     memeff_compile.reset()
     call(*args)
     return len(memeff_compile.last_report().graphs)
@@ -194,7 +194,7 @@ def test_undo_refuses_what_is_no_module() -> None:
 
 
 class TestGeneration:
-    """With a model of transformers."""
+    """Undo with a model of transformers that generates."""
 
     asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}  # noqa: RUF012
 

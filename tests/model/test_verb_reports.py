@@ -1,4 +1,4 @@
-"""Every verb reports in one kind: a line first, everything as JSON, kept where a model comes back."""
+"""Reports of all functions on models share a form: a summary line first, everything as JSON."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_the_last_report_of_a_model_is_kept_and_each_verbs_own() -> None:
     report = memeff_compile.compress_(model, min_size=0, progress=False)
     assert verb_report(model) is report
     assert verb_report(torch.compile(model)) is report
-    assert verb_report(model.up) is None  # no verb was given it
+    assert verb_report(model.up) is None  # no function was called on it
     memeff_compile.decompress_(model)
     latest = verb_report(model)
     assert latest is not None

@@ -15,13 +15,13 @@ from memeff_compile.system import Hooks, Request, Undone
 
 
 class CacheHooks(Hooks):
-    """Let a model's `generate()` use caches, and compile it in place for every length of them."""
+    """Make a model's `generate()` use caches, and compile it in place for all their lengths."""
 
     def wants(self, request: Request) -> bool:
         return request.kv_cache is not None
 
     def check(self, request: Request) -> None:
-        _use_kv_cache(request)()  # undone at once: a bad request is refused before weights change
+        _use_kv_cache(request)()  # undone at once, to refuse a bad request before weights change
 
     def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
         from memeff_compile.model.cache.kv_cache import for_any_length
@@ -30,7 +30,7 @@ class CacheHooks(Hooks):
         model = request.model
         assert isinstance(model, torch.nn.Module)
         if is_cut_elsewhere(model):
-            # PyTorch stops where a DTensor's strides vary, such as those of a prompt's last token.
+            # PyTorch fails if a DTensor's strides vary, such as those of a prompt's last token.
             given = {**given, "dynamic": False}
             compat.compile_in_place(model, {**given, **compat.room_for_graphs()})
             return True
@@ -53,7 +53,7 @@ class CacheHooks(Hooks):
 
 
 def _use_kv_cache(request: Request) -> Callable[[], None]:
-    """Let a model's generate() make caches, and return a function that undoes it."""
+    """Make a model's generate() create caches; return a function that undoes it."""
     model, kv_cache = request.model, request.kv_cache
     if isinstance(kv_cache, str) and kv_cache != "static":
         raise OptionError(

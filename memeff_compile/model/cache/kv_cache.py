@@ -492,7 +492,7 @@ class _Hook:
 
     @property
     def is_off(self) -> bool:
-        """Whether a switch of ours, or PyTorch's own, turns everything off."""
+        """Whether a switch of this package or of PyTorch turns everything off."""
         if is_disabled() or compat.compiling_is_off():
             return True
         compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))

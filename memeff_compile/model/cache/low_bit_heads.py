@@ -1,7 +1,7 @@
-"""use_low_bit_heads_: train, or run, a model whose attention gets queries, keys and values in few
-bits, so that it adapts to a cache that stores such codes (`KVCache(scheme="per_head")`).
+"""use_low_bit_heads_: train or run a model with low-bit queries, keys and values in its attention.
 
-BitNet a4.8, table 3. Needs transformers, which is imported when the verb is called.
+The model then adapts to a cache that stores such codes (`KVCache(scheme="per_head")`). See BitNet
+a4.8, table 3. This needs transformers, which is imported when the function is called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FULL = 16
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_off() -> bool:
-    """Return whether a switch of ours, or PyTorch's own, turns everything off."""
+    """Return whether a switch of this package or of PyTorch turns everything off."""
     return is_disabled() or compat.compiling_is_off()
 
 
@@ -37,9 +37,9 @@ class _Heads:
     """An attention function of transformers over quantised heads."""
 
     inner: Any  # the function that attends
-    query: int  # bits; 16: as they are
+    query: int  # bits; 16: unchanged
     key_value: int  # likewise
-    first: int  # so many keys and values from position 0, and their bits
+    first: int  # number of keys and values from position 0, and their bits
     first_bits: int  # likewise
     before: str  # the name of `inner`
 
@@ -79,7 +79,7 @@ class Undo(VerbReport, AbstractContextManager["Undo"]):
         return json.dumps({"verb": self.verb, "summary": self.summary}, indent=indent)
 
     def __call__(self) -> None:
-        """Take the change back."""
+        """Undo the change."""
         self.undo()
 
     def __exit__(self, *exception: object) -> None:
@@ -101,12 +101,12 @@ def use_low_bit_heads_(
     ``query=4, key_value=3, first=1``.
 
     Args:
-        model: of transformers, with an attention implementation other than "eager".
-        query: bits of queries: 16 (as they are), 8, 4, 3 or 2.
-        key_value: of keys and values.
+        model: a transformers model with an attention implementation other than "eager".
+        query: bits of queries: 16 (unchanged), 8, 4, 3 or 2.
+        key_value: bits of keys and values.
         first: number of first tokens that keep `first_bits`, counted from position 0: pad on the
             right.
-        first_bits: their bits.
+        first_bits: bits of these first tokens.
 
     Returns:
         Undo: call it, or use it as a context manager.
@@ -147,7 +147,7 @@ def use_low_bit_heads_(
 
 
 def full_heads_again(model: nn.Module) -> Undone:
-    """Let attention see its heads as they are again, for `undo`."""
+    """Make attention use unchanged heads again, for `undo`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     found: dict[str, str] = {}

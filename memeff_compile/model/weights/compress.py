@@ -1,4 +1,4 @@
-"""compress_ and decompress_: put coded weights where a model's dense linear weights are.
+"""compress_ and decompress_: replace a model's dense linear weights by coded ones, and back.
 
 A compressed weight is a `CodedWeight` that replaces the parameter, under the same name. It reads as
 the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
@@ -62,12 +62,12 @@ class CompressedWeight:
 
     name: str  # as in `named_parameters()`
     shape: tuple[int, ...]
-    codec: str  # its name, or "" where the weight was left dense
+    codec: str  # its name, or "" if the weight stayed dense
     bytes_before: int  # of the dense weight
     bytes_after: int  # of all parts of its code, or of the dense weight
-    reason: str = ""  # why it was left dense, or as it was, a sentence
+    reason: str = ""  # why it stayed dense or unchanged, as a sentence
     before: str = ""  # the codec that it was compressed with before this call, or ""
-    for_inputs: bool = False  # whether it was rounded with inputs in view
+    for_inputs: bool = False  # whether it was rounded for given inputs
 
     @property
     def _about(self) -> str:
@@ -79,7 +79,7 @@ class CompressedWeight:
 
     @property
     def bits(self) -> float:
-        """Bits per weight, everything counted."""
+        """Bits per weight, including all parts of the code."""
         return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
 
 
@@ -119,7 +119,7 @@ class CompressionReport(VerbReport):
 
     @property
     def bits(self) -> float:
-        """Bits per weight over everything compressed."""
+        """Bits per weight, over all compressed weights."""
         return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
 
     def to_json(self, indent: int | None = None) -> str:
@@ -127,14 +127,14 @@ class CompressionReport(VerbReport):
         return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the totals, and what weights take or why they are as they were.
+        """Return the totals, then the size of each weight, or why it is unchanged.
 
-        Weights of several layers are one line; `details` has each.
+        Equal weights of several layers share a line; `details` has a line for each.
         """
         return self._text(folds=True)
 
     def details(self) -> str:
-        """Return the totals, and per weight what it takes or why it is as it was."""
+        """Return the totals, then a line for each weight: its size, or why it is unchanged."""
         return self._text(folds=False)
 
     def _text(self, *, folds: bool) -> str:
@@ -163,7 +163,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _line(weights: Sequence[CompressedWeight]) -> str:
-    """Return the line of weights of which the same is said."""
+    """Return one line for weights with equal texts."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
@@ -176,20 +176,20 @@ def _line(weights: Sequence[CompressedWeight]) -> str:
 
 
 class _Place(NamedTuple):
-    """A parameter, and every module and attribute that it is found under."""
+    """A parameter, and every module and attribute that holds it."""
 
     parameter: Tensor
     owners: list[tuple[str, nn.Module, str]]
 
     @property
     def name(self) -> str:
-        """As in `named_parameters()`."""
+        """The name in `named_parameters()`."""
         path, _, attribute = self.owners[0]
         return f"{path}.{attribute}" if path else attribute
 
     @property
     def is_of_linears(self) -> bool:
-        """Whether nothing but linears owns it."""
+        """Whether only linear layers hold it."""
         return all(isinstance(module, nn.Linear) for _, module, _ in self.owners)
 
 
@@ -206,28 +206,30 @@ def compress_(
     inputs: Iterable[Any] | Tensor | Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> CompressionReport:
-    """Compress the weights of a model's linears in place.
+    """Compress the weights of a model's linear layers in place.
 
-    It compresses bf16 weights that only `nn.Linear` modules own, unless you name more `layers`.
-    Every bit of them comes back if `mantissa` is 7; products with a few tokens, which decode on the
-    way, sum in another order. Call it before an optimizer is made and before the model is compiled.
+    It compresses bf16 weights that only `nn.Linear` modules hold, unless you name more `layers`.
+    With `mantissa=7` this is lossless. Products with a few tokens decode inside the kernel, which
+    sums in another order. Call it before you create an optimizer and before you compile the model.
 
     Args:
         model: any module, also under PEFT; on the device where it will run.
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
-        mantissa: mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no
-            longer require gradients.
-        block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
+        mantissa: number of mantissa bits to keep, of 7. 0, 1 and 3 are lossy, for inference: such
+            weights no longer require gradients.
+        block: number of weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or
+            512.
         skip: names of modules to leave dense, with everything inside them; a name matches the last
             parts of a path, and `*` and `?` match as in file names.
-        min_size: leave smaller weights dense, in elements.
+        min_size: number of elements below which a weight stays dense.
         layers: classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and "Embedding".
             The latter two decode the whole weight in each call. A tied head needs "Linear" and
             "Embedding", and `skip=()`.
         inputs: for the lossy modes: the model's arguments, for each run a mapping of keyword
-            arguments, a tuple or list of arguments, or the one argument; a mapping or tensor by
-            itself is that of one run. Weights are then rounded so that products by such inputs lose
-            less, in as many bits. The model runs eagerly, without gradients, in eval mode.
+            arguments, a tuple or list of arguments, or the only argument. A single mapping or
+            tensor is one run. Weights are then rounded so that products with such inputs lose
+            less, with the same number of bits. The model runs eagerly, without gradients, in eval
+            mode.
         progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
 
     Returns:
@@ -245,7 +247,7 @@ def compress_(
     require_module(model, "compress_")
     name, skip, layers = settings_of(codec, mantissa, block, skip, min_size, layers)
     places = list(_places(model))
-    memory: dict[int, set[int]] = {}  # which tensors share each piece of it
+    memory: dict[int, set[int]] = {}  # which tensors share each storage
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta":
             memory.setdefault(compat.storage_key(tensor), set()).add(id(tensor))
@@ -263,7 +265,7 @@ def compress_(
             rounded = None if rounding is None else rounding.of(place)
             found.append(_compress_one(place, name, rounded))
     names = {each.name for each in found if each.codec}
-    # What FSDP2 keeps of a shard shows its lists where they are.
+    # Not those that FSDP2 shards: its objects refer to the lists at their present addresses.
     side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
     _tell_transformers(model)
     return keep(model, "compress_", CompressionReport(tuple(found)))
@@ -272,7 +274,7 @@ def compress_(
 def compressible(model: nn.Module) -> list[Tensor]:
     """Return the weights that `compress_` compresses by default, also those on "meta".
 
-    How well their values compress is not known: one that gains less than a tenth stays dense.
+    The gain of each weight is not known here: one that gains less than a tenth stays dense.
     """
     found = []
     for place in _places(model):
@@ -314,7 +316,7 @@ def settings_of(
 def plan(
     model: nn.Module, codec: str, skip: Sequence[str], min_size: int, layers: Sequence[str]
 ) -> tuple[list[str], list[CompressedWeight]]:
-    """Return which weights of a model on the meta device will be compressed, and the others."""
+    """Return which weights of a model on the meta device will be compressed, and which not."""
     chosen: list[str] = []
     left: list[CompressedWeight] = []
     for place in _places(model):
@@ -328,7 +330,7 @@ def plan(
 def coded_or_dense(
     name: str, weight: Tensor, codec: str
 ) -> tuple[CodedWeight | None, CompressedWeight]:
-    """Encode a weight that has just been loaded, unless its code is hardly smaller."""
+    """Encode a weight that was just loaded, unless its code is hardly smaller."""
     sentence = supports_weight(weight, codec)
     parts = [] if sentence else encode(weight, codec)
     after, shape = sum(part.nbytes for part in parts), tuple(weight.shape)
@@ -342,7 +344,7 @@ def coded_or_dense(
 
 
 def _tell_transformers(model: nn.Module) -> None:
-    """Let save_pretrained of transformers' models write codes; see `pretrained`."""
+    """Make save_pretrained of transformers' models save codes; see `pretrained`."""
     if "transformers.modeling_utils" in sys.modules:
         import_module("memeff_compile.model.weights.pretrained").know(model)
 
@@ -373,9 +375,9 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 
 @torch.no_grad()
 def decompress_(model: nn.Module) -> Changes:
-    """Replace a model's compressed weights by dense ones; return how many, and which.
+    """Replace a model's compressed weights by dense ones; return their number.
 
-    The number is also a report: `print` it.
+    The number is also a report of the weights, which you can `print`.
     """
     require_module(model, "decompress_")
     found: dict[str, str] = {}
@@ -397,7 +399,7 @@ def decompress_(model: nn.Module) -> Changes:
 
 @torch.no_grad()
 def dense_again(model: nn.Module) -> Undone:
-    """Put dense weights back where every bit of them is known, for `undo`."""
+    """Restore dense weights from lossless codes, for `undo`."""
     found: dict[str, str] = {}
     left: dict[str, str] = {}
     before = after = 0
@@ -433,7 +435,7 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
 
 
 def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
-    """Return the runs of a model that weights are rounded for."""
+    """Return the runs of a model for which weights are rounded."""
     if parse(codec).is_lossless:
         raise OptionError(
             "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "
@@ -455,7 +457,7 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 
 
 class _Rounding:
-    """Rounds weights for a model's inputs, which are measured for some weights at a time."""
+    """Rounding for a model's inputs, which are measured for some weights at a time."""
 
     def __init__(
         self, model: nn.Module, chosen: Sequence[_Place], runs: list[Any], codec: str
@@ -509,7 +511,7 @@ def _reason(
     skip: Sequence[str],
     min_size: int,
     layers: Sequence[str],
-    memory: dict[int, set[int]] | None,  # which tensors share memory; None: it is not there yet
+    memory: dict[int, set[int]] | None,  # which tensors share memory; None: not allocated yet
 ) -> str:
     """Return why a weight is left dense, or "" if it is to be compressed."""
     weight = place.parameter
@@ -572,7 +574,7 @@ def _unfit_shard(weight: Tensor, codec: str, min_size: int) -> str:
 
 
 def _is_cut_once(weight: Tensor) -> bool:
-    """Return whether a weight is split for tensor parallelism, and in no other way."""
+    """Return whether a weight is split only for tensor parallelism."""
     mesh: Any = getattr(weight, "device_mesh", None)
     return mesh is not None and mesh.ndim == 1 and compat.is_tensor_parallel(weight)
 
@@ -584,14 +586,14 @@ def _layer(module: nn.Module, attribute: str) -> str:
         return ""
     if isinstance(module, nn.Linear):
         return "Linear" if kind.forward is nn.Linear.forward else ""
-    if isinstance(module, nn.Embedding):  # one with a largest norm writes to its weight
+    if isinstance(module, nn.Embedding):  # one with `max_norm` writes to its weight
         return "Embedding" if module.max_norm is None and not module.sparse else ""
     is_theirs = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
     return "Conv1D" if is_theirs else ""
 
 
 def require_layer(module: nn.Module, attribute: str, shape: Sequence[int]) -> None:
-    """Raise CodedWeightError where a module cannot hold a coded weight of this shape."""
+    """Raise CodedWeightError if a module cannot hold a coded weight of this shape."""
     if not _layer(module, attribute):
         raise CodedWeightError(
             f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
@@ -656,7 +658,7 @@ def _put(place: _Place, value: nn.Parameter) -> None:
     compat.drop_empty_hooks(place.parameter)
     _keep_attributes(place.parameter, value)
     try:
-        # The same object from now on holds the new value: an optimizer made earlier sees it too.
+        # The same object now has the new value, so an optimizer created earlier sees it too.
         torch.utils.swap_tensors(place.parameter, value)
         value = cast("nn.Parameter", place.parameter)
     except RuntimeError:  # a weak reference, or a node of the autograd graph, holds the old one
@@ -698,7 +700,7 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
 
 
 def put_loaded(model: nn.Module, loaded: Mapping[str, CodedWeight]) -> None:
-    """Put coded weights in the places of parameters of these names, for everyone who holds them."""
+    """Replace the parameters of these names by coded weights, in every module that has them."""
     places = {}
     for place in _places(model):
         for path, _, attribute in place.owners:
@@ -744,7 +746,7 @@ PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norm
 
 
 def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
-    """Return a coded weight of these parts, by which a module's own may be replaced."""
+    """Return a coded weight of these parts, which can replace a module's weight."""
     forms = [own.codec] if isinstance(own, CodedWeight) else list(CODECS)
     codec = next((each for each in forms if set(parse(each).parts) == set(found)), None)
     if codec is None:
@@ -780,7 +782,7 @@ def _decode_in_state_dict(
 
 
 def compressed_weights(model: nn.Module) -> dict[str, CodedWeight]:
-    """Return the compressed weights of a model by the first name each is found under."""
+    """Return the compressed weights of a model, each under its first name."""
     return {place.name: weight for place, weight in _coded_places(model)}
 
 
@@ -794,9 +796,9 @@ def _coded_places(model: nn.Module) -> Iterator[tuple[_Place, CodedWeight]]:
 def put_coded(
     module: nn.Module, attribute: str, coded: CodedWeight, *, requires_grad: bool
 ) -> None:
-    """Make a coded weight the parameter of a layer, whatever was there.
+    """Replace the parameter of a layer by a coded weight.
 
-    CodedWeightError where the module is none of `LAYERS`, or its weight has another shape.
+    CodedWeightError if the module is not one of `LAYERS`, or its weight has another shape.
     """
     require_layer(module, attribute, coded.shape)
     expected = module._parameters[attribute]

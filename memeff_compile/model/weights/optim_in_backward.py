@@ -518,7 +518,7 @@ def optim_in_backward(
             reach is updated later. With more than one, gradients are kept dense in between, which
             takes back the memory they would have saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
-        settings: what the class takes, such as `lr`.
+        settings: arguments of the class, such as `lr`.
 
     Returns:
         An optimizer for schedulers, checkpoints and training loops.

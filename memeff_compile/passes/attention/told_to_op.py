@@ -316,7 +316,7 @@ def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
-    """Return the report's sentence: what was recovered, and which tensors are not built."""
+    """Return the report's sentence: the recovered operation, and the tensors that are not built."""
     query, key, result = site.query.value, site.key.value, info.value(site.node)
     ids = said.ids[0] if said.ids else None
     told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]

@@ -128,7 +128,7 @@ class Piece:
     """A partition of a graph."""
 
     graph: GraphModule
-    takes: tuple[Node, ...]  # nodes of the whole graph that it is given
+    takes: tuple[Node, ...]  # its input nodes, in the whole graph
     gives: tuple[Node, ...]  # and those that it returns
 
 
@@ -140,7 +140,7 @@ def compiled_in_pieces(
 ) -> Callable[..., Any]:
     """Compile each partition between the cuts; return a function of the whole graph.
 
-    Partitions that are equal in structure and inputs share what the first of them is compiled to.
+    Partitions that are equal in structure and inputs share the compiled code of the first one.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))

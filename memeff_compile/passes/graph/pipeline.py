@@ -236,7 +236,7 @@ class _Run:
         self._append(_with_all_places(record, info, nearby), is_counted=decline.sites > 0)
 
     def _append(self, record: Record, *, is_counted: bool) -> None:
-        """Add a record, or count its sites into one that says the same (of another layer)."""
+        """Add a record, or merge it into an equal one of another layer."""
         for place, earlier in enumerate(self.records if is_counted else ()):
             if record.says_the_same_as(earlier):
                 self.records[place] = earlier.joined(record)

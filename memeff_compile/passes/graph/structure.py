@@ -40,7 +40,7 @@ def structure(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Hashable:
 
 
 def _attribute(gm: GraphModule, node: Node) -> Hashable:
-    """Describe what an attribute holds: a body by its structure, all else by identity."""
+    """Describe an attribute's value: a body by its structure, other values by identity."""
     value: Any = gm
     for name in str(node.target).split("."):
         value = getattr(value, name)

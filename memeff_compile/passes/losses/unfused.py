@@ -1,7 +1,8 @@
-"""Finds heads of a training graph whose loss was not fused, so that each has a record.
+"""Find output projections of a training graph whose loss was not fused, and report each.
 
-A head differs from a wide layer inside a model by the use of its product. A layer's product feeds
-another product. A head's ends in at most one number per row, as in a loss, or leaves the graph.
+An output projection (head) differs from a wide layer inside a model by the use of its product. The
+product of a layer feeds another product. The product of a head is reduced to at most one number per
+row, as in a loss, or leaves the graph.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from ..graph.graph_info import GraphInfo, node_name
 from . import outputs
 from .head import Chain, Head, HeadReader
 
-LARGE_VOCABULARY = 8192  # classes from which a loss that is not fused is worth a word
-TRL_LOSS = "trl/kernels/chunked_logprob.py"  # what its trainers compute log-probabilities by
+LARGE_VOCABULARY = 8192  # least number of classes for which an unfused loss is reported
+TRL_LOSS = "trl/kernels/chunked_logprob.py"  # where its trainers compute log-probabilities
 _MAX_NODES = 256
-_FEWER = 16  # a tensor with less than this part of a product's elements no longer has the classes
+_FEWER = 16  # a tensor with 16 times fewer elements than a product no longer has the classes
 
 _HINT = (
     "compute the loss by F.cross_entropy, or by log_softmax and gather of one class per row, from "
@@ -40,6 +41,7 @@ def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
     """Yield a Decline for each trained head of at least 8,192 classes without another record.
+
     ``judged`` contains the heads that were matched and the nodes that were declined.
     """
     if not info.needs_grad:
@@ -57,7 +59,7 @@ def unfused_heads(
 
 
 def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
-    """Return the product that a node is, if it has as many classes and a gradient."""
+    """Return a node as a head, if it is a product with that many classes and a gradient."""
     value = info.tensor(node)
     if node_name(node) not in _PRODUCTS or value is None or not value.requires_grad:
         return None
@@ -67,8 +69,10 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 
 
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
-    """Return the nodes that reduce the classes of a product, or None if it feeds another product,
-    has another record, or is too long to follow.
+    """Return the nodes that reduce the classes of a product.
+
+    Return None if the product feeds another product, has another record, or has too many users to
+    follow.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)
     queue, seen, ends = [product], {product}, list[Node]()
@@ -82,7 +86,7 @@ def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node
             value = info.tensor(user)
             sizes = () if value is None else value.shape
             is_wide = any(compat.statically_true(s == classes) for s in sizes)
-            # Halves of the classes, as of a gate and its other operand, are followed, too.
+            # Halves of the classes, such as a gate and its other operand, are followed too.
             if is_wide or is_several(user) or _elements(info, user) * _FEWER >= elements:
                 queue.append(user)
             else:
@@ -96,7 +100,7 @@ def _elements(info: GraphInfo, node: Node) -> int:
 
 
 def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -> Decline | None:
-    """Say in which loss the classes end, or that they leave the graph."""
+    """Return a Decline that names the loss that reads the classes, or how they leave the graph."""
     classes = compat.size_hint(info.value(head.node).shape[-1])
     for node in ends:
         value = info.tensor(node)
@@ -119,7 +123,7 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _before(node: Node) -> set[Node]:
-    """Return the nodes that a step may read logits from, a few calls back."""
+    """Return the nodes, a few calls back, from which a step may read logits."""
     found, queue = {node}, [node]
     while queue and len(found) < _MAX_NODES:
         fresh = [n for n in queue.pop().all_input_nodes if n not in found]
@@ -129,7 +133,7 @@ def _before(node: Node) -> set[Node]:
 
 
 def _own_function(info: GraphInfo, node: Node) -> Decline | None:
-    """Name an autograd function of the user's that takes hidden states and a head by itself."""
+    """Return a Decline for a user's autograd function that takes hidden states and a head."""
     if node_name(node) != "autograd_function_apply":
         return None
     values = [value for value in map(info.tensor, node.all_input_nodes) if value is not None]
@@ -151,7 +155,7 @@ def _own_function(info: GraphInfo, node: Node) -> Decline | None:
 
 
 def _cut_inside_a_loss(info: GraphInfo) -> Iterable[Decline]:
-    """Name a loss inside which Dynamo cut the function, so that its head is in no graph."""
+    """Yield a Decline for a loss with a graph break inside, so that no graph has its head."""
     if info.parent is None and compat.is_cut_in(info.gm, TRL_LOSS):
         said = (
             "TRL computes this loss by its own head (fused_lm_head=True), inside of which Dynamo "
@@ -176,8 +180,9 @@ def _has_loss(info: GraphInfo) -> bool:
 
 
 def narrow_heads(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for logits that are returned by a head which is too narrow to be told from a
-    layer inside a model.
+    """Yield a Decline for returned logits of a head that may be a layer inside a model.
+
+    Such a head is too narrow to be distinguished from one.
     """
     if info.options.switched_off(outputs.NAME) or compat.feeds_resumed_code(info.gm):
         return
