@@ -140,6 +140,16 @@ def test_an_adapted_head_is_held_to_fp64_and_compared(tmp_path: Path) -> None:
     assert max(error for row in found for error in row["errors"]) < 1e-5
 
 
+@pytest.mark.slow
+def test_first_calls_are_timed_with_regions_and_without(tmp_path: Path) -> None:
+    out = tmp_path / "start.jsonl"
+    script("start", "--layers", "4", "--hidden", "32", "--out", str(out))
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["backend"] for row in found] == ["inductor", "memeff", "regions"]
+    assert found[2]["layers_said"] == ["4 layers of 1 kind, each kind compiled once"]
+    assert all(row["worst_gradient"] < 1e-4 for row in found)
+
+
 def test_decoding_is_compared_with_every_backend(tmp_path: Path) -> None:
     from benchmarks import rows
 
