@@ -93,7 +93,7 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge the first tokens of an empty cache, as `pair_reference.merge` does, with two kernels."""
+    """Merge the first tokens of an empty cache as `pair_reference.merge` does, by kernels."""
     shared, count = pair.shared, rows[0].shape[2]
     keys, values = _alike(rows[0], rows[2]), _alike(rows[1], rows[3])
     apart = measure_prompt(keys, values, group)

@@ -3,8 +3,9 @@
 
 One program per sequence and key-value head processes keys and values of both layers, because all
 four decide which rows are kept. A shared direction is a weighted sum of the two rows. The weights
-follow from three sums over channels, so rows are read a few channels at a time, and read again to be
-encoded. Programs read the number of tokens on the device; the last program writes the new counts.
+follow from three sums over channels, so rows are read a few channels at a time, and read again to
+be encoded. Programs read the number of tokens on the device; the last program writes the new
+counts.
 
 Separate programs merge a prompt's groups: one pass measures how far apart rows are; the other, when
 the kept rows are known, codes keys or values. Both read the model's tensors.

@@ -1,6 +1,6 @@
 """Quantise heads of queries, keys and values to few bits, for models that train with such heads.
 
-There is one scale per token and head, and codes lie around zero, as in `KVCache(scheme="per_head")`.
+There is one scale per token and head, and codes lie around zero, as in a `KVCache` "per_head".
 The gradient passes through unchanged. BitNet a4.8, table 3: 4-bit keys and values; 4-bit queries
 too; or 4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
 """

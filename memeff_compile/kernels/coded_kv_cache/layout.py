@@ -2,10 +2,11 @@
 
 Tokens are coded in groups. A group's codes are one contiguous block of bytes: keys token by token,
 values channel by channel, so that a tensor core reads both without reordering. Within a row of D
-channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of 2 bits put four channels, D/4 apart, into one byte. Codes of 3 bits are two planes: their low two bits as codes
-of 2 bits, followed by the high bits, two tokens to a byte: for keys tokens 2t and 2t + 1, for
-values tokens t and t + group/2. There the high bit of the p-th of four channels is bit 2p + 2 of
-the byte (bit 0 for the last channel), and that of the second token the next bit.
+channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of 2
+bits put four channels, D/4 apart, into one byte. Codes of 3 bits are two planes: their low two bits
+as codes of 2 bits, followed by the high bits, two tokens to a byte. For keys these are tokens 2t
+and 2t + 1, for values tokens t and t + group/2. The high bit of the p-th of four channels is bit
+2p + 2 of the byte (bit 0 for the last channel), and that of the second token the next bit.
 """
 
 from __future__ import annotations

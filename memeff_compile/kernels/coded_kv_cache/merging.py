@@ -1,8 +1,8 @@
 """Merges two adjacent layers' keys or values into one shared direction and two lengths.
 
 Rows are vectors of one head and token. A pair of rows becomes one shared direction and a length for
-each row; rows that point too far apart are kept unchanged. Rotary embedding does not matter here: it
-rotates both rows of a pair alike.
+each row; rows that point too far apart are kept unchanged. Rotary embedding does not matter here:
+it rotates both rows of a pair alike.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """
@@ -71,7 +71,7 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return (B, H): the distance above which (for ``similar``: below which) a row is kept unchanged.
+    """Return (B, H): the distance above which a row is kept unchanged (for ``similar``: below).
 
     Only `counted` elements of the (B, H, N) distances are used; the result is nan if there are
     none. `gamma` is the share of their range that is kept: larger keeps more, 1 all of it.

@@ -180,7 +180,7 @@ def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Te
     row = torch.where(is_pinned, behind, settings.keep_first + kept_count.unsqueeze(-1) + rank)
     is_kept = is_pinned | chosen
     row = torch.where(is_kept, row, places.shape[2])
-    listed = torch.nn.functional.pad(places, (0, 1))  # the extra last row receives rows that are not kept
+    listed = torch.nn.functional.pad(places, (0, 1))  # the last entry is for rows that are not kept
     listed.scatter_(2, row.long(), (behind + starts.unsqueeze(-1)).to(places.dtype))
     places.copy_(listed[..., :-1])
     kept_count += chosen.sum(-1).to(kept_count.dtype)

@@ -2,7 +2,7 @@
 
 This engine is correct on any device and in any floating dtype. The host reads the number of tokens,
 which is free on a CPU and waits for other devices. Arithmetic runs in float32, or in float64 for
-float64 caches. Scales are stored in the cache's dtype, and codes are computed with the stored scales.
+float64 caches. Scales are stored in the cache's dtype, and codes are computed with stored scales.
 
 Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).
 """
@@ -21,7 +21,7 @@ from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
-    """Return (2, ...): the step and the zero that map the extremes of x along `dim` to the end codes."""
+    """Return (2, ...): step and zero that map the extremes of x along `dim` to the end codes."""
     low = high = x
     if left_out is not None:
         low = x.masked_fill(left_out, torch.inf)

@@ -30,8 +30,8 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
     """Return the launch for a head dimension, bits, and query heads per key-value head.
 
     With one or two warps, or few rows, Triton uses the tensor core's instructions for single warps.
-    Instructions for four warps gave wrong results on 16 rows. Chosen by `benchmarks/ops/coded_kv.py --part
-    sweep` on an H200.
+    Instructions for four warps gave wrong results on 16 rows. The shapes were chosen by
+    `benchmarks/ops/coded_kv.py --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
