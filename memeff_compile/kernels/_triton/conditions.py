@@ -36,8 +36,7 @@ class Conditions:
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether `ahead` and `behind` leave every query a key, as ahead=0 alone does.
-        """
+        """Return whether `ahead` and `behind` leave every query a key, as ahead=0 alone does."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead

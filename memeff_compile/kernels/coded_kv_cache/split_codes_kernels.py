@@ -7,9 +7,9 @@ heads as columns: then keys and values are both the left operand of their produc
 unpacked in registers, and eight query heads fill a tile. If the heads fill at most half of a tile,
 two groups share it (HALVES): the columns of one group's queries, then those of the next one's. Of
 each product the columns of its own group count; from there on each half is a separate share. Codes
-stay whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added once
-per step. Weights are summed token by token in registers and across tokens at the end, so a step has
-two reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
+stay whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added
+once per step. Weights are summed token by token in registers and across tokens at the end, so a
+step has two reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
 
 PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
 small; in bf16 queries and weights are multiplied by 2 ** 64 for it, and products by 2 ** 69. The
