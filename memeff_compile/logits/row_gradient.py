@@ -56,23 +56,23 @@ class Piece(NamedTuple):
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the rows of `tensor` that this piece speaks of."""
+        """Return the rows of `tensor` that this block has."""
         for step in reversed(self.steps):
             tensor = step.select(tensor)
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, which contains this block's rows, placed among rows of zeros."""
+        """Return a tensor of all rows: those of `tensor`, which are this block's, and zeros."""
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor
 
 
 class RowGradient(LazyTensor):
-    """A dense gradient in shape, a sum of pieces in memory."""
+    """A gradient with the shape of a dense one, stored as a sum of blocks of rows."""
 
     pieces: tuple[Piece, ...]
-    order: tuple[int, ...] | None  # of the pieces' dimensions, where the vocabulary is not last
+    order: tuple[int, ...] | None  # of the blocks' dimensions, if the vocabulary is not last
     _dense: Tensor | None
 
     @staticmethod
@@ -103,7 +103,7 @@ class RowGradient(LazyTensor):
             total = _sum(self.pieces, self)
             if self.order is not None and self.pieces:
                 total = total.permute(self.order)
-            # From here on the dense tensor is the gradient: someone may write to it.
+            # From here on the dense tensor is the gradient, because callers may write to it.
             self._dense, self.pieces, self.order = total, (Piece(total, ()),), None
         return self._dense
 
@@ -120,7 +120,7 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Whether all of it is in factored form, and the vocabulary last."""
+        """Return whether all blocks are in factored form, and the vocabulary is last."""
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None
 
@@ -177,7 +177,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """The blocks multiplied out and added up."""
+    """Return the sum of the blocks as a dense tensor."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -265,7 +265,7 @@ def _index_add(
 
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
-    """Number of leading dimensions up to the last one that advanced indices cover."""
+    """Return the number of leading dimensions up to the last one with an advanced index."""
     place = covered = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -275,7 +275,7 @@ def indexed_dims(indices: Sequence[Tensor | None]) -> int:
 
 
 def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
-    """Two contributions to one gradient; as soon as they fill all rows, dense is cheaper."""
+    """Return the sum of two gradients, as a dense tensor if their blocks fill all rows."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:

@@ -57,11 +57,11 @@ _OTHER_MEMORY = (
 
 
 class DeferredLogits(LazyTensor):
-    """Logits, or some of their rows, computed on first use; the fields are for this folder."""
+    """Logits, or some of their rows, computed on first use; fields are internal to this package."""
 
     memory: Memory
     rows: Tensor  # the hidden states of this tensor's rows
-    own: Tensor | None  # this tensor's values while the shared memory has none
+    own: Tensor | None  # private values while the shared memory has none
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -90,7 +90,7 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def whole(cls, memory: Memory, shape: Sequence[int]) -> DeferredLogits:
-        """Return a tensor with all of a memory, in the given shape."""
+        """Return a tensor of a whole memory, in the given shape."""
         rows = memory.rows.reshape(*shape[:-1], memory.rows.shape[-1])
         strides = torch.empty(tuple(shape), device="meta").stride()
         return cls(memory, rows, tuple(shape), strides, 0)
@@ -146,7 +146,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """These rows as a loss outside the graph takes them."""
+        """Return these rows in the form for a loss outside the graph."""
         source = self.memory.source
         assert source.loss is not None
         made_of = (self.rows, source.weight, source.bias, source.vectors)
@@ -159,7 +159,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """How the values come from the hidden states."""
+        """Return the recipe that computes the values from the hidden states."""
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
@@ -173,7 +173,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def materialisations(self) -> int:
-        """Products computed so far for these logits and everything derived from them."""
+        """Return how many products were computed for these logits and tensors derived from them."""
         return self.memory.source.materialisations
 
     @compat.untraced
@@ -196,7 +196,7 @@ class DeferredLogits(LazyTensor):
             return None
 
     def _geometry(self) -> Tensor:
-        """This tensor's place in its memory, on the meta device."""
+        """Return a meta tensor with this tensor's position in its memory."""
         memory = torch.empty(self.memory.shape, dtype=self.memory.recipe.dtype, device="meta")
         return memory.as_strided(*self.place)
 
@@ -279,14 +279,14 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
-    """The deferred logits among the arguments that an operation writes to."""
+    """Return the deferred logits among the arguments that an operation writes to."""
     schema = compat.schema(func)
     is_atens = schema.name.startswith("aten::")
     if not schema.is_mutable and (is_atens or not schema.name.endswith("_")):
         return []
     found: list[Any] = []
     for place, argument in enumerate(schema.arguments):
-        # Collectives write to lists of tensors without saying so in their schema.
+        # Collectives write to lists of tensors; their schema does not declare that.
         if not is_atens or (argument.alias_info and argument.alias_info.is_write):
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, DeferredLogits)]
@@ -311,7 +311,7 @@ _Rule = Callable[[_Call], Any]
 def _derive(
     view: DeferredLogits, geometry: Tensor, rows: Tensor, order: tuple[int, ...] | None = None
 ) -> DeferredLogits:
-    """A view of `view` with the given rows, and perhaps the vocabulary in another dimension."""
+    """Return a view of `view` with these rows, and perhaps a moved vocabulary dimension."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
@@ -424,7 +424,7 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """A new tensor whose values are `function` of those of `view`."""
+    """Return a new tensor whose values are `function` of the values of `view`."""
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
     order = view.order
