@@ -30,7 +30,7 @@ def _plain(name: str) -> str:
 
 
 class Card(NamedTuple):
-    """One GPU that can be bought or rented."""
+    """One GPU model on the market."""
 
     name: str  # as the maker writes it
     gib: float  # memory
@@ -40,7 +40,7 @@ class Card(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name for the command line."""
+        """Return the name for the command line."""
         return _plain(self.name)
 
     @property
