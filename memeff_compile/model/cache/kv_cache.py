@@ -1,8 +1,8 @@
 """A KV cache of few bits for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
 Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay exact. Layers with a
-sliding window stay exact. Without the backend a step rebuilds keys and values and is right; with
-it, attention reads the codes themselves (passes/compress_kv_cache.py).
+sliding window stay exact. Without the backend each step decodes keys and values; results are
+correct. With the backend, attention reads the codes directly (passes/compress_kv_cache.py).
 
 Needs transformers, which is imported with this module.
 """
@@ -536,7 +536,7 @@ class _Hook:
 
 
 def own_caches_again(model: torch.nn.Module) -> Undone:
-    """Let every model of transformers in a model make the caches that are its own, for `undo`."""
+    """Make every transformers model inside a model create its original caches again, for `undo`."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         hook = vars(module).get(_HOOK)

@@ -185,7 +185,7 @@ class InPlace(CacheLayerMixin):
         return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
-        """Return the tokens there is room for."""
+        """Return the number of tokens for which there is room."""
         return self.max_cache_len
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
