@@ -95,8 +95,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return the properties of the GPU of `device`, or those of an H200 if no GPU is present.
-    """
+    """Return the properties of the GPU of `device`, or those of an H200 if no GPU is present."""
     planned = _planned.get()
     if planned is not None:
         return planned.gpu

@@ -123,7 +123,7 @@ def launch_aligned(
     count: int,  # tensors of the kernel: the last one is repeated to fill them, and not read
     numbers: Sequence[int | float],
     constants: Mapping[str, Any],
-    name: Hashable, # as for `launch_plain`
+    name: Hashable,  # as for `launch_plain`
 ) -> None:
     """Run a kernel as `launch_plain` does, for tensors that are known to be aligned."""
     if compat.is_compiled(kernel):

@@ -59,7 +59,7 @@ def append(
     best = cut(bits, depth) if new == 1 else (1, WARPS)
     pieces, warps = best[0] if pieces is None else pieces, best[1] if warps is None else warps
     if new > 1 or recent == 0 or depth < 64:
-        # If several tokens are appended, one program writes them all, as they may complete a group.
+        # Several new tokens may complete a group, which one program then has to encode alone.
         pieces = 1
     sizes = heads, k_codes.shape[2], new, limit
     given = cells_of(k), cells_of(v), Pool(*pool), sizes

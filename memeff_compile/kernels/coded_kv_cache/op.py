@@ -194,8 +194,7 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether appending works without a read from the GPU; attention may need one.
-    """
+    """Return whether appending works without a read from the GPU; attention may need one."""
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 

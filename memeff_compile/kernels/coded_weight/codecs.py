@@ -89,8 +89,7 @@ def _run_often(
     warps: int,
     *constants: tuple[str, Any],
 ) -> None:
-    """Run a kernel as `_run` does, in less host time: a training step calls this 1,000 times.
-    """
+    """Run a kernel as `_run` does, in less host time: a training step calls this 1,000 times."""
     settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
         launch_plain(kernel_of(module, kernel), (grid,), tensors, numbers, settings, name)

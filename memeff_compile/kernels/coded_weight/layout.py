@@ -83,7 +83,7 @@ class Format:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding gives the same bits back."""
+        """Return whether decoding gives the same bits back."""
         return self.mantissa == MANTISSA_BITS
 
     @cached_property

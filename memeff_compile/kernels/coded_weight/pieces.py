@@ -45,8 +45,7 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return how many 16-bit numbers the common spill buffer of weights of these sizes needs.
-    """
+    """Return how many 16-bit numbers the common spill buffer of weights of these sizes needs."""
     return HEADING + sum(map(padded, counts))
 
 

@@ -255,7 +255,7 @@ class CodedWeight(Tensor):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors that hold the weight, in the order of the codec's parts."""
+        """Return the tensors that store the weight, in the order of the codec's parts."""
         self.settle()
         names, held = parse(self.codec).parts, vars(self)
         if self.piece is not None and names[0] not in held:
@@ -268,7 +268,7 @@ class CodedWeight(Tensor):
 
     @property
     def held(self) -> list[Tensor]:
-        """The tensors that ops are given: the parts, or the one allocation that contains them."""
+        """Return the tensors that ops take: the parts, or the one allocation that contains them."""
         if self.piece is None:
             return self.parts
         self.settle()
@@ -276,7 +276,7 @@ class CodedWeight(Tensor):
 
     @property
     def number(self) -> int:
-        """A number that weights have in common for which compiled code is the same."""
+        """Return a number that is equal for weights with the same compiled code."""
         self.settle()
         held = vars(self)
         if "_number" not in held:
@@ -290,7 +290,7 @@ class CodedWeight(Tensor):
 
     @property
     def memory_number(self) -> int:
-        """A number that is unique as long as the parts stay at their addresses."""
+        """Return a number that is unique while the parts keep their addresses."""
         self.settle()
         held = vars(self)
         if "_memory_number" not in held:
@@ -299,7 +299,7 @@ class CodedWeight(Tensor):
 
     @property
     def coded_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
@@ -330,8 +330,7 @@ class CodedWeight(Tensor):
                 owner.unsettled.settle()
 
     def _owners(self) -> list[CodedWeight]:
-        """Return this weight and the weights whose parts it shares.
-        """
+        """Return this weight and the weights whose parts it shares."""
         found: list[CodedWeight] = []
         owner: object = self
         while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
@@ -571,7 +570,7 @@ class CodedWeightView(Tensor):
 
     @property
     def plain(self) -> Tensor:
-        """The values as a plain tensor of the same memory."""
+        """Return the values as a plain tensor with the same memory."""
         if "_plain" not in vars(self):
             with compat.on_real_tensors():
                 self._plain = self.detach()  # one object for all readers, as Dynamo's guards ask

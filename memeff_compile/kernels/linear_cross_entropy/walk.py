@@ -77,8 +77,7 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A walk that computes gradients, from the logits of its first step or from recomputed logits.
-    """
+    """A walk that computes gradients, from the logits of its first step or from recomputed logits."""
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
@@ -113,7 +112,7 @@ class Engine(NamedTuple):
 
     @property
     def module(self) -> Any:
-        """The module, loaded."""
+        """Import and return the module."""
         return importlib.import_module(f".{self.name}", __package__)
 
 

@@ -228,8 +228,7 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return the running sums over blocks of keys, (B, G, blocks + 1, D); the first sum is zero.
-    """
+    """Return the running sums over blocks of keys, (B, G, blocks + 1, D); the first sum is zero."""
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
     sums = rest.unflatten(2, (-1, BLOCK)).sum(3).cumsum(2)
