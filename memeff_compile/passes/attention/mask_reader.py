@@ -245,7 +245,7 @@ class _Operands:
         return torch.fx.node.map_arg(self.given(name), _size_of)
 
     def has(self, name: str) -> bool:
-        """Whether an argument is given."""
+        """Return whether an argument is given."""
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:

@@ -37,7 +37,7 @@ class Operand:
 
     @cached_property
     def value(self) -> torch.Tensor:
-        """The fake tensor that a call takes."""
+        """Return the fake tensor that a call takes."""
         value = compat.example_value(self.node)
         with torch.no_grad():
             for op, args in self.steps:
@@ -51,13 +51,13 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """The arguments of the steps."""
+        """Return the arguments of the steps."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 
     @property
     def unexpanded(self) -> Operand | None:
-        """The operand before its single head was expanded, or None if it was not."""
+        """Return the operand before its single head was expanded, or None if it was not."""
         if not self.steps or self.steps[-1][0] is not aten.expand.default:
             return None
         before = replace(self, steps=self.steps[:-1])

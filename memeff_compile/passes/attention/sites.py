@@ -66,12 +66,12 @@ class Site:
 
     @property
     def inputs(self) -> list[Node]:
-        """The operands' nodes, and the mask if there is one."""
+        """Return the operands' nodes, and the mask if there is one."""
         return [*(operand.node for operand in self.operands), *_nodes(self.mask)]
 
     @property
     def chain(self) -> str:
-        """The names of the chain's calls."""
+        """Return the names of the chain's calls."""
         assert self.product is not None
         capped = "tanh, " if self.softcap else ""
         return f"{node_name(self.product)}, {capped}softmax, {node_name(self.node)}"

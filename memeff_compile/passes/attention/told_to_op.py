@@ -294,8 +294,7 @@ def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
 
 
 def _with_four_axes(editor: Editor, node: Node) -> Node:
-    """Return a mask over batch, heads, queries and keys; expanded axes have size 1.
-    """
+    """Return a mask over batch, heads, queries and keys; expanded axes have size 1."""
     while compat.example_value(node).dim() < 4:
         node = editor.call(aten.unsqueeze.default, node, 0)
     for place, stride in enumerate(compat.example_value(node).stride()):

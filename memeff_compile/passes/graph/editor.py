@@ -40,7 +40,7 @@ class Editor:
 
     @property
     def graph(self) -> Graph:
-        """The graph being edited."""
+        """Return the graph that this editor changes."""
         return self.info.gm.graph
 
     @contextlib.contextmanager

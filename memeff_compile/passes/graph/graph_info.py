@@ -119,7 +119,7 @@ class GraphInfo:
 
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
-        """The inputs that contain a symbolic size: its formula, and a node or a tensor's
+        """Return the inputs that contain a symbolic size, by formula: a node or a tensor's
         dimension.
         """
         said: dict[Any, Node | tuple[Node, int]] = {}
@@ -187,8 +187,9 @@ class GraphInfo:
 
     @property
     def has_checkpoint_policy(self) -> bool:
-        """Whether a checkpoint around this level has a ``context_fn``, which chooses the saved
-        tensors.
+        """Return whether a checkpoint around this level has a ``context_fn``.
+
+        That function chooses the saved tensors.
         """
         return any(compat.has_checkpoint_policy(level.gm) for level in self.outward())
 

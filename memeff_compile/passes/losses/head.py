@@ -152,8 +152,9 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Equal for chains whose rows are the same rows in the same order: one entry per row step,
-        up to the last one that selects or reorders rows.
+        """Return a key that is equal for chains with the same rows in the same order.
+
+        It has one entry per row step, up to the last step that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)

@@ -284,7 +284,7 @@ class _Layout:
 
     @property
     def back(self) -> tuple[int, ...]:
-        """The order of the base's dimensions in memory."""
+        """Return the order of the base's dimensions in memory."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property

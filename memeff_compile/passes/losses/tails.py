@@ -55,12 +55,12 @@ class Tail:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """The tensors besides the logits that the loss reads."""
+        """Return the tensors that the loss reads in addition to the logits."""
         return tuple(n for n in (self.target, self.class_weight) if n is not None)
 
     @property
     def name(self) -> str:
-        """The kind's name in reports."""
+        """Return the kind's name in reports."""
         if self.kind in ENTROPIES:
             return "entropy"
         return "argmax" if self.kind == "top" else node_name(self.node)
@@ -102,7 +102,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """The fields of a tail that describe its kind."""
+        """Return the fields of a tail that describe its kind."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
