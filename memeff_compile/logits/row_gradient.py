@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     @property
     def fused(self) -> FusedRows | None:
-        """The rows, if they are in factored form and cover all rows."""
+        """Return the rows, if they are in factored form and cover all rows."""
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -203,7 +203,7 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """A view of a gradient after another one, as one step."""
+    """Record a view of a gradient, joined with an earlier view into one step."""
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
@@ -240,7 +240,7 @@ def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
 def _index_put(
     zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> RowGradient | None:
-    """The transpose of advanced indexing, as autograd spells it: added into fresh zeros."""
+    """Record the transpose of advanced indexing, which autograd writes as an add to new zeros."""
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
     shape = tuple(zeros.shape)
@@ -258,7 +258,7 @@ def _index_put(
 def _index_add(
     zeros: Tensor, dim: int, index: Tensor, values: Tensor, *, alpha: float = 1
 ) -> RowGradient | None:
-    """The transpose of `index_select`."""
+    """Record the transpose of `index_select`."""
     if alpha != 1:
         return None
     return _index_put(zeros, [*[None] * (dim % zeros.dim()), index.reshape(-1)], values, True)
@@ -311,7 +311,7 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Multiplication by a number, which autograd passes as a tensor of one element."""
+    """Record a multiplication by a number, which autograd passes as a one-element tensor."""
     if not isinstance(grad, RowGradient):
         return None
     if isinstance(factor, Tensor):
@@ -336,7 +336,7 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """The transpose of split and chunk."""
+    """Record the transpose of split and chunk."""
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -348,7 +348,7 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """The transpose of unbind and iteration."""
+    """Record the transpose of unbind and iteration."""
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):
@@ -363,8 +363,8 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Concatenated gradients: one block if all are factored and of one kind, otherwise separate
-    ones.
+    """Join gradients: into one block if all are factored and of one kind, else as separate
+    blocks.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -181,7 +181,7 @@ def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """A few entries all over a weight: a hand-written `p.data -= lr * p.grad` shows in these."""
+    """Return a few entries spread over a weight, which a hand-written update of `.data` changes."""
     rows, columns = weight.shape
     down, right = weight.stride()
     return weight.as_strided(

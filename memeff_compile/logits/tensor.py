@@ -154,7 +154,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """The position of this tensor in its memory, in the form of `as_strided`."""
+        """Return the position of this tensor in its memory, as arguments of `as_strided`."""
         return self.dims, self.strides, self.offset
 
     @property
@@ -323,9 +323,10 @@ def _derive(
 
 
 def _windows(call: _Call) -> Any:
-    """Views that are no rows: a part of the vocabulary, a diagonal, all logits in one dimension;
-    their values are a view of those of `view`. None for other views, such as those of another
-    dtype.
+    """Run views that do not select rows: some classes, a diagonal, or a flattening of all logits.
+
+    The result's values are a view of those of `view`. Return None for other views, such as those of
+    another dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -348,7 +349,7 @@ def _windows(call: _Call) -> Any:
 
 
 def _same_rows(call: _Call) -> DeferredLogits | None:
-    """Views that keep all rows in their order: alias, detach, reshapes of leading dimensions."""
+    """Run views that keep all rows in order: alias, detach, reshapes of leading dimensions."""
     view = call.view
     geometry = call.on(view._geometry())
     if geometry.dim() == 0 or geometry.shape[-1] != view.dims[-1]:
@@ -360,7 +361,7 @@ def _same_rows(call: _Call) -> DeferredLogits | None:
 
 
 def _some_rows(call: _Call) -> Any:
-    """Views of some rows: slice, select, unbind and split of a leading dimension."""
+    """Run views of some rows: slice, select, unbind and split of a leading dimension."""
     view, args = call.view, call.args
     takes_dim_first = call.func in (aten.slice.Tensor, aten.select.int, aten.unbind.int)
     place = 0 if takes_dim_first else 1
@@ -376,7 +377,7 @@ def _some_rows(call: _Call) -> Any:
 
 
 def _permuted(call: _Call) -> DeferredLogits:
-    """Dimensions in another order; the vocabulary may move to another dimension and back."""
+    """Run permutations, which may move the vocabulary to another dimension and back."""
     view = call.view
     geometry = call.on(view._geometry())
     order = call.on(torch.empty(tuple(range(len(view.dims))), device="meta")).shape
@@ -391,7 +392,7 @@ def _permuted(call: _Call) -> DeferredLogits:
 
 
 def _copied(call: _Call) -> DeferredLogits | None:
-    """Copies and floating casts on one device."""
+    """Run copies, and casts between floating dtypes, on one device."""
     view, kwargs = call.view, call.kwargs
     recipe = view.memory.recipe
     dtype, device = kwargs.get("dtype") or recipe.dtype, kwargs.get("device")
@@ -410,7 +411,7 @@ def _copied(call: _Call) -> DeferredLogits | None:
 
 
 def _scaled(call: _Call) -> DeferredLogits | None:
-    """Multiplication and division by a number, as by a temperature."""
+    """Run multiplications and divisions by a number, such as a temperature."""
     func, view, args, kwargs = call
     number: Any = -1.0 if func is aten.neg.default else args[0]
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -439,7 +440,7 @@ def _copy(
 
 
 def _indexed(call: _Call) -> DeferredLogits | None:
-    """Rows picked by tensors of positions or masks, which is a copy in eager PyTorch too."""
+    """Run indexing of rows by tensors or masks, which also copies in eager PyTorch."""
     view, where = call.view, call.args[0]
     memory, rank = view.memory, len(view.dims)
     if memory.value is not None or memory.is_open or view._is_reordered:
@@ -454,7 +455,7 @@ def _indexed(call: _Call) -> DeferredLogits | None:
 
 
 def _shaped_like(call: _Call) -> Any:
-    """New tensors that depend only on shape, dtype and device."""
+    """Run ops whose result depends only on shape, dtype and device."""
     options = {name: value for name, value in call.kwargs.items() if value is not None}
     device = {"device": call.view.device}
     return call.func(call.view._geometry(), *call.args, **{**device, **options})

@@ -30,11 +30,11 @@ class View(Part, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
+        """Return the dtype of the logits."""
 
     @property
     def device(self) -> torch.device:
-        """The device of the logits."""
+        """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
         """Return a tensor in new memory, computed by a recipe or by a function of the values."""
