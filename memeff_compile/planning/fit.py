@@ -144,7 +144,7 @@ class Fit(VerbReport):
 
     @property
     def room(self) -> int:
-        """Bytes that a step may take: 5 % of the memory stays free."""
+        """Return the bytes that a step may take: 5 % of the memory stays free."""
         return int(self.memory * (1 - LEFT_FREE))
 
     @property

@@ -59,8 +59,7 @@ class Told:
         return Told(batch, length)
 
     def formula(self, size: int) -> sympy.Expr:
-        """Return a size as a formula in batch and length, or as a number if it has neither.
-        """
+        """Return a size as a formula in batch and length, or as a number if it has neither."""
         if size < 2:
             return sympy.Integer(size)
         rest, found = size, sympy.Integer(1)
