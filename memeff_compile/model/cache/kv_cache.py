@@ -229,8 +229,9 @@ class KVCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether every layer can remove its last tokens; transformers' layers say this from 5.17
-        on.
+        """Return whether every layer can remove its last tokens.
+
+        transformers' layers declare this from 5.17 on.
         """
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
@@ -245,12 +246,12 @@ class KVCache(Cache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no layer of this cache has tokens."""
+        """Return whether no layer of this cache has tokens."""
         return all(layer.is_empty for layer in self.layers if isinstance(layer, InPlace))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that hold keys and values."""
+        """Return the bytes of all tensors that store keys and values."""
         found = sum(tensor.nbytes for layer in self.layers for _, tensor in _tensors(layer))
         places = getattr(self._starts, "places", None)
         return found + (0 if places is None else places.nbytes)
@@ -492,7 +493,7 @@ class _Hook:
 
     @property
     def is_off(self) -> bool:
-        """Whether a switch of this package or of PyTorch turns everything off."""
+        """Return whether a switch of this package or of PyTorch turns everything off."""
         if is_disabled() or compat.compiling_is_off():
             return True
         compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))

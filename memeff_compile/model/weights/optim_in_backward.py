@@ -390,7 +390,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizer of each parameter, by the parameter's name."""
+        """Return the optimizer of each parameter, by the parameter's name."""
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -452,7 +452,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The states of all optimizers, by their parameters."""
+        """Return the states of all optimizers, by their parameters."""
         every = (update.optimizer.state for update in self._updates)
         return defaultdict(dict, {held: own for each in every for held, own in each.items()})
 
