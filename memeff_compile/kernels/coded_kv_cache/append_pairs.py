@@ -153,7 +153,7 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with equal strides; the stride of tokens is a multiple of the row size."""
+    """Return both tensors with equal strides; that of tokens is a multiple of the row size."""
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
     return (lower, upper) if is_fine else (lower.contiguous(), upper.contiguous())

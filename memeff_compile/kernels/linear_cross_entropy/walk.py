@@ -77,7 +77,7 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A walk that computes gradients, from the logits of its first step or from recomputed logits."""
+    """A walk that computes gradients, from its first step's logits or from recomputed ones."""
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
