@@ -145,7 +145,7 @@ def _bits(view: Node) -> int | None:
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Return the dense view behind nodes that repeat the heads, if there is one, and these nodes."""
+    """Return the dense view that nodes which repeat the heads read, if any, and these nodes."""
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):

@@ -130,7 +130,7 @@ class _Run:
             self.records += _said((), lambda: _notes(graph_pass, info))
 
     def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
-        """Return the matches of a pass; if the search raises, search again without that candidate."""
+        """Return a pass's matches; if the search raises, repeat it without that candidate."""
         info.left_out.clear()
         while True:
             found: list[Any] = []
