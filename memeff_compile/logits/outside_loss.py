@@ -125,7 +125,7 @@ class _Rows(_Function):
 def _differentiable(
     plain: Tensor, head: Head, asked: _Asked, grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """Return the gradient of the logits as a dense, differentiable tensor, for second derivatives."""
+    """Return the logits' gradient as a dense, differentiable tensor, for second derivatives."""
     values = plain if plain.dtype == torch.float64 else plain.float()
     factor, target, is_kept = head.folded.factor, asked.target, None
     values = values if factor is None else values / factor
