@@ -1,4 +1,4 @@
-"""Sentences about unsupported inputs: they name the input, the requirement and the way out."""
+"""Sentences about unsupported inputs: each names the input, the requirement and a remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require(op: str, sentence: str | None) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums of numbers of a dtype: fp64 for fp64, else fp32."""
+    """Return the dtype in which numbers of a dtype are summed: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -50,14 +50,14 @@ def unfloating(name: str, tensor: Tensor) -> str | None:
 
 
 def two_dtypes(name: str, dtype: torch.dtype, other: str, of_other: torch.dtype) -> str | None:
-    """Return a sentence that two tensors have to share a dtype, or None if they do."""
+    """Return a sentence that says that two tensors differ in dtype, or None if they do not."""
     if dtype == of_other:
         return None
     return f"{name} has dtype {short(dtype)} and {other} {short(of_other)}; cast them to one dtype."
 
 
 def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str | None:
-    """Return a sentence that two tensors have to be on one device, or None if they are."""
+    """Return a sentence that says that two tensors are on different devices, or None if not."""
     if tensor.device == of_other.device:
         return None
     where = f"{name} is on {tensor.device} and {other} on {of_other.device}"
@@ -67,7 +67,8 @@ def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str 
 def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
     """Return why queries, keys and values do not fit together, or None.
 
-    Each is (batch, heads, length, depth); layout, dtype, axes and device have to be the first's.
+    Each tensor is (batch, heads, length, depth). Layout, dtype, number of axes and device have to
+    be those of the first tensor.
     """
     first, of_first = next(iter(named.items()))
     for name, tensor in named.items():

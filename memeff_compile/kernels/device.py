@@ -1,4 +1,4 @@
-"""Which GPU is present and which kernels it runs, and the settings that ops run in."""
+"""Answers which GPU is present and which kernels it runs; makes a GPU and a stream current."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """The device that questions about engines are answered for, and its kind of GPU."""
+    """The device for which engines are chosen, and its kind of GPU."""
 
     device: torch.device
     gpu: Gpu
@@ -37,9 +37,9 @@ _planned: ContextVar[_Planned | None] = ContextVar("planned device", default=Non
 
 @contextmanager
 def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
-    """Answer questions about engines for `device`, which need not be here, wherever tensors are.
+    """Choose engines for `device`, which need not be present, whatever device the tensors are on.
 
-    A GPU is taken to be of the kind `gpu`.
+    If `device` is a GPU, engines are chosen for the kind `gpu`.
     """
     token = _planned.set(_Planned(device, gpu))
     try:
@@ -49,7 +49,7 @@ def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device to choose engines for: `device`, or the one that is planned for."""
+    """Return the device for which engines are chosen: a planned one, or else `device`."""
     planned = _planned.get()
     return device if planned is None else planned.device
 
@@ -63,8 +63,8 @@ def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
 def can_run_kernels(device: torch.device) -> bool:
     """Return whether the Triton kernels and fp32-output products run on a GPU.
 
-    They need triton and an NVIDIA GPU of compute capability 8.0 or later. A planned device is
-    taken to have triton.
+    The kernels need triton and an NVIDIA GPU of compute capability 8.0 or later. For a planned
+    device triton is assumed.
     """
     planned = _planned.get()
     return runs_kernels(_index(device)) if planned is None else planned.gpu.runs_kernels
@@ -77,8 +77,8 @@ def runs_kernels(index: int) -> bool:
 
 
 def kernels_need(device: torch.device) -> str:
-    """Return the missing requirement where `kernels_serve` is false on a GPU, as the object of
-    "need".
+    """Return the requirement that a GPU misses if `kernels_serve` is false, worded to follow the
+    verb "need".
     """
     owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
     return f"triton and {owner}compute capability 8.0 or later"
@@ -95,9 +95,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Return the properties of the GPU of `device`, or those of an H200 if there is no GPU to
-    ask.
-    """
+    """Return the properties of the GPU of `device`, or those of an H200 if no GPU is present."""
     planned = _planned.get()
     if planned is not None:
         return planned.gpu
@@ -107,7 +105,7 @@ def gpu(device: torch.device) -> Gpu:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Say whether a kernel may start while the one before it ends, and wait before it reads."""
+    """Return whether a kernel may start before the previous one ends, and waits before it reads."""
     return device.type == "cuda" and gpu(device).starts_early
 
 
@@ -135,7 +133,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's GPU current, which is where Triton launches."""
+    """Make the tensor's GPU current, because Triton launches on the current GPU."""
     if not tensor.is_cuda or tensor.get_device() == current_gpu():
         return _NOTHING
     return torch.cuda.device(tensor.device)

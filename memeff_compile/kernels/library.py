@@ -1,4 +1,4 @@
-"""How ops become PyTorch's: schema, computation, fake and gradient in one place."""
+"""Registers ops with PyTorch: schema, computation, fake and gradient in one call."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DIRECT: list[Any] = []
 def op(
     schema: str,  # name, arguments and results
     compute: Function,  # serves every device
-    # returns empty results; without it `compute` is written in terms of other ops, and
-    # a compiler sees these
+    # returns empty results; without it `compute` is composed of other ops, and
+    # a compiler sees those
     fake: Function | None = None,
     *,
     backward: Function | None = None,  # as `torch.library.register_autograd` takes them
     setup_context: Function | None = None,  # likewise
     # the function that Inductor's code calls, with plain tensors checked at compile time
     direct: Function | None = None,
-    tags: tuple[torch.Tag, ...] = (),  # besides the one that marks the op as fit for a compiler
+    tags: tuple[torch.Tag, ...] = (),  # tags in addition to `pt2_compliant_tag`
 ) -> Any:  # an overload, called as its schema says
     """Define an op of the namespace memeff and return its overload."""
     name = schema.partition("(")[0]
@@ -44,13 +44,13 @@ def op(
         )
     found = getattr(torch.ops.memeff, name).default
     if direct is not None:
-        found.direct = direct  # code from a cache asks for it, whatever this process compiled
+        found.direct = direct  # code from a cache calls it, even if this process compiled no graph
         _DIRECT.append(found)
     return found
 
 
 def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[Function]:
-    """Return functions of one named tuple as functions of its fields, which an op takes."""
+    """Return functions of one named tuple as functions of its fields, the arguments of an op."""
 
     def apart(function: Callable[[T], Any]) -> Function:
         return lambda *args, **kwargs: function(arguments(*args, **kwargs))
@@ -59,13 +59,13 @@ def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[
 
 
 def heads_inside(like: Tensor) -> Tensor:
-    """Return an empty (B, H, L, D) laid out as (B, L, H, D), as models want it back."""
+    """Return an empty (B, H, L, D) tensor, in memory in the order (B, L, H, D) of models."""
     batch, heads, length, depth = like.shape
     return like.new_empty((batch, length, heads, depth)).transpose(1, 2)
 
 
 def refusing(error: type[Exception], sentence: str) -> Function:
-    """Return a backward function that raises, for an op without a gradient or a backward op."""
+    """Return a backward function that raises `error`, for an op that has no gradient."""
 
     def refuse(ctx: Any, *grads: Any) -> Any:
         raise error(sentence)

@@ -32,7 +32,7 @@ class Mark:
 
 
 def is_updated_in_backward(parameter: Tensor | None) -> bool:
-    """Whether an active `optim_in_backward` updates this parameter."""
+    """Return whether an active `optim_in_backward` updates this parameter."""
     mark = getattr(parameter, "updated_in_backward", None)
     return isinstance(mark, Mark) and mark.owner == id(parameter)
 

@@ -1,4 +1,4 @@
-"""Sizes in formulas of bytes: numbers, or symbols where they are not known yet."""
+"""The type of sizes in formulas of bytes: a number, or a symbol while the number is unknown."""
 
 from __future__ import annotations
 

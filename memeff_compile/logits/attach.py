@@ -45,7 +45,7 @@ def defer(
     loss: LossSettings | None = None,
     use: LogitsUse | None = None,  # counts how the logits are used
 ) -> Tensor:
-    """Return the logits of `hidden` as a `DeferredLogits`, joined to autograd as they would be.
+    """Return the logits of `hidden` as a `DeferredLogits`, with the autograd graph of real logits.
 
     Reading it for the first time after the head or the hidden states were changed in place raises a
     `StaleLogitsError`; `logits[:, -1].argmax(-1)` computes only the last rows.
@@ -54,9 +54,9 @@ def defer(
 
 
 def attach(
-    # takes the graph's arguments; returns hidden states instead of logits
+    # takes the graph's arguments; returns hidden states in place of logits
     compiled: Callable[..., Sequence[Any]],
-    plan: Sequence[DeferredOutput],  # an entry per piece of memory among the outputs to replace
+    plan: Sequence[DeferredOutput],  # an entry for each allocation among the outputs to replace
     *,
     clone_hidden: bool,  # `compiled` reuses their memory at its next call, as CUDA graphs do
     # arguments that `compiled` does not read: hidden from autograd, since
@@ -107,7 +107,7 @@ def _fake(
 def with_missing_outputs(
     compiled: Callable[..., Any], present: Sequence[bool]
 ) -> Callable[..., Any]:
-    """Return None for the outputs that were removed."""
+    """Wrap a compiled callable so that it returns None for outputs that were removed."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))
@@ -117,8 +117,9 @@ def with_missing_outputs(
 
 
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones,
-    with gradients; ``places`` are the positions of arguments from another compiled callable.
+    """Wrap a compiled callable so that it gets deferred logits as plain tensors, with gradients.
+
+    ``places`` are the positions of arguments that come from another compiled callable.
     """
 
     def run(*args: Any) -> Any:
@@ -130,7 +131,7 @@ def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[...,
 
 
 class _Defer(torch.autograd.Function):
-    """Joins deferred logits to the hidden states and the head that they come from."""
+    """Connects deferred logits in autograd to the hidden states and the head."""
 
     @staticmethod
     def forward(

@@ -34,13 +34,13 @@ _BACKWARD_TENSORS = [
 
 
 class Folded(NamedTuple):
-    """A recipe as the op takes it: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    """A recipe as arguments of the op: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float  # as above, softcap 0 for none
     softcap: float  # likewise
     # divisors with which each vector of the recipe is added inside the scale
     divisors: tuple[float, ...]
-    # None for logits; for log-probabilities their factor (-1 for the negative ones)
+    # None for logits; for log-probabilities their factor (-1 for negative ones)
     factor: float | None
     logits: LogitsRecipe  # the recipe up to the log-softmax
 
@@ -73,9 +73,7 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
 
 
 def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
-    """The product of all casts, multiplications and divisions as one number; None for other
-    steps.
-    """
+    """Return all casts, multiplications and divisions as one factor; None for other steps."""
     factor = 1.0
     for name, value in steps:
         if name not in ("to", "mul", "div"):
@@ -93,30 +91,30 @@ class Head:
     weight: Tensor  # as a `LogitsRecipe` takes them
     bias: Tensor | None  # likewise
     vectors: tuple[Tensor, ...]  # likewise
-    # from the hidden states to the values of the tensor in question, log-probabilities included
+    # from the hidden states to the tensor's values, log-probabilities included
     recipe: LogitsRecipe
     settings: LossSettings  # the options of the fused loss
     use: LogitsUse | None = None  # where to count
 
     @property
     def folded(self) -> Folded:
-        """The recipe in the op's form."""
+        """Return the recipe in the op's form."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
 
     @property
     def vocabulary(self) -> int:
-        """Number of columns."""
+        """Return the number of columns."""
         return self.recipe.vocab(self.weight)
 
     @property
     def any_target(self) -> Tensor:
-        """Any one column per row, for calls of the op that need no target."""
+        """Return a column for each row, for calls of the op that need no target."""
         return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
 
     def refusal(self, target: Tensor | None, column_weight: Tensor | None) -> str | None:
-        """Say why the op cannot serve these rows, or return None."""
+        """Return why the op does not support these rows, or None."""
         return op_folder.supports(
             self.hidden,
             self._weight.t() if self.recipe.transposed else self._weight,
@@ -203,16 +201,16 @@ class FusedRows:
     nll: Tensor | None  # one number per row, or None for zeros
     lse: Tensor | None  # likewise
     total: Tensor | None  # likewise
-    target: Tensor | None  # one column per row, or None where nll is
+    target: Tensor | None  # one column per row, or None if nll is None
     ignore_index: int | None  # rows with this target have neither nll nor total
     column_weight: Tensor | None  # (vocabulary,), the w above; None for ones
     row_lse: Tensor  # log-sum-exp of the rows
-    lse_of_ignored: bool = True  # `row_lse` holds in ignored rows too
+    lse_of_ignored: bool = True  # `row_lse` is also valid in ignored rows
     outer: float = 1.0  # the factor of the gradient, from later steps
     is_log: bool = False  # the rows are log-probabilities
     is_exp: bool = False  # the rows are probabilities
     plogp: Tensor | None = None  # one number per row, or None for zeros
-    row_entropy: Tensor | None = None  # entropy of the rows, where plogp is given
+    row_entropy: Tensor | None = None  # entropy of the rows, if plogp is given
     versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -225,7 +223,7 @@ class FusedRows:
 
     @property
     def is_batched(self) -> bool:
-        """Whether several gradients are computed at once, as by `is_grads_batched`."""
+        """Return whether several gradients are computed at once, as with `is_grads_batched`."""
         given = (self.nll, self.lse, self.total, self.plogp)
         return any(each is not None and compat.is_batched(each) for each in given)
 
@@ -284,7 +282,7 @@ class FusedRows:
             if self.target is not other.target or self.ignore_index != other.ignore_index:
                 return None
         elif self.ignore_index is not None and other.total is not None:
-            return None  # the op would leave the other's sum out of ignored rows
+            return None  # in ignored rows the op would omit the other gradient's sum
         lse_from = self if self.target is None or not other.lse_of_ignored else other
 
         def total(name: str) -> Any:  # noqa: ANN401
@@ -302,19 +300,19 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Return this gradient, of sums over the classes, times the probabilities."""
+        """Return this gradient of sums over the classes, times the probabilities."""
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Return it times the log-probabilities, as the gradient of the probabilities."""
+        """Return this gradient times the log-probabilities, as that of the probabilities."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:
-        """Return the gradient of the log-probabilities whose probabilities these rows are."""
+        """Return the gradient of log-probabilities, if these rows are that of the probabilities."""
         return replace(self, is_log=True, is_exp=False)
 
     def before_log_softmax(self) -> FusedRows:
-        """Return the gradient of the logits whose log-probabilities these rows are."""
+        """Return the gradient of the logits, if these rows are that of their log-probabilities."""
         lse = None
         if self.total is not None:
             weight = self.column_weight
@@ -324,7 +322,7 @@ class FusedRows:
         return replace(self, head=head, lse=lse, is_log=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the gradient as eager PyTorch makes it, (..., vocabulary)."""
+        """Return the dense gradient of eager PyTorch, (..., vocabulary)."""
         if self.versions != self._versions():
             raise StaleLogitsError(
                 "The gradient of deferred logits was kept in factored form, and the head "

@@ -1,11 +1,11 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """The base of tensors whose values are computed on first use.
 
-A wrapper subclass has a shape, a dtype, a device and a place in the autograd graph, and no memory.
-Everything that reaches memory without passing through the dispatcher would therefore see nothing,
-or fail: pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these to
-a plain tensor: `_values` for functions that only read, `_memory` for those that may also write.
-Functions for which neither works raise (`compat.make_without_memory`).
+A wrapper subclass has a shape, a dtype, a device and a node in the autograd graph, but no memory.
+Everything that reaches memory without the dispatcher would therefore read no values, or fail:
+pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these to a plain
+tensor: `_values` for functions that only read, `_memory` for those that may also write. Functions
+for which neither works raise (`compat.make_without_memory`).
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one ATen operation that some of these tensors are given to."""
+        """Run one ATen operation that has such tensors among its arguments."""
         raise NotImplementedError
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of the values."""
+        """Return the device of the values."""
         return self._device
 
     def refuse_memory(self) -> NoReturn:
-        """Raise for a `.data` of a plain tensor, which would be this one's memory."""
+        """Raise an error if this tensor is set as the `.data` of a plain tensor."""
         raise UnsupportedInputError(_NO_DATA.format(type(self).__name__))
 
     def _values(self) -> Tensor:
@@ -80,11 +80,11 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError
 
     def _memory(self) -> Tensor:
-        """Return the values as a plain tensor that anyone may write to from now on."""
+        """Return the values as a plain tensor that callers may write to from now on."""
         raise NotImplementedError
 
     def _peek(self) -> Tensor | None:
-        """Return the plain values if there are any already."""
+        """Return the plain values if they are already computed."""
         raise NotImplementedError
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
@@ -151,14 +151,14 @@ class LazyTensor(torch.Tensor):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # On the CPU the attribute has to be missing, without a computation to find that out.
+        # On a CPU the attribute has to be missing, without computing the values.
         tensor = self._stand_in() if self.is_cuda else torch.empty(0, device=self.device)
         interface: dict[str, Any] = tensor.__cuda_array_interface__
         return interface
 
 
 def _sent(to: str, name: str) -> Callable[..., Any]:
-    """Make the method `name` of the plain tensor that the method `to` returns."""
+    """Return a method that calls `name` on the plain tensor that the method `to` returns."""
 
     def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(getattr(self, to)(), name)(*args, **kwargs)

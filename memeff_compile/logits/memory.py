@@ -1,4 +1,4 @@
-"""One piece of memory of eager PyTorch, which deferred logits and their views share."""
+"""One allocation of eager PyTorch, which deferred logits and their views share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from memeff_compile.logits.recipe import LogitsRecipe
 from memeff_compile.logits.source import LogitsSource
 
-# A product of few rows costs about as much as one of this many: reading the head dominates it.
+# A product of fewer rows costs as much as one of this many: reading the head dominates.
 _LEAST_ROWS = 64
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -24,22 +24,22 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 class Part(Protocol):
     """A view of a memory: deferred logits, as the memory sees them."""
 
-    own: Tensor | None  # its values while the memory has none
+    own: Tensor | None  # the view's values while the memory has none
 
     @property
     def rows(self) -> Tensor:
-        """The hidden states of its rows."""
+        """Return the hidden states of the view's rows."""
 
     @property
     def place(self) -> Place:
-        """Where it is in the memory."""
+        """Return the view's position in the memory."""
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """The view, and a function of its values, of which this is the result; else None."""
+        """Return the view, and the function of its values, that give this part; else None."""
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the result of a function of its rows, its dimensions as in the memory."""
+        """Return a function's result for the view's rows, with dimensions as in the memory."""
 
 
 class Statistics(NamedTuple):
@@ -80,11 +80,11 @@ class Memory:
     rows_computed: int = 0
     # views with private values
     parts: list[weakref.ref[Part]] = field(default_factory=list)
-    is_open: bool = False  # somebody has written, or may write unnoticed
+    is_open: bool = False  # a caller has written, or may write unnoticed
     _statistics: Statistics | None = None
 
     def read(self, view: Part) -> Tensor:
-        """Return the values of `view`; compute only its rows if that is less work."""
+        """Return the values of `view`; compute only the view's rows if that is less work."""
         if self.value is None and view.window is not None:
             base, take = view.window
             return take(self.read(base))
@@ -100,7 +100,7 @@ class Memory:
         return view.own
 
     def link(self, view: Part) -> Tensor:
-        """Return the part of this memory that `view` is, computing all of it if need be."""
+        """Return the memory of `view`; compute the values of the whole memory if necessary."""
         if self.value is None:
             value = None if self.origin is None else self.origin()
             value = self.source.compute(self.recipe, self.rows) if value is None else value
@@ -112,16 +112,16 @@ class Memory:
                         self.value.as_strided(*part.place).copy_(part.own)
             self.parts.clear()
         view.own = None
-        # Never the memory itself for its size: transposed square logits have that size, too.
+        # Equal sizes do not mean the whole memory: transposed square logits have its size.
         return self.value.as_strided(*view.place)
 
     def write(self, view: Part) -> Tensor:
-        """Return the memory of `view` to somebody who may write to it unnoticed."""
+        """Return the memory of `view` for a caller who may write to it unnoticed."""
         self.is_open = True
         return self.link(view)
 
     def statistics(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return log-sum-exp and sum of the rows of `view`, if the last loss found them out."""
+        """Return log-sum-exp and sum of the rows of `view`, if the last loss computed them."""
         return None if self._statistics is None else self._statistics.of(view)
 
     def keep_statistics(self, view: Part, lse: Tensor, logit_sum: Tensor | None) -> None:
@@ -131,8 +131,9 @@ class Memory:
     def snapshot(
         self, view: Part, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:
-        """Return a function that later applies `function` to a copy of `view`'s values; it holds no
-        memory.
+        """Return a function that later applies `function` to a copy of `view`'s values.
+
+        The returned function keeps no memory alive.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference

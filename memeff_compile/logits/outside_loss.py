@@ -5,7 +5,7 @@
 
 `SERVED` names the PyTorch functions that are handled before autograd sees them. Each handler
 returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states and
-head, or says that it declines; then the function itself runs, on computed values.
+head, or a decline; then PyTorch's function runs on computed values.
 
 `_Rows` is the autograd function in the middle: logits in, numbers per row out. Its backward sends
 the gradient of the logits in factored form (`FusedRows`) through all earlier views, casts and
@@ -49,7 +49,7 @@ class _Asked(NamedTuple):
     column_weight: Tensor | None = None
     with_lse: bool = False
     with_sum: bool = False
-    of_ignored: bool = True  # the log-sum-exp of ignored rows is asked for, too
+    of_ignored: bool = True  # the log-sum-exp of ignored rows is also requested
 
 
 class _Function(torch.autograd.Function):
@@ -125,9 +125,7 @@ class _Rows(_Function):
 def _differentiable(
     plain: Tensor, head: Head, asked: _Asked, grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """The gradient of the logits as a differentiable tensor, for second derivatives: a dense
-    one.
-    """
+    """Return the logits' gradient as a dense, differentiable tensor, for second derivatives."""
     values = plain if plain.dtype == torch.float64 else plain.float()
     factor, target, is_kept = head.folded.factor, asked.target, None
     values = values if factor is None else values / factor
@@ -298,7 +296,7 @@ class _Kept(NamedTuple):
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows in the form of a loss."""
+        """Return the rows in the form for a loss."""
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
@@ -308,7 +306,7 @@ class _Kept(NamedTuple):
         """
         if torch.is_grad_enabled():
             return self.plain(made_of)
-        # Somebody can have written to a memory that is open.
+        # Callers may have written to an open memory.
         value = None if self.memory is None or self.memory.is_open else self.memory.value
         if value is not None:
             return value
@@ -358,11 +356,11 @@ def _written_by(view: Any) -> Any:
 
 
 class Declined(Exception):
-    """A call that is left to PyTorch, with the reason for the report, or "" for no reason."""
+    """Raised for a call that PyTorch has to run, with the reason for the report, or ""."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return how the op takes the rows of `view`, or raise `Declined`."""
+    """Return the rows of `view` in the form for the op, or raise `Declined`."""
     lost = view.lost_factors()
     if lost is not None:
         raise Declined(lost)
@@ -381,13 +379,13 @@ def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
 
 
 def _is_deferred(value: Any) -> bool:
-    """Whether a loss of these logits (or log-probabilities) may be fused at all."""
+    """Return whether a loss of these logits (or log-probabilities) may be fused."""
     memory = getattr(value, "memory", None)
     return isinstance(memory, Memory) and memory.source.loss is not None and value.window is None
 
 
 def _last(view: View, dim: Any) -> bool:
-    """Whether `dim` is the vocabulary, and is the last dimension."""
+    """Return whether `dim` is the vocabulary and the last dimension."""
     rank = len(view.dims)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
@@ -425,7 +423,7 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Dtype that PyTorch gives a result, under the autocast of the moment; tried once, on a row."""
+    """Return PyTorch's dtype of a result under the current autocast, found by a run on one row."""
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = (name, view.dtype, view.device, autocast)
@@ -540,7 +538,7 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out:
 
 def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = None) -> Any:
     if _is_deferred(input) and isinstance(indices, Tensor) and indices.dtype == torch.int64:
-        indices = indices.remainder(input.dims[-1])  # as PyTorch counts here, and gather does not
+        indices = indices.remainder(input.dims[-1])  # negative indices count from the end
     return _gather(input, dim, indices, out=out)
 
 
@@ -559,7 +557,7 @@ def _get_item(input: Any, index: Any) -> Any:
 
 
 def _picked(view: View, target: Tensor) -> Tensor:
-    """One column of each row, by its index."""
+    """Return one column of each row, by its index."""
     factor = _check(view, target).factor
     is_log = factor is not None
     spelling = "log_softmax + gather" if is_log else "gather"
@@ -605,7 +603,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
 
 
 def _entropy(input: Any, logs: View, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
-    """The sum of p log p over the classes."""
+    """Return the sum of p log p over the classes."""
     if input.recipe.steps[-1:] != (("times_exp", None),) or input.lost_factors() is not None:
         return NotImplemented
     _need(_last(input, dim), "an entropy over another dimension")

@@ -1,4 +1,4 @@
-"""How a logits tensor comes from hidden states: data that a pass writes and the runtime reads.
+"""The steps from hidden states to logits: data that a pass writes and the runtime reads.
 
 A `LogitsRecipe` is the head of a model in four facts: the dtype of the product, the orientation of
 the weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits`
@@ -116,7 +116,7 @@ class LogitsRecipe:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the logits."""
+        """Return the dtype of the logits."""
         return self._dtypes[-1]
 
     def vocab(self, weight: Tensor) -> int:
@@ -127,8 +127,9 @@ class LogitsRecipe:
 
     @cached_property
     def classes(self) -> tuple[int, int] | None:
-        """The first of the weight's classes in the logits, and the one after the last; None for
-        all.
+        """Return the first of the weight's classes in the logits, and the one after the last.
+
+        None means all classes.
         """
         found = None
         for start, stop, _ in (value for name, value in self.steps if name == "classes"):
@@ -137,7 +138,7 @@ class LogitsRecipe:
         return found
 
     def cut(self, weight: Tensor) -> Tensor:
-        """Return the classes of a weight that the logits have."""
+        """Return the rows of a weight for the classes that the logits have."""
         if self.classes is None:
             return weight
         start, stop = self.classes
@@ -158,7 +159,7 @@ class LogitsRecipe:
         bias: Tensor | None,  # (vocabulary,) or None, the bias inside the product
         # one per bias step, broadcastable to (vocabulary,), and A and B per adapter
         vectors: Sequence[Tensor] = (),
-        # makes the product of all classes of that with `weight`, where this has some of them
+        # returns the product of all classes from that with `weight`, if `weight` has only some
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Compute logits, (..., vocabulary) of `self.dtype`, differentiably, without autocast."""
@@ -172,7 +173,7 @@ class LogitsRecipe:
         weight: Tensor,
         bias: Tensor | None,
         vectors: Sequence[Tensor] = (),
-        # one claim per gradient, in the order of the result; None asks for all
+        # which gradients to compute, in the order of the result; None: all
         needed: Sequence[bool] | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients of hidden, weight, bias and every vector; None where not needed."""
@@ -211,7 +212,7 @@ class LogitsRecipe:
 
     @cached_property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtype of the product and after every step."""
+        """Return the dtype of the product, and that after every step."""
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             if name == "adapter":
@@ -227,7 +228,7 @@ class LogitsRecipe:
         tanhs: list[Tensor] | None,
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """The logits; the result of every tanh step is appended to `tanhs`."""
+        """Return the logits; append the result of every tanh step to `tanhs`."""
         hidden, weight, bias, vectors = made_of
         reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
         dtype = self.compute_dtype
@@ -256,7 +257,7 @@ class LogitsRecipe:
     def _product_gradients(
         self, grad: Tensor, made_of: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Gradients of hidden, weight and bias from that of the bare product."""
+        """Return the gradients of hidden, weight and bias, given that of the product alone."""
         hidden, weight, bias = made_of
         dtype = self.compute_dtype
         rows = grad.reshape(-1, grad.shape[-1])
@@ -294,7 +295,7 @@ class DeferredOutput:
     # eager PyTorch returns a view of an otherwise unused tensor; a write to a part of a view
     # drops its autograd node, and the hooks there
     is_view: bool = False
-    # how a loss outside the graph is fused, or None where it is not
+    # how a loss outside the graph is fused, or None if it is not
     loss: LossSettings | None = None
     # all outputs that share the memory of these logits, or one that has not all of it in its order;
     # `output` is the first of their places
@@ -302,11 +303,11 @@ class DeferredOutput:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Indices of all outputs that are these logits or views of them."""
+        """Return the indices of all outputs that are these logits or views of them."""
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
-        """Put these logits, or their views, in their places among the results of the graph."""
+        """Write these logits, or their views, to their indices in the graph's results."""
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
@@ -352,7 +353,7 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    """The folded form of pointwise steps: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0 for no cap
@@ -363,7 +364,7 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """Why steps are no scale, softcap and bias: a code, a sentence, and which step it was."""
+    """Why steps cannot be folded: a code, a sentence, and the index of the step."""
 
     code: str
     sentence: str

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     @property
     def fused(self) -> FusedRows | None:
-        """The rows, if they are in factored form and cover all rows."""
+        """Return the rows, if they are in factored form and cover all rows."""
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -56,23 +56,23 @@ class Piece(NamedTuple):
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the rows of `tensor` that this piece speaks of."""
+        """Return the rows of `tensor` that this block has."""
         for step in reversed(self.steps):
             tensor = step.select(tensor)
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, which contains this block's rows, placed among rows of zeros."""
+        """Return a tensor of all rows: those of `tensor`, which are this block's, and zeros."""
         for step in self.steps:
             tensor = step.scatter(tensor)
         return tensor
 
 
 class RowGradient(LazyTensor):
-    """A dense gradient in shape, a sum of pieces in memory."""
+    """A gradient with the shape of a dense one, stored as a sum of blocks of rows."""
 
     pieces: tuple[Piece, ...]
-    order: tuple[int, ...] | None  # of the pieces' dimensions, where the vocabulary is not last
+    order: tuple[int, ...] | None  # of the blocks' dimensions, if the vocabulary is not last
     _dense: Tensor | None
 
     @staticmethod
@@ -103,7 +103,7 @@ class RowGradient(LazyTensor):
             total = _sum(self.pieces, self)
             if self.order is not None and self.pieces:
                 total = total.permute(self.order)
-            # From here on the dense tensor is the gradient: someone may write to it.
+            # From here on the dense tensor is the gradient, because callers may write to it.
             self._dense, self.pieces, self.order = total, (Piece(total, ()),), None
         return self._dense
 
@@ -120,7 +120,7 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Whether all of it is in factored form, and the vocabulary last."""
+        """Return whether all blocks are in factored form, and the vocabulary is last."""
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None
 
@@ -177,7 +177,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """The blocks multiplied out and added up."""
+    """Return the sum of the blocks as a dense tensor."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -203,7 +203,7 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """A view of a gradient after another one, as one step."""
+    """Record a view of a gradient, joined with an earlier view into one step."""
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
@@ -240,7 +240,7 @@ def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
 def _index_put(
     zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> RowGradient | None:
-    """The transpose of advanced indexing, as autograd spells it: added into fresh zeros."""
+    """Record the transpose of advanced indexing, which autograd writes as an add to new zeros."""
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
     shape = tuple(zeros.shape)
@@ -258,14 +258,14 @@ def _index_put(
 def _index_add(
     zeros: Tensor, dim: int, index: Tensor, values: Tensor, *, alpha: float = 1
 ) -> RowGradient | None:
-    """The transpose of `index_select`."""
+    """Record the transpose of `index_select`."""
     if alpha != 1:
         return None
     return _index_put(zeros, [*[None] * (dim % zeros.dim()), index.reshape(-1)], values, True)
 
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
-    """Number of leading dimensions up to the last one that advanced indices cover."""
+    """Return the number of leading dimensions up to the last one with an advanced index."""
     place = covered = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -275,7 +275,7 @@ def indexed_dims(indices: Sequence[Tensor | None]) -> int:
 
 
 def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
-    """Two contributions to one gradient; as soon as they fill all rows, dense is cheaper."""
+    """Return the sum of two gradients, as a dense tensor if their blocks fill all rows."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:
@@ -311,7 +311,7 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Multiplication by a number, which autograd passes as a tensor of one element."""
+    """Record a multiplication by a number, which autograd passes as a one-element tensor."""
     if not isinstance(grad, RowGradient):
         return None
     if isinstance(factor, Tensor):
@@ -336,7 +336,7 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """The transpose of split and chunk."""
+    """Record the transpose of split and chunk."""
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -348,7 +348,7 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """The transpose of unbind and iteration."""
+    """Record the transpose of unbind and iteration."""
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):
@@ -363,8 +363,8 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Concatenated gradients: one block if all are factored and of one kind, otherwise separate
-    ones.
+    """Join gradients: into one block if all are factored and of one kind, else as separate
+    blocks.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -3,8 +3,8 @@
     compiled = torch.compile(model, backend="memeff", fullgraph=True)
     compiled.forward.aot_compile(((x,), {})).save_compiled_function(path)
 
-PyTorch saves the artifact of the inner compiler. The file also contains how the graph's outputs
-become the model's: deferred logits are made again from the loaded graph's outputs.
+PyTorch saves the artifact of the inner compiler. The file also contains the
+wrappers that turn the graph's outputs into the model's, such as those that create deferred logits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Around:
 
 
 class SavedGraph:
-    """A compiled graph that knows how it is saved: PyTorch's `SerializableCallable`."""
+    """A compiled graph that can be saved, as PyTorch's `SerializableCallable`."""
 
     def __init__(self, run: Callable[..., Any], inner: Callable[..., Any], around: Around) -> None:
         self.run, self.inner, self.around = run, inner, around

@@ -35,7 +35,7 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """Name the reader that the values are computed for in this block; the outermost name counts."""
+    """Set the name of the reader of values computed in this block; the outermost name counts."""
     _reading.append(reason)
     try:
         yield
@@ -84,7 +84,7 @@ class LogitsSource:
         for name, operand, shard in zip(names, operands, shards, strict=True):
             held = compat.local_part(operand).detach()
             version, pointer = _stamp(held)
-            # FSDP gathers a weight again and again, each time somewhere else.
+            # FSDP gathers a weight repeatedly, each time at another address.
             self._seen.append((name, held, version, pointer if shard is None else None))
         self._shard_stamps = [_shard_stamp(shard) for shard in self._spread]
         self._sample: Tensor | None = None
@@ -164,7 +164,7 @@ class LogitsSource:
 
 
 def _is_matrix(added: Tensor) -> bool:
-    """Tell A and B of an adapter from a vector."""
+    """Return whether a tensor is A or B of an adapter, not a vector."""
     return added.dim() == 2
 
 
@@ -181,7 +181,7 @@ def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """A few entries all over a weight: a hand-written `p.data -= lr * p.grad` shows in these."""
+    """Return a few entries spread over a weight, which a hand-written update of `.data` changes."""
     rows, columns = weight.shape
     down, right = weight.stride()
     return weight.as_strided(
@@ -190,7 +190,7 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _differences(left: Tensor, right: Tensor) -> Tensor:
-    """Compare values so that NaN equals NaN."""
+    """Return whether values differ, where NaN equals NaN."""
     return (left != right) & ~(left.isnan() & right.isnan())
 
 

@@ -57,11 +57,11 @@ _OTHER_MEMORY = (
 
 
 class DeferredLogits(LazyTensor):
-    """Logits, or some of their rows, computed on first use; the fields are for this folder."""
+    """Logits, or some of their rows, computed on first use; fields are internal to this package."""
 
     memory: Memory
     rows: Tensor  # the hidden states of this tensor's rows
-    own: Tensor | None  # this tensor's values while the shared memory has none
+    own: Tensor | None  # private values while the shared memory has none
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -90,7 +90,7 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def whole(cls, memory: Memory, shape: Sequence[int]) -> DeferredLogits:
-        """Return a tensor with all of a memory, in the given shape."""
+        """Return a tensor of a whole memory, in the given shape."""
         rows = memory.rows.reshape(*shape[:-1], memory.rows.shape[-1])
         strides = torch.empty(tuple(shape), device="meta").stride()
         return cls(memory, rows, tuple(shape), strides, 0)
@@ -146,7 +146,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """These rows as a loss outside the graph takes them."""
+        """Return these rows in the form for a loss outside the graph."""
         source = self.memory.source
         assert source.loss is not None
         made_of = (self.rows, source.weight, source.bias, source.vectors)
@@ -154,12 +154,12 @@ class DeferredLogits(LazyTensor):
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """The position of this tensor in its memory, in the form of `as_strided`."""
+        """Return the position of this tensor in its memory, as arguments of `as_strided`."""
         return self.dims, self.strides, self.offset
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """How the values come from the hidden states."""
+        """Return the recipe that computes the values from the hidden states."""
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
@@ -173,7 +173,7 @@ class DeferredLogits(LazyTensor):
 
     @property
     def materialisations(self) -> int:
-        """Products computed so far for these logits and everything derived from them."""
+        """Return how many products were computed for these logits and tensors derived from them."""
         return self.memory.source.materialisations
 
     @compat.untraced
@@ -196,7 +196,7 @@ class DeferredLogits(LazyTensor):
             return None
 
     def _geometry(self) -> Tensor:
-        """This tensor's place in its memory, on the meta device."""
+        """Return a meta tensor with this tensor's position in its memory."""
         memory = torch.empty(self.memory.shape, dtype=self.memory.recipe.dtype, device="meta")
         return memory.as_strided(*self.place)
 
@@ -279,14 +279,14 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
-    """The deferred logits among the arguments that an operation writes to."""
+    """Return the deferred logits among the arguments that an operation writes to."""
     schema = compat.schema(func)
     is_atens = schema.name.startswith("aten::")
     if not schema.is_mutable and (is_atens or not schema.name.endswith("_")):
         return []
     found: list[Any] = []
     for place, argument in enumerate(schema.arguments):
-        # Collectives write to lists of tensors without saying so in their schema.
+        # Collectives write to lists of tensors; their schema does not declare that.
         if not is_atens or (argument.alias_info and argument.alias_info.is_write):
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, DeferredLogits)]
@@ -311,7 +311,7 @@ _Rule = Callable[[_Call], Any]
 def _derive(
     view: DeferredLogits, geometry: Tensor, rows: Tensor, order: tuple[int, ...] | None = None
 ) -> DeferredLogits:
-    """A view of `view` with the given rows, and perhaps the vocabulary in another dimension."""
+    """Return a view of `view` with these rows, and perhaps a moved vocabulary dimension."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
@@ -323,9 +323,10 @@ def _derive(
 
 
 def _windows(call: _Call) -> Any:
-    """Views that are no rows: a part of the vocabulary, a diagonal, all logits in one dimension;
-    their values are a view of those of `view`. None for other views, such as those of another
-    dtype.
+    """Run views that do not select rows: some classes, a diagonal, or a flattening of all logits.
+
+    The result's values are a view of those of `view`. Return None for other views, such as those of
+    another dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -348,7 +349,7 @@ def _windows(call: _Call) -> Any:
 
 
 def _same_rows(call: _Call) -> DeferredLogits | None:
-    """Views that keep all rows in their order: alias, detach, reshapes of leading dimensions."""
+    """Run views that keep all rows in order: alias, detach, reshapes of leading dimensions."""
     view = call.view
     geometry = call.on(view._geometry())
     if geometry.dim() == 0 or geometry.shape[-1] != view.dims[-1]:
@@ -360,7 +361,7 @@ def _same_rows(call: _Call) -> DeferredLogits | None:
 
 
 def _some_rows(call: _Call) -> Any:
-    """Views of some rows: slice, select, unbind and split of a leading dimension."""
+    """Run views of some rows: slice, select, unbind and split of a leading dimension."""
     view, args = call.view, call.args
     takes_dim_first = call.func in (aten.slice.Tensor, aten.select.int, aten.unbind.int)
     place = 0 if takes_dim_first else 1
@@ -376,7 +377,7 @@ def _some_rows(call: _Call) -> Any:
 
 
 def _permuted(call: _Call) -> DeferredLogits:
-    """Dimensions in another order; the vocabulary may move to another dimension and back."""
+    """Run permutations, which may move the vocabulary to another dimension and back."""
     view = call.view
     geometry = call.on(view._geometry())
     order = call.on(torch.empty(tuple(range(len(view.dims))), device="meta")).shape
@@ -391,7 +392,7 @@ def _permuted(call: _Call) -> DeferredLogits:
 
 
 def _copied(call: _Call) -> DeferredLogits | None:
-    """Copies and floating casts on one device."""
+    """Run copies, and casts between floating dtypes, on one device."""
     view, kwargs = call.view, call.kwargs
     recipe = view.memory.recipe
     dtype, device = kwargs.get("dtype") or recipe.dtype, kwargs.get("device")
@@ -410,7 +411,7 @@ def _copied(call: _Call) -> DeferredLogits | None:
 
 
 def _scaled(call: _Call) -> DeferredLogits | None:
-    """Multiplication and division by a number, as by a temperature."""
+    """Run multiplications and divisions by a number, such as a temperature."""
     func, view, args, kwargs = call
     number: Any = -1.0 if func is aten.neg.default else args[0]
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -424,7 +425,7 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """A new tensor whose values are `function` of those of `view`."""
+    """Return a new tensor whose values are `function` of the values of `view`."""
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
     order = view.order
@@ -439,7 +440,7 @@ def _copy(
 
 
 def _indexed(call: _Call) -> DeferredLogits | None:
-    """Rows picked by tensors of positions or masks, which is a copy in eager PyTorch too."""
+    """Run indexing of rows by tensors or masks, which also copies in eager PyTorch."""
     view, where = call.view, call.args[0]
     memory, rank = view.memory, len(view.dims)
     if memory.value is not None or memory.is_open or view._is_reordered:
@@ -454,7 +455,7 @@ def _indexed(call: _Call) -> DeferredLogits | None:
 
 
 def _shaped_like(call: _Call) -> Any:
-    """New tensors that depend only on shape, dtype and device."""
+    """Run ops whose result depends only on shape, dtype and device."""
     options = {name: value for name, value in call.kwargs.items() if value is not None}
     device = {"device": call.view.device}
     return call.func(call.view._geometry(), *call.args, **{**device, **options})

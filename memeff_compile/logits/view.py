@@ -22,22 +22,22 @@ class View(Part, Protocol):
 
     @property
     def head(self) -> Head:
-        """These rows as a loss outside the graph takes them."""
+        """Return these rows in the form for a loss outside the graph."""
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """How the values come from the hidden states."""
+        """Return the recipe that computes the values from the hidden states."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
+        """Return the dtype of the logits."""
 
     @property
     def device(self) -> torch.device:
-        """The device of the logits."""
+        """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return a tensor in new memory: by a recipe, or by a function of its values."""
+        """Return a tensor in new memory, computed by a recipe or by a function of the values."""
 
     def to_read(self) -> Tensor:
         """Return an ordinary tensor that is a view of this one for autograd."""

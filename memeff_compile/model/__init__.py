@@ -1,4 +1,4 @@
-"""Functions on whole models. `torch.compile` cannot do their work, as it must not free the user's
+"""Functions that change whole models, which `torch.compile` cannot do: it must not free the user's
 tensors.
 
 A function here changes a model, or makes an object for one, because the user called it. It may use

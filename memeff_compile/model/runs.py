@@ -1,4 +1,4 @@
-"""Runs a model on a user's inputs, to observe it inside."""
+"""Runs a model on a user's inputs, to observe its modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode, without dropout, and each of its modules back afterwards."""
+    """Put a model in eval mode, without dropout; afterwards restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

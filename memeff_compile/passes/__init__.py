@@ -1,4 +1,4 @@
-"""The compiler, in order: every graph Dynamo captures is shown to these passes, first to last."""
+"""The built-in passes, in the order in which they run on every graph that Dynamo captures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .rewrite_kv_update import RewriteKVUpdate
 
 CORE: tuple[GraphPass, ...] = (
     FuseLinearCrossEntropy(),  # logits returned together with a fused loss become deferred with it
-    FuseEmbeddingGradient(),  # needs the pass above: a tied head is known by the op it became
+    FuseEmbeddingGradient(),  # needs the pass above, whose op shows which head is tied
     FuseGatedLinear(),  # inside activation checkpoints only
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
     RewriteKVUpdate(),  # generation: no loss, no gradient
-    ExpandMultihead(),  # it leaves masks that the next pass reads
+    ExpandMultihead(),  # it emits masks that the next pass reads
     RecoverAttention(),  # attention to a static cache is already rewritten
-    KeepRotaryTables(),  # for Inductor alone, which would compute them in each layer
+    KeepRotaryTables(),  # only for Inductor, which would compute the tables in each layer
     KeepActivations(),  # activation checkpoints, as the passes above leave them
 )
 """The passes of the core. A system's pass follows the one that its `system.py` names."""
@@ -33,6 +33,6 @@ PASSES = system.in_order(CORE, lambda each: each.name, lambda each: system.load(
 
 
 def in_order(ours: Sequence[GraphPass], theirs: Sequence[GraphPass]) -> tuple[GraphPass, ...]:
-    """Return our passes with a user's before and after them."""
+    """Return the built-in passes, with the user's passes before and after them."""
     before = [each for each in theirs if each.when == "before"]
     return (*before, *ours, *(each for each in theirs if each not in before))

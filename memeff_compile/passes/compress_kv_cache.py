@@ -6,9 +6,8 @@
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The cache is the user's: `memeff_compile.KVCache`. Its appends keep their positions and order. A
-declined call is correct but slow: every step decodes all
-keys and values (the dense view).
+The user creates the cache, a `memeff_compile.KVCache`. Its appends keep their positions and order.
+A declined call is correct but slow: every step decodes all keys and values (the dense view).
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class CompressKVCache(cached.CachedPass):
         return Gain(before, kv_cache.bytes_after(b, h, 1, d, splits=s), sizes)
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Let attention read the codes."""
+        """Replace the dense view and its attention by one op that reads the codes."""
         given = match.call.args
         chains = [node for name in ("key", "value") for node in _behind(info, given[name])[1]]
         *pool, told, _ = match.view.args  # the norms last
@@ -146,9 +145,7 @@ def _bits(view: Node) -> int | None:
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Strip nodes that repeat the heads; return the view they read, if it is one, and these
-    nodes.
-    """
+    """Return the dense view that nodes which repeat the heads read, if any, and these nodes."""
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):
@@ -225,8 +222,8 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
-    """Decline if another node needs the dense view, or writes to memory that attention reads
-    later.
+    """Return a decline if another node needs the dense view, or writes to memory that attention
+    reads later.
     """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):

@@ -4,12 +4,12 @@
 
 W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
 pass the linear would decode it, and autograd would keep every layer's decoded weight for the
-backward pass. That would cost the saved memory, and decoding time as well. The op keeps the
+backward pass. That would use up the saved memory, and cost decoding time. The op keeps the
 compressed weight and decodes it again. The rewrite has to come before autograd is traced, also
 inside checkpoints.
 
-Without training, two or three linears of one input, as those of queries, keys and values, are one
-op, which one launch serves for one token:
+Without training, two or three linears of one input, such as those of queries, keys and values,
+become one op, which needs a single launch for one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
@@ -65,12 +65,12 @@ class EncodeWeights(GraphPass):
     name = "encode_weights"
 
     def find(self, info: GraphInfo) -> list[Several]:
-        """Return every reader of a compressed weight, linears of one input together."""
+        """Return every reader of a compressed weight; linears of one input are one match."""
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
         for node in info.visit(info.gm.graph.nodes):
             weights = [n for n in node.all_input_nodes if _coded(n) is not None]
-            # A graph inside this one is only handed the weight; a gated linear decodes it twice.
+            # A nested graph only receives the weight; a gated linear decodes the weight twice.
             is_call = node.op in ("call_function", "call_method") and _whole(node) is node
             is_left = isinstance(node.target, HigherOrderOperator) or node.target is gated_linear
             if not weights or not is_call or is_left:
@@ -87,7 +87,7 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Say why a linear is no part of a group with its input, or return an empty string."""
+        """Return why a linear cannot join a group with its input, or an empty string."""
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [_whole(n) for n in (site.x, site.weight, site.bias) if n is not None]

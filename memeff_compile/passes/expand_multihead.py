@@ -5,11 +5,11 @@
             attended = scaled_dot_product_attention(q, k, v)
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
-PyTorch has two ways through this function. With ``need_weights=True``, the default, it builds the
-scores and the weights, even if they are never read. Without it, it calls
-scaled_dot_product_attention, with a mask per head if both masks are given. This pass takes the
-second way if the weights are not read, with one mask for all heads, and leaves the masks in a form
-that ``recover_attention`` reads. A node that would not gain stays.
+This function has two implementations in PyTorch. With ``need_weights=True``, the default, PyTorch
+builds the scores and the weights, even if no node reads them. Otherwise PyTorch calls
+scaled_dot_product_attention, with a mask per head if both masks are given. If no node reads the
+weights, this pass writes the second form, with one mask for all heads, in a form that
+``recover_attention`` reads. A node without a gain is not changed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from .graph.graph_info import GraphInfo, kind_among, same_shape
 class Mask:
     """A mask of the module."""
 
-    node: Node  # the mask as the function is given it
-    taken: Node | None  # where it is true, a key is taken away; None for a mask of other numbers
-    # the nodes that made it of ``taken``, as nn.MultiheadAttention does first
+    node: Node  # the mask as it is passed to the function
+    taken: Node | None  # true for hidden keys; None for a mask of other numbers
+    # the nodes that computed the mask from ``taken``, as nn.MultiheadAttention does
     made_by: tuple[Node, ...] = ()
 
 
@@ -60,22 +60,22 @@ class Multihead:
 
     @property
     def builds_weights(self) -> bool:
-        """Whether the call builds scores and weights, PyTorch's slower way."""
+        """Return whether the call builds scores and weights, PyTorch's slower form."""
         return bool(self.given["need_weights"])
 
     @property
     def masks(self) -> list[Mask]:
-        """The masks that count."""
+        """Return the masks that are not None."""
         return [mask for mask in (self.attention, self.padding) if mask is not None]
 
 
 class ExpandMultihead(GraphPass):
-    """The pass. Which buffers go depends on the kernels that PyTorch chooses."""
+    """The pass. The kernels that PyTorch chooses determine which buffers it saves."""
 
     name = "expand_multihead"
 
     def find(self, info: GraphInfo) -> Iterable[Multihead]:
-        """Yield every call from which something is to be gained."""
+        """Yield every call whose rewrite saves memory or time."""
         for node in info.visit(info.gm.graph.nodes):
             match = _read(info, node)
             if match is not None and _gains(info, match):
@@ -167,7 +167,7 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return in words the savings of the other way; empty if PyTorch already takes it."""
+    """Return in words the savings of the second form; empty if PyTorch already uses it."""
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
     is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
@@ -281,7 +281,7 @@ class _Expansion:
         attended = self.call(aten.scaled_dot_product_attention.default, query, key, value, keep)
         if self.match.builds_weights and keep is not None and _may_be_empty(self.info, self.match):
             attended = self.call(aten.mul.Tensor, attended, self._nothing_is_nan(keep))
-        # As the original lays it out: the longer axis first, then the batch.
+        # The original's layout: the longer axis first, then the batch.
         flat = self.call(aten.permute.default, attended, [2, 0, 1, 3])
         flat = self.call(aten.flatten.using_ints, flat, 2, 3)
         if not self.is_batched:
@@ -336,8 +336,10 @@ class _Expansion:
         return [self.item(pieces, place) for place in range(parts)]
 
     def _batch_first(self, source: Node) -> tuple[Node, int]:
-        """Return three axes to project, and which of the first two is the batch. A module with
-        ``batch_first`` swaps the axes of its inputs; the original is projected without a copy.
+        """Return a tensor of three axes to project, and which of its first two axes is the batch.
+
+        A module with ``batch_first`` swaps the axes of its inputs. This pass projects the unswapped
+        tensor, without a copy.
         """
         node = self.info.current(source)
         if not self.is_batched:

@@ -1,4 +1,4 @@
-"""embedding -> memeff::embedding_tied: the rows' gradient goes straight into the head's.
+"""embedding -> memeff::embedding_tied: the rows' gradient is added to the head's, in place.
 
     before: x = embedding(ids, W);          nll, .. = memeff.linear_cross_entropy(h, W, y)
     after:  x, C = memeff.embedding_tied(W, ids, -1)
@@ -54,7 +54,7 @@ from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
 # An fp32 buffer below this size does not justify a separate op in the backward pass.
 MIN_BYTES = 16 << 20
-# How much the sums may take beyond the saved buffer; a tiny table with a long batch needs more.
+# How many bytes the sums may exceed the saved buffer by; a tiny table with a long batch exceeds it.
 SLACK_BYTES = 1 << 20
 
 _WEIGHT_ARGUMENT = 1  # of memeff::linear_cross_entropy(hidden, weight, ...)
@@ -68,7 +68,7 @@ _HEADS = (
 
 @dataclass
 class Table:
-    """A weight that is looked up, and its readers: lookups, and the heads after all of them."""
+    """A weight that is looked up, and its readers: the lookups, and the heads after all lookups."""
 
     weight: Node
     lookups: list[Node] = field(default_factory=list)
@@ -84,7 +84,7 @@ class FuseEmbeddingGradient(GraphPass):
         return super().enabled(info) and info.region.grad
 
     def find(self, info: GraphInfo) -> Iterable[Table | Decline]:
-        """Yield one table per looked-up weight with something to gain."""
+        """Yield one table per looked-up weight for which the rewrite saves memory."""
         tables: dict[Node, Table] = {}
         unread: dict[Node, list[Node]] = defaultdict(list)
         for node in info.visit(info.gm.graph.nodes):
@@ -158,7 +158,7 @@ class FuseEmbeddingGradient(GraphPass):
         return [*match.lookups, *match.heads]
 
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
-        """Replace the lookups; let the heads read the table from the last one."""
+        """Replace the lookups; let the heads read the table that the last lookup returns."""
         table, sources = match.weight, _sources(match.weight)
         parts: dict[Node, Node] = {}
         for node, call in zip(match.lookups, match.calls, strict=True):
@@ -247,7 +247,7 @@ def _unread(node: Node) -> Decline:
 
 
 def _sources(weight: Node) -> list[Node]:
-    """Return a weight and this rank's part of it, which heads over ranks read instead."""
+    """Return a weight and this rank's shard of it, which heads split over ranks read instead."""
     parts = (user for user in weight.users if user.target is part_of_rank)
     return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
 
@@ -320,7 +320,7 @@ def _layout(info: GraphInfo, weight: Node, ids: Node) -> op_folder.Layout | None
 
 
 def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> Decline | None:
-    """Return why a split table cannot be looked up part by part, or None."""
+    """Return why ranks cannot look up a split table shard by shard, or None."""
     anchor, found = match.lookups[0], None
     if all(compat.known_size(size) is not None for size in weight.shape):
         found = op_folder.layout_of(weight, ids)
@@ -343,8 +343,9 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether the reader of rows that ranks hold partial sums of adds these up first. A
-    tensor that every rank holds in full shows that.
+    """Return whether the reader of partial sums over ranks adds these up first.
+
+    It does if its result is a tensor that every rank holds in full.
     """
     if node_name(user) in _MOVES:
         return True

@@ -44,7 +44,7 @@ class Gated:
 
 
 class FuseGatedLinear(GraphPass):
-    """The pass. Blocks run one after the other, so the report gives each saving and no sum."""
+    """The pass. Blocks run one after the other, so the report gives each saving, not a sum."""
 
     name = "fuse_gated_linear"
 
@@ -105,7 +105,7 @@ def _activation(call: Call) -> str:
 
 
 def _gains(info: GraphInfo, match: Gated) -> bool:
-    """Return whether the op would write over tensors that the backward computes for it alone."""
+    """Return whether the op overwrites only tensors that the backward computes for this op."""
     out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
     if out is None or gate is None or up is None:
         return False

@@ -8,7 +8,8 @@
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
-LoRA adapters of the head are low-rank products added to its product; they join the call.
+A LoRA adapter of the head is a low-rank product that is added to the head's product; the op takes
+its factors as arguments.
 
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
@@ -188,7 +189,7 @@ class FuseLinearCrossEntropy(GraphPass):
             numbers = sum(len(gathered(group)) for group in groups)
             from_ranks = 4 * split.shard.ranks * numbers * n
         if all(is_total(info, group) for group in groups):
-            # Gradients are made in the forward.
+            # The forward computes the gradients.
             if isinstance(split, op_folder.Split):
                 seen = (*seen[:2], split.shard.chunk)  # which pieces of rows go by
             walks = head.compute_dtype, bool(head.parts), False
@@ -305,7 +306,7 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Name the engine, its measured speed, and the effect of a gradient filter in it."""
+    """Return the engine's name, its measured speed, and the effect of a gradient filter."""
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)
     name, speed = _engine_name(info, match), speed_note(hidden.device)

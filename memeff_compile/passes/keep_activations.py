@@ -70,8 +70,8 @@ _STEPS = _MOVES | named(
 )
 """Ops that are linear in one operand if the other needs no gradient."""
 
-# Throughput of an H200 per second, of which only the ratios matter: products, attention, and bytes
-# that the kernels between them move.
+# Throughput of an H200 per second for products, for attention, and in bytes for other kernels. Only
+# the ratios matter.
 _PRODUCTS = 650e12
 _ATTENTIONS = 330e12
 _MOVED = 3e12
@@ -194,7 +194,7 @@ def _unserved(info: GraphInfo) -> Decline | None:
 
 
 def _readable(info: GraphInfo) -> Iterator[Product]:
-    """Yield the products of a level; errors are reported when that level itself is searched."""
+    """Yield the products of a level; errors are reported in the search of that level."""
     for node in info.gm.graph.nodes:
         with suppress(Exception):
             product = _product(info, node)
@@ -258,9 +258,10 @@ def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
 
 
 def _readers(linear: Node) -> list[Node]:
-    """Return the nodes of a linear's result that the backward pass reads: itself, or results of
-    linear steps. A result that is only added and returned is not read; `memeff::gated_linear` would
-    overwrite the one that it reads.
+    """Return the nodes that the backward pass reads: the linear, or results of linear steps on it.
+
+    The backward does not read a result that is only added and returned. The list is empty if
+    `memeff::gated_linear` reads one of these nodes, because that op overwrites it.
     """
     made, ways = dict.fromkeys([linear]), [linear]
     while ways:
@@ -288,7 +289,7 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the ops that read the result a call passes on; the call's op if it passes none on."""
+    """Return the ops that read a call's result after moves; the call's op if it is no move."""
     found: list[Any] = []
     ways, seen = [node], {node}
     while ways:
@@ -318,8 +319,8 @@ def _without_moves(node: Node, linear: Node) -> Node:
 def _is_made_op_by_op(value: torch.Tensor) -> bool:
     """Return whether PyTorch chose its form of attention that ends in a plain product.
 
-    Dynamo's run of the call chose it, as with `sdpa_kernel`; on a planned GPU the answer is
-    unknown.
+    Dynamo's trace of the call made the choice, for example under `sdpa_kernel`; on a planned GPU it
+    is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

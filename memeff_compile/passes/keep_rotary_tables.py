@@ -1,4 +1,4 @@
-"""cos and sin of positions are computed once and read, not computed again in every layer's kernels.
+"""Compute cos and sin of positions once, instead of again in the kernels of every layer.
 
     before: c = to(cos(angles)); layer 1: q * c + ..; layer 2: q * c + ..
     after:  c = as_strided(to(cos(angles)), ..); layer 1: q * c + ..; layer 2: q * c + ..
@@ -26,7 +26,7 @@ from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
 
 FEWEST_READERS = 3  # with fewer layers the gain is too small to report
-# Smaller tables, as those of a step of decoding, are computed sooner than they are read.
+# Computing smaller tables, as in a decoding step, takes less time than reading them.
 FEWEST_NUMBERS = 1 << 16
 
 _WAVES = named("cos.default sin.default")

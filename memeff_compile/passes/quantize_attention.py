@@ -60,8 +60,8 @@ class Asked:
 
     operands: tuple[Node, Node, Node]  # q, k and v
     tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes
-    ahead: Any = None  # how far a key may stand ahead of a query; None for any
-    behind: Any = None  # how far before it; None for any
+    ahead: Any = None  # how far a key may be ahead of a query; None for no bound
+    behind: Any = None  # how far before a query; None for no bound
     scale: Any = None  # of the scores; None for that of the head dimension
     # "whole" without a condition, "causal" where PyTorch's kernels know the mask, "told" where
     # memeff::attention serves it
@@ -81,7 +81,7 @@ class Site:
 
     @property
     def level(self) -> str:
-        """The level in words."""
+        """Return the level in words."""
         if len(self.levels) == 1:
             return self.levels[0]
         return "by call: " + ", ".join(
@@ -207,7 +207,7 @@ def _asked_of_op(call: Node) -> Asked | Decline:
 
 
 def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
-    """Return how a call is served, or why it is not."""
+    """Return the rewrite of a call, or why it is not rewritten."""
     found, node = place.asked, place.node
     if isinstance(found, Decline):
         return replace(found, node=node)
@@ -282,7 +282,8 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
 def _without_gain(
     info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
-    """Return why low bits would not be faster, or None; a length that you set decides alone.
+    """Return why low bits would not be faster, or None; a length that the user sets takes
+    precedence.
 
     A length that varies is compared with a guard, so that a length on the other side is checked
     again.

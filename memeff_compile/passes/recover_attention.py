@@ -1,4 +1,4 @@
-"""dense masks and expanded keys -> is_causal and enable_gqa: attention gets its fast kernels back.
+"""dense masks and expanded keys -> is_causal and enable_gqa, so that attention uses fast kernels.
 
     before: mask = le(arange(S)[None, :], arange(S)[:, None]).expand(B, 1, S, S)
             k, v = repeat_kv(k), repeat_kv(v)
@@ -44,8 +44,8 @@ class Plan:
     """The rewrite of one site."""
 
     causal: bool  # the new call's is_causal
-    limit: Any  # keys from this one on are never attended to and cut off; None keeps all
-    # keys and values before they were repeated; None: they stay
+    limit: Any  # keys from this index on are never attended to and are cut off; None keeps all
+    # keys and values before they were repeated; None leaves them repeated
     bases: tuple[Operand, Operand] | None
     sentence: str  # the sentence for the report
     said: told_to_op.Said | None = (
@@ -64,7 +64,7 @@ class Match:
 
 
 class RecoverAttention(GraphPass):
-    """The pass. Which buffers go depends on the kernels that PyTorch chooses."""
+    """The pass. The kernels that PyTorch chooses determine which buffers it saves."""
 
     name = "recover_attention"
 
@@ -351,7 +351,7 @@ _COPIES = named("contiguous.default clone.default")
 def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
     """Return the node that was repeated over the heads and its first reader, or None."""
     if operand.unexpanded is not None and site.product is not None:
-        return operand.unexpanded, site.product  # the product itself repeats it
+        return operand.unexpanded, site.product  # the product repeats it by broadcasting
     result, node = operand.value, back_over(operand.node, _COPIES)
     if operand.steps or result.dim() != 4 or call_of(node, *REPEATS) is None:
         return None

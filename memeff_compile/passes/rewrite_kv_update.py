@@ -46,7 +46,7 @@ _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys or values as attention takes them, and the cache they come from."""
+    """The operand of attention for keys or values, and the cache that it comes from."""
 
     node: Node
     repeat: Any
@@ -75,7 +75,7 @@ class Site(cached.CachedSite):
 
     @property
     def shown(self) -> Visible:
-        """The keys that queries see, if they could be read."""
+        """Return the keys that queries see, if the mask could be read."""
         assert self.visible is not None
         return self.visible
 
@@ -145,7 +145,7 @@ class RewriteKVUpdate(cached.CachedPass):
             taken = (match.call.args["query"], key.node, value.node, last, mask)
             out = editor.call(op_folder.kv_cache_attention, *taken, cached.held_scale(match.call))
             old = info.value(match.node)
-            # A result that lies by head, as the op's does not, may have users that need a view.
+            # PyTorch's result is contiguous by head, the op's is not; users may need a view of it.
             if not compat.statically_true(old.shape[2] == 1) and old.is_contiguous():
                 out = editor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         editor.replace(match.node, out)
@@ -164,7 +164,7 @@ def _is_cache_write(node: Node) -> bool:
 
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
-    """Return the memory of ``nodes``: of those that outlive the graph, or of all of them."""
+    """Return the storages of ``nodes``, or of those among them that outlive the graph."""
     held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
     return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
@@ -415,7 +415,7 @@ def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] |
 
 
 def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
-    """Return whether the result of a write ends in ``owned`` nodes without other users."""
+    """Return whether only ``owned`` nodes use the result of a write."""
     others = [node for node in owned[1:] if node.op != "placeholder"]
     return all(set(node.users) <= set(owned) for node in (write, *others))
 

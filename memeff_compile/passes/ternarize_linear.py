@@ -52,7 +52,7 @@ class Site:
     linear: Node
     bias: Node | None
     tokens: Quantized | Unread
-    weight: Quantized | Unread | None  # None: the value is not rounded on its way
+    weight: Quantized | Unread | None  # None: the value is not rounded
 
     @property
     def both(self) -> tuple[Quantized, Quantized]:
@@ -68,7 +68,7 @@ class Group:
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
-    products: list[Product] = field(default_factory=list)  # where they are calls already
+    products: list[Product] = field(default_factory=list)  # set if they are already calls of the op
 
 
 @dataclass
@@ -218,7 +218,7 @@ def _site(node: Node) -> Site | None:
     if read_weight is None and not rounds(tokens):
         return None
     read_tokens = read_quantized(tokens)
-    # Rounding somewhere in the layers before the tokens does not matter here.
+    # Rounding in earlier layers does not matter here.
     is_fake = isinstance(read_tokens, Quantized) and not read_tokens.is_weight
     if read_weight is None and not is_fake and not are_codes(tokens):
         return None
@@ -304,7 +304,7 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
-    """Return which property the op does not support, which result would be wrong, or no gain."""
+    """Return why the op does not support a linear, would be wrong, or has no gain; else None."""
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:
         said = f"an operand of the linear is a {kind}: the scale would be that of a part of it"

@@ -2,6 +2,6 @@
 
 `capture` traces a model on fake tensors as the backend would, before and after the passes;
 `timeline` replays the buffers of a captured graph; `footprint` turns both into formulas in batch
-and length; `setting` computes the setting that fits a given memory. `memeff_compile.explain` is the
-door.
+and length; `setting` computes the setting that fits a given memory. Users call
+`memeff_compile.explain`.
 """

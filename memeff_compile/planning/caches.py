@@ -29,12 +29,12 @@ STEP_ROOM = 1 << 30
 class CacheMode:
     """The size of a cache with a number of bits, and the context and batch that fit."""
 
-    bits: int  # of a code; 16 keeps keys and values as they come
+    bits: int  # bits of a code; 16 stores keys and values unchanged
     # bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes are taken as
     # filled
     formula: sympy.Expr
     bytes_per_token: float  # of one more token of one sequence, all layers together
-    total: int  # bytes at the batch and length that were asked for
+    total: int  # bytes at the requested batch and length
     # tokens per sequence that fit at that batch, 0 if none does; None if any number does,
     # because the cache does not grow with the context
     longest: int | None
@@ -139,7 +139,8 @@ def explain_cache(
 def weight_bytes(model: nn.Module, codec: str) -> int:
     """Return the bytes of a model's parameters, with its linear layers' weights in a codec.
 
-    While one runs with many tokens, it is decoded: room for the largest one is counted too.
+    A layer that runs with many tokens decodes its weight, so the result includes the largest
+    decoded weight.
     """
     every = sum(parameter.nbytes for parameter in model.parameters())
     if codec not in BITS_PER_WEIGHT:
@@ -156,11 +157,11 @@ def weight_bytes(model: nn.Module, codec: str) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The tensors that a model keeps of a token."""
+    """The sizes of the tensors that a model caches for each token."""
 
     layers: int  # that see all tokens
     pairs: int  # of layers that share directions two and two, which are not among `layers`
-    retained: float  # the share of tokens that a pair has room for as they came
+    retained: float  # the share of tokens that a pair has room to store exactly
     windows: tuple[int, ...]  # of the other layers
     states: int  # layers that keep no keys and values but a state of one size
     heads: int
@@ -169,7 +170,7 @@ class _Shape:
 
     @property
     def row(self) -> int:
-        """Bytes of the keys and values of one token in one layer, without codes."""
+        """Return the bytes of one token's keys and values in one layer, without codes."""
         return 2 * self.heads * self.depth * self.itemsize
 
 

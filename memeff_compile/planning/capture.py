@@ -92,7 +92,7 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if the sizes here are those of `other`, or the reason why not."""
+        """Return "" if the sizes here equal those of `other`, or the reason why they do not."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
@@ -109,7 +109,7 @@ class Capture:
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
-    """Read batch and length off input_ids, else the first integer tensor of a call, or any one."""
+    """Return batch and length, read from input_ids, else from the first integer tensor or any."""
     tensors = [x for x in tensors_of((kwargs.get("input_ids"), args, kwargs)) if x.dim()]
     if not tensors:
         raise ExplainError(

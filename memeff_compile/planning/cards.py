@@ -30,7 +30,7 @@ def _plain(name: str) -> str:
 
 
 class Card(NamedTuple):
-    """One GPU that can be bought or rented."""
+    """One GPU model on the market."""
 
     name: str  # as the maker writes it
     gib: float  # memory
@@ -40,17 +40,17 @@ class Card(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name for the command line."""
+        """Return the name for the command line."""
         return _plain(self.name)
 
     @property
     def memory(self) -> int:
-        """Memory in bytes."""
+        """Return the memory in bytes."""
         return int(self.gib * 2**30)
 
     @property
     def gpu(self) -> Gpu:
-        """The features of this kind of GPU."""
+        """Return the features of this kind of GPU."""
         return gpu_of(self.capability)
 
     def __str__(self) -> str:
@@ -109,12 +109,12 @@ class Target(NamedTuple):
 
     @property
     def library(self) -> int:
-        """Bytes that the matrix library keeps after its first call."""
+        """Return the bytes that the matrix library keeps after its first call."""
         return 0 if self.device == "cpu" else LIBRARY_THREADS * self.gpu.library_workspace
 
     @property
     def gpu(self) -> Gpu:
-        """The features of the planned GPU."""
+        """Return the features of the planned GPU."""
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:

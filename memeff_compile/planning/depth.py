@@ -1,4 +1,4 @@
-"""Repeated blocks: a deep model is captured with few of them, which show each block's cost.
+"""Repeated blocks: a deep model is captured with a few blocks, which show the cost of each kind.
 
 Of every list of blocks the first and the last are captured, and one of each kind between them. It
 represents all blocks of its kind, which keep and produce the same sizes.
@@ -29,12 +29,12 @@ class Stack:
 
     @property
     def depth(self) -> int:
-        """Number of blocks."""
+        """Return the number of blocks."""
         return len(self.kinds)
 
     @property
     def is_short(self) -> bool:
-        """Whether some blocks are not captured."""
+        """Return whether some blocks are not captured."""
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Stack:
         return tuple(i for i in others if i == index or i not in self.kept)
 
     def whole(self) -> Stack:
-        """Return the same list, captured block by block."""
+        """Return this list with every block captured."""
         return replace(self, kept=tuple(range(self.depth)))
 
 

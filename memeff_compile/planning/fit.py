@@ -144,17 +144,17 @@ class Fit(VerbReport):
 
     @property
     def room(self) -> int:
-        """Bytes that a step may take: 5 % of the memory stays free."""
+        """Return the bytes that a step may take: 5 % of the memory stays free."""
         return int(self.memory * (1 - LEFT_FREE))
 
     @property
     def first(self) -> Row | None:
-        """The first row with memeff that fits, which changes a training the least."""
+        """Return the first row with memeff that fits, which changes training the least."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property
     def nearest(self) -> Row:
-        """The row that takes the least memory."""
+        """Return the row that takes the least memory."""
         return min(
             (row for row in self.rows if row.peak is not None), key=lambda row: row.peak or 0
         )

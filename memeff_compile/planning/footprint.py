@@ -47,7 +47,7 @@ class Block:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """The blocks that it represents."""
+        """Return the blocks that this block represents."""
         return self.stack.alike(self.place)
 
 
@@ -291,7 +291,7 @@ class _Replay:
                 line.last_read[buffer] = ends[last[buffer]]
 
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
-        """Yield what a moment is in the whole model: of a block in between, at both of its ends."""
+        """Yield a moment's parts in the whole model: for a middle block, those of both ends."""
         phase, block, is_outside = place
         if block is None:
             where = "outside the blocks" if self.stacks else "the whole model"

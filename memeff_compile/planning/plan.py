@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def increase(self) -> float | None:
-        """How many times larger the largest batch is with the passes."""
+        """Return the ratio of the largest batch with the passes to that without them."""
         if not self.before.largest_batch or self.after.largest_batch is None:
             return None
         return self.after.largest_batch / self.before.largest_batch

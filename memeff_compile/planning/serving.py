@@ -31,12 +31,12 @@ class ServingRow:
 
     @property
     def numbers(self) -> str:
-        """Whether the results equal the dense model's."""
+        """Return whether the results equal the dense model's."""
         return "exact" if self.mode.bits == 16 else "lossy: cache"
 
     @property
     def line(self) -> str:
-        """The line of code, without the name of the package."""
+        """Return the line of code, without the name of the package."""
         options = [] if self.codec == "dense" else [f'weights="{self.codec}"']
         options += [] if self.mode.bits == 16 else [f"kv_cache={self.mode.bits}"]
         return f"compile({', '.join(['model', *options])})"

@@ -87,7 +87,7 @@ class Moment:
 
     @property
     def total(self) -> sympy.Expr:
-        """All parts together."""
+        """Return the sum of all parts."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 
@@ -161,7 +161,7 @@ class Setting:
 
     @property
     def shards(self) -> int:
-        """The number of GPUs over which weights are sharded."""
+        """Return the number of GPUs over which weights are sharded."""
         return self.gpus if self.sharding == "fsdp" else 1
 
 

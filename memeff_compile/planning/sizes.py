@@ -37,11 +37,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """Batch and length that no other size of a model is a multiple of. So each size shows how it
-    grows: 11 x 2039 can only be batch x length.
+    """Batch and length of which no other size of a model is a multiple.
+
+    So each size shows how it grows: 11 x 2039 can only be batch x length.
     """
 
-    batch: int | None = None  # None where it is not told apart: sizes then do not grow with it
+    batch: int | None = None  # None: sizes do not show how they grow with it
     length: int | None = None  # likewise
     near: tuple[int, ...] = NEAR  # how much longer than the length something of its kind can be
 
@@ -58,9 +59,7 @@ class Told:
         return Told(batch, length)
 
     def formula(self, size: int) -> sympy.Expr:
-        """Return a size as a formula in batch and length; a number that is neither stays a
-        number.
-        """
+        """Return a size as a formula in batch and length, or as a number if it has neither."""
         if size < 2:
             return sympy.Integer(size)
         rest, found = size, sympy.Integer(1)
@@ -163,7 +162,7 @@ class Scale:
 
     @property
     def zero(self) -> Values:
-        """Zero bytes, at every point."""
+        """Return zero bytes, at every point."""
         return (0,) * len(self.points)
 
 

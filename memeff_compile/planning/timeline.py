@@ -1,7 +1,7 @@
-"""Which buffers live when a captured graph runs under Inductor, kernel by kernel.
+"""Predict which buffers exist, kernel by kernel, while a captured graph runs under Inductor.
 
-Inductor writes a value to memory only if it is needed there, by: a matrix product, another op, an
-output, or a kernel of another shape. The rules here are its own, simplified:
+Inductor writes a value to memory only for a reader that needs it there: a matrix product, another
+op, an output, or a kernel of another shape. The rules here simplify those of Inductor:
 
 - views have no memory; pointwise values are computed inside the kernels that read them, unless a
   product reads them, they leave the graph, or several readers would recompute a long chain;
@@ -83,7 +83,7 @@ def writes_to_an_input(node: Node) -> bool:
 
 
 def called_op(node: Node) -> object:
-    """Return the op that a node calls, also where torch wrapped it because it writes."""
+    """Return the op that a node calls, also if torch wrapped the op because it writes."""
     return node.args[0] if writes_to_an_input(node) else node.target
 
 

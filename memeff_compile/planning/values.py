@@ -24,7 +24,7 @@ class Values:
     """Knows the values of some fake tensors; a known scalar is a real number, not a fake tensor."""
 
     def __init__(self) -> None:
-        # the memory of values that something unknown was written to, held so that it stays theirs
+        # memory of values after an unknown write; kept alive so that it is not reused
         self._lost: dict[int, torch.Tensor] = {}
         self.are_read = False  # whether an op depended on any of them
 

@@ -1,3 +1,3 @@
-"""Device code and device facts shared by several ops. No module here imports triton when it is
-imported itself.
+"""Device code and properties of GPUs that several ops share. Importing a module of this package
+does not import triton.
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=1)
 def _runtime() -> Any:
-    """Return Triton's settings of launches."""
+    """Return Triton's runtime settings, which hold the launch hooks."""
     from triton import knobs
 
     return knobs.runtime
@@ -33,22 +33,23 @@ def takes(kernel: Any, name: str) -> bool:
 
 
 def constant(value: Any) -> Any:
-    """Return a value as a compiled kernel reads it."""
+    """Return a value as a `tl.constexpr`, the form in which a compiled kernel reads it."""
     import triton.language as tl
 
     return tl.constexpr(value)
 
 
 def is_compiled(kernel: Any) -> bool:
-    """Say whether a kernel runs on a GPU, not in the interpreter."""
+    """Return whether a kernel is compiled for a GPU; the interpreter runs the others."""
     return hasattr(kernel, "device_caches")
 
 
 def launcher(
     kernel: Any, compiled: Any, constants: Mapping[str, Any], count: int
 ) -> Callable[[tuple[int, ...], int, Sequence[Any]], None]:
-    """Return a function that launches a compiled kernel on a grid, with the `count` arguments that
-    vary.
+    """Return a function that launches a compiled kernel on a grid.
+
+    The caller of that function passes the first `count` arguments; `constants` gives the others.
     """
     from triton.runtime import driver
 
@@ -64,14 +65,14 @@ def launcher(
 
 
 def described(tensor: Tensor, block: Sequence[int]) -> Any:
-    """Return a matrix as the descriptor of tiles of a shape, which the GPU loads by itself."""
+    """Return a descriptor of a matrix, with which the GPU loads tiles of shape `block`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def is_described(argument: Any) -> bool:
-    """Return whether an argument is such a descriptor."""
+    """Return whether an argument is a descriptor from `described`."""
     return hasattr(argument, "block_shape")
 
 
@@ -82,7 +83,7 @@ def tiles_in(descriptor: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1)
 def has_gluon() -> bool:
-    """Return whether this Triton has the Gluon version that these kernels use; it still changes."""
+    """Return whether this Triton has the version of the experimental Gluon API that kernels use."""
     try:
         from . import gluon
     except (ImportError, AttributeError):

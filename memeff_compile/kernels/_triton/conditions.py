@@ -1,4 +1,4 @@
-"""Which keys count for which queries, and the arguments that tell the engines."""
+"""The conditions under which a key counts for a query, as engines of attention take them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Conditions:
     """The conditions under which a key counts for a query, and how the scores are made."""
 
     key_mask: Tensor | None  # bool (B or 1, N): keys that count at all, or None
-    # (B or 1, M) and (B or 1, N): equal where a key counts, or both None
+    # (B or 1, M) and (B or 1, N): a key counts if both are equal; or both None
     query_ids: Tensor | None
     key_ids: Tensor | None
     ahead: int | None  # query m sees keys up to m + ahead, or None for no bound
@@ -28,17 +28,15 @@ class Conditions:
 
     @property
     def is_bias(self) -> bool:
-        """Whether the mask is added to the scores."""
+        """Return whether the mask is added to the scores."""
         return self.mask is not None and self.mask.dtype.is_floating_point
 
     def has_tables(self) -> bool:
-        """Return whether more than the positions decides."""
+        """Return whether a key mask or ids, in addition to positions, decide which keys count."""
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether every query has a key within `ahead` and `behind`, as with ahead=0
-        alone.
-        """
+        """Return whether `ahead` and `behind` leave every query a key, as ahead=0 alone does."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead
@@ -46,7 +44,7 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Return whether a query may get the mean of all values, which needs every key."""
+        """Return whether a query may get the mean of all values, so that it needs every key."""
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
@@ -58,7 +56,7 @@ class Conditions:
         return low, max(low, high)  # ahead=0, behind=2: queries 8 to 11 of many need keys 6 to 11
 
     def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:
-        """Return bool (B or 1, stop - first, high - low): which keys count for which queries."""
+        """Return which keys count for which queries, as bool (B or 1, stop - first, high - low)."""
         query = torch.arange(first, stop, device=device)[:, None]
         key = torch.arange(low, high, device=device)[None, :]
         found = torch.ones(1, stop - first, high - low, dtype=torch.bool, device=device)

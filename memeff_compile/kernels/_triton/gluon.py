@@ -1,4 +1,4 @@
-"""Gluon's names, as this Triton has them; it is experimental, and importing this may fail."""
+"""The names of Gluon in this version of Triton. Gluon is experimental: importing this may fail."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDe
 gl, NVMMASharedLayout = language, language.NVMMASharedLayout
 async_copy, mma_v2 = ampere.async_copy, ampere.mma_v2
 fence_async_shared, mbarrier, tma = hopper.fence_async_shared, hopper.mbarrier, hopper.tma
-# Names that differ before Triton 3.9: a tile by its descriptor to shared memory and from it, one
-# by pointers to it, and shared memory seen as of another type, shape and layout.
+# Names that differ before Triton 3.9: copies of a tile between its descriptor and shared memory,
+# copies by pointers, and views of shared memory with another type, shape or layout.
 if hasattr(tma, "async_load"):
     load_tile, store_tile = tma.async_load, tma.async_store
 else:
@@ -30,6 +30,6 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: int = 128) -> Any:
-    """Return a matrix as the descriptor of tiles of a shape, which the GPU loads by itself."""
+    """Return a descriptor of a matrix, with which the GPU loads tiles of one shape."""
     layout = NVMMASharedLayout(swizzle, bits, 2)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)

@@ -2,7 +2,7 @@
 
 A GPU is known by its vendor and its compute capability together: PyTorch gives AMD's GPUs numbers
 of the same form (9.4 for an MI300), which have another meaning. To add a GPU, add its row; without
-one it is treated as the least capable GPU of its vendor.
+a row, a GPU is treated as the least capable one of its vendor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Gpu(NamedTuple):
 
     vendor: str  # `NVIDIA` or `AMD`
     capability: tuple[int, int]  # compute capability
-    # which row of an op's table of shapes it takes: "hopper" and "blackwell" by their products,
+    # the row of an op's table of shapes that it uses: "hopper" and "blackwell" by their products,
     # "roomy" and "narrow" by their shared memory
     kind: str = "narrow"
     shared: int = 99 << 10  # bytes of shared memory that a program may take
@@ -39,7 +39,7 @@ class Gpu(NamedTuple):
 
     @property
     def is_hopper(self) -> bool:
-        """Say whether products of warp groups read their operands from shared memory."""
+        """Return whether products of warp groups read their operands from shared memory."""
         return self.kind == "hopper"
 
     @property
@@ -49,7 +49,7 @@ class Gpu(NamedTuple):
 
     @property
     def library_workspace(self) -> int:
-        """Bytes that PyTorch gives the matrix library for each thread that calls it."""
+        """Return the bytes that PyTorch reserves for cuBLAS for each thread that calls it."""
         return 32 << 20 if self.capability >= (9, 0) else 2 * 4096 + 8 * 16 << 10
 
     @property
@@ -84,8 +84,8 @@ H200 = GPUS[9, 0]
 
 
 def gpu_of(capability: tuple[int, int], vendor: str = NVIDIA) -> Gpu:
-    """Return the features of a kind of GPU; without a row, those that all GPUs of its vendor
-    have.
+    """Return the features of a kind of GPU; for a GPU without a row in the table, the features that
+    all GPUs of its vendor have.
     """
     found = GPUS.get(capability) if vendor == NVIDIA else None
     return found or Gpu(vendor, capability)  # so 9.0 of AMD is no Hopper

@@ -1,4 +1,4 @@
-"""Shared by launches of attention over tiles of keys: conditions as arguments, and the bounds."""
+"""Shared by all attention engines: pass conditions to kernels, and find the tiles to visit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launch import start
 
 
 class Rows(NamedTuple):
-    """A (B, H, rows, D) tensor as kernels take it: with its strides but the last, which is 1."""
+    """A (B, H, rows, D) tensor as kernels take it, with all strides except the last, which is 1."""
 
     ptr: Any
     batch: Any
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Conditions that are tables as kernels take them, each with its stride over the batch.
+    """The mask of keys and the ids as kernels take them, each with its stride over the batch.
 
     The mask of keys is (B or 1, N) bytes, ids are (B or 1, M) and (B or 1, N).
     """
@@ -57,17 +57,17 @@ BOUNDS_WARPS = 8
 
 
 def depth_block(depth: int, least: int = 16) -> int:
-    """Return the power of two that holds a head dimension, at least `least`: 128 holds 96."""
+    """Return a head dimension rounded up to a power of two of at least `least`: 128 for 96."""
     return max(least, 1 << (depth - 1).bit_length())
 
 
 def tiles_of(length: int, size: int) -> int:
-    """Return how many tiles of a size cover so many positions."""
+    """Return how many tiles of `size` positions cover `length` positions."""
     return -(-length // size)
 
 
 def within(given: Conditions, queries: int, keys: int) -> Conditions:
-    """Drop bounds that hide no key, limit others to the sizes, and give tables unit stride."""
+    """Drop bounds that hide no key, clamp the other bounds, and give tables unit stride."""
 
     def bound(number: int | None, most: int, least: int) -> int | None:
         return None if number is None or number >= most - 1 else max(number, -least)
@@ -87,7 +87,7 @@ def _unit_stride(table: Tensor | None) -> Tensor | None:
 
 
 def flags_of(given: Conditions) -> dict[str, bool]:
-    """Return the constants that tell a kernel which conditions there are."""
+    """Return the compile-time flags that tell a kernel which conditions are set."""
     return {
         "HAS_AHEAD": given.ahead is not None,
         "HAS_BEHIND": given.behind is not None,
@@ -108,7 +108,7 @@ def cells_of(tensor: Tensor) -> Cells:
 
 
 def tables_of(given: Conditions, like: Tensor) -> Tables:
-    """Return the tables of conditions; `like` is passed for missing ones."""
+    """Return the key mask and the ids for a kernel, with `like` in the slots of missing ones."""
     found: list[Any] = [*mask_and_stride(given, like)]
     for table in map(_unit_stride, (given.query_ids, given.key_ids)):
         found += [like, 0] if table is None else [table, _over_batch(table)]
@@ -134,9 +134,9 @@ def find_bounds(
     mean: bool = False,  # a query may have no key and get the mean of all
     lse: Tensor | None = None,  # (B, H, M) fp32: minus infinity tells such queries
 ) -> Tensor:
-    """Return which tiles each program tile visits, (B, tiles, 4) int32.
+    """Return the range of tiles that each program tile visits, (B, tiles, 4) int32.
 
-    If positions alone decide, `like` is passed for the table, which is not read.
+    If positions alone decide which keys count, the result is `like`, which kernels do not read.
     """
     if not (given.has_tables() or mean):
         return like

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Which tiles of keys are combined with which tiles of queries, and which keys of a tile count.
 
-The tiles that one tile visits are four numbers: first and stop of the visited tiles, and within
-them first and stop of the complete ones. Positions alone give them by arithmetic; tables (masks and
-ids) by a small kernel that runs first.
+Four numbers say which tiles one tile visits: first and stop of the visited tiles, and within them
+first and stop of the complete ones. If positions alone decide, a kernel computes these numbers; if
+there are masks or ids, a small kernel that runs before it writes them to a table.
 
 Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" the tiles
 that it visits.
@@ -19,7 +19,7 @@ FAR = tl.constexpr(2**62)
 
 @triton.jit
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
-    """Return which keys of a tile count for which queries, these along an axis.
+    """Return which keys of a tile count for which queries; `AXIS` is the axis of the queries.
 
     `queries` and `keys` are pairs of positions and ids; `span` is ``(ahead, behind)``.
     """
@@ -39,13 +39,13 @@ def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def keys_shown(mask_ptr, key, is_inside):
-    """Return which keys are inside, and shown by the mask."""
+    """Return which keys lie inside the tensor and are not hidden by the mask."""
     return is_inside & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
 
 
 @triton.jit
 def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
-    """Return the ids at these positions; the positions themselves if there are no ids."""
+    """Return the ids at these positions, or the positions if there are no ids."""
     found = place
     if C.HAS_IDS:
         found = tl.load(ids_ptr + place, mask=is_inside, other=0)
@@ -54,11 +54,11 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 
 @triton.jit
 def _visited(tile, lengths, span, SIZES, IS_BOUND):
-    """Return the tiles that a program tile visits, by positions alone.
+    """Return the tiles that a program tile visits if positions alone decide.
 
     A position p of the program tile sees others from p - down to p + up. In each pair of lengths
-    and of tile sizes, the first element is the program tile's; the span, and whether it bounds
-    anything, are (up, down). The result is first, full first, full stop and stop.
+    and of tile sizes, the first element is the program tile's; `span` and `IS_BOUND`
+    are pairs (up, down). The result is first, full first, full stop and stop.
     """
     ours, others = lengths
     up, down = span
@@ -81,14 +81,14 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
-    """Return the tile of visit number `index` to the incomplete ones, both edges in turn."""
+    """Return number `index` of the incomplete tiles: first the lower edge, then the upper."""
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
 
 
 @triton.jit
 def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Summarise (tiles, size) places: whether some and all are shown, and the span of their ids."""
+    """Return for each tile whether some and all positions are shown, and the range of their ids."""
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:
@@ -211,7 +211,7 @@ def _attention_bounds_kernel(
 
 @triton.jit
 def bounds_of(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return the range of tiles that a tile visits: from the table, or by `_visited`."""
+    """Return the range of tiles that a tile visits, from the table or computed by `_visited`."""
     if C.HAS_BOUNDS:
         found_ptr = bounds_ptr + (batch * tiles + tile) * 4
         first = tl.load(found_ptr)

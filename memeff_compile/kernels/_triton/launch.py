@@ -29,7 +29,7 @@ _MOST = 4096
 
 
 class Constants:
-    """Constants of the compiler as one argument of a kernel: one object for the same ones."""
+    """Compile-time constants as one kernel argument; equal constants share one object."""
 
     def __init__(self, given: Mapping[str, Any], *, is_compiled: bool) -> None:
         for name, value in given.items():
@@ -46,7 +46,7 @@ def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Cons
 
 
 def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, with those in capitals packed as C if the kernel takes them so."""
+    """Return keyword arguments, with capitalised names packed as C if the kernel has a C."""
     if not compat.takes(kernel, "C"):
         return dict(given)
     constants = tuple(item for item in given.items() if item[0].isupper())
@@ -97,7 +97,7 @@ def launch_plain(
     constants: Mapping[str, Any],
     name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:
-    """Do the same as `launch` if only the alignment of tensors has to be checked."""
+    """Run a kernel as `launch` does, and check only the alignment of its tensors."""
     if not compat.is_compiled(kernel):
         start(kernel, grid, *tensors, *numbers, **constants)
         return
@@ -120,12 +120,12 @@ def launch_aligned(
     kernel: Any,
     grid: tuple[int, ...],
     tensors: Sequence[Tensor],  # as `launch_plain` takes them, all of them aligned to 16 bytes
-    count: int,  # tensors the kernel takes: more than these are the last one again, and not read
+    count: int,  # tensors of the kernel: the last one is repeated to fill them, and not read
     numbers: Sequence[int | float],
     constants: Mapping[str, Any],
-    name: Hashable,  # as there
+    name: Hashable,  # as for `launch_plain`
 ) -> None:
-    """Do the same as `launch_plain` if alignment is known."""
+    """Run a kernel as `launch_plain` does, for tensors that are known to be aligned."""
     if compat.is_compiled(kernel):
         device = current_gpu()
         key = (id(kernel), device, name)
@@ -149,7 +149,7 @@ def _compile(
     constants: Mapping[str, Any],
     key: tuple[Hashable, ...],
 ) -> None:
-    """Run a kernel as Triton does, and keep the compiled kernel."""
+    """Run a kernel through Triton's own launch, and store the compiled kernel under `key`."""
     constants = packed(kernel, constants)
     compiled = kernel[grid](*arguments, **constants)
     if len(_compiled) >= _MOST:

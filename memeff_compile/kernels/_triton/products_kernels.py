@@ -20,7 +20,7 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def of_head(x, batch, head):
-    """Return where the rows of a head are, of `key_tiles.Rows`."""
+    """Return the pointer to the rows of one head of a `key_tiles.Rows`."""
     return x.ptr + batch * x.batch + head * x.head
 
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Two products of one matrix X, in Gluon: one warp loads, eight multiply.
 
-A tile of dC sums over few rows, so the work around its sum takes as long as the sum. The loading
-warp runs whole stages ahead, into the next tile, and loads the old dC while the sum runs; the new
-dC is written from the same shared memory.
+A tile of dC sums over few rows, so loading and writing the tile takes as long as its sum. The
+loading warp runs whole stages ahead, into the next tile, and loads the old dC while the sum runs;
+the new dC is written from the same shared memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 
-# Steps of a sum before the memory of the tile before it is free, and before the next old dC is
-# asked for: that has to come later, or both sides wait for each other.
+# After how many steps of a sum the previous tile's memory is free, and after how many the next old
+# dC is loaded. The load has to come later, or both groups of warps wait for each other.
 RELEASED: gl.constexpr = gl.constexpr(2)
 SLOTS: gl.constexpr = gl.constexpr(2)
 
@@ -38,7 +38,7 @@ def _halves(tile):
 
 @gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
-    """Take tiles until all are taken, announce each, and load the inputs of its sums."""
+    """Take one tile after the other, announce it to the other warps, and load its sum's inputs."""
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
     full, empty, held_full, held_empty, slot_full, slot_empty = bars
     left, right, held, slots = buffers
@@ -146,8 +146,8 @@ def _sum(
 
 @gluon.jit
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
-    """Keep some columns of a tile of dE, or add the kept columns, multiply by the scale and write
-    them.
+    """Store some columns of a tile of dE as a partial sum; the program that is last adds up all
+    partial sums, multiplies by the scale and writes the result.
     """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
     block, first = at

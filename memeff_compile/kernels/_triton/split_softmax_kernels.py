@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Softmax over keys that come in tiles, and over shares of keys, one per program.
+"""Softmax over keys that are read tile by tile, or split into shares, one share per program.
 
-Scores are in base 2. A row that has seen no key yet has minus infinity as its largest score.
+Scores are in base 2. The largest score of a row is minus infinity until a key of it has been read.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Attention with masks given as conditions rather than stored, forward and backward.
 
-A dense mask is B x M x N numbers that each layer reads again, and a chain of matmul, softcap, mask
-and softmax builds as many per head. Nearly all masks of models are one of a few conditions, or
-several of them at once: a key is at most so far ahead of its query, at most so far before it, is
-not padding, and belongs to the document of its query. Any other mask is read from memory, tile by
-tile.
+A dense mask is B x M x N numbers that every layer reads, and a chain of matmul, softcap, mask and
+softmax builds M x N numbers for every head. The masks of nearly all models combine a few
+conditions: a key is at most some distance after its query or before it, is not padding, and belongs
+to the same document as its query. Any other mask is read from memory, tile by tile.
 
     attention            softmax attention over the keys for which all given conditions hold
     attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
-    attention_mask_tiles   which tiles of a mask are empty, which full, found on the GPU
+    attention_mask_tiles   which tiles of a mask are empty and which are full, computed on the GPU
 
-Query heads that share a key head read it without a copy.
+Query heads that share a key head read that key head without a copy.
 """
 
 from __future__ import annotations

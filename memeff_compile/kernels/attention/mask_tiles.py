@@ -1,8 +1,9 @@
 """Classifies the tiles of a mask that is a tensor, and lists the tiles that a kernel visits.
 
-A tile of `TILE` x `TILE` places is `EMPTY` where no key counts for any query, `FULL` where every
-key counts and no number is added, else `PARTIAL`. The codes are computed once per mask; before each
-launch they become lists of tiles of the kernel's sizes. The host never waits for the GPU.
+A tile of `TILE` x `TILE` elements is `EMPTY` if no key counts for any query, `FULL` if every key
+counts for every query and the mask adds 0, else `PARTIAL`. The codes are computed once per mask;
+before each launch they become lists of tiles of the kernel's sizes. The host never waits for the
+GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Dense(NamedTuple):
     """A mask as the kernels take it: its strides, 0 along broadcast axes, and the lists.
 
     A list is (3 + others) int32 for each program tile: how many tiles are full, how many partial,
-    then the full ones from the front on and the partial ones from the end back. The last number is
+    then the full tiles from the front and the partial tiles from the back. The last number is
     padding: a kernel reads one tile ahead.
     """
 
@@ -58,14 +59,17 @@ def table_shape(mask: Tensor) -> tuple[Any, ...]:
 def classify(
     mask: Tensor,  # bool, true where a key counts, or floating, added to scores; any size may be 1
 ) -> Tensor:
-    """Return the code of each tile of a mask, (B or 1, H or 1, tiles, tiles) uint8."""
+    """Return for each tile of a mask whether it is empty, full or partial.
+
+    The codes are (B or 1, H or 1, tiles, tiles) uint8.
+    """
     if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
         return _classify_plainly(mask)
     return classify_in_kernel(mask)
 
 
 def classify_in_kernel(mask: Tensor) -> Tensor:
-    """Return the same as `classify`, computed by the kernel."""
+    """Return the codes of `classify`, computed by a Triton kernel."""
     from . import mask_tiles_kernels as kernels
 
     shape = table_shape(mask)
@@ -93,7 +97,7 @@ def _classify_plainly(mask: Tensor) -> Tensor:
         return every.to(torch.uint8) + some
     is_low = _over_tiles(mask <= HIDDEN, fill=True).all(-1)
     is_empty = _over_tiles(mask == -math.inf, fill=True).all(-1)
-    # A row without a key at `SEEN` or above is a softmax of the hidden keys.
+    # In a row without a key at `SEEN` or above, softmax is over the hidden keys alone.
     seen = (mask >= SEEN).any(-1)
     every = F.pad(seen, (0, -seen.shape[2] % TILE), value=True).unflatten(2, (-1, TILE)).all(-1)
     is_empty |= is_low & every[..., None]
@@ -102,7 +106,7 @@ def _classify_plainly(mask: Tensor) -> Tensor:
 
 
 def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
-    """Return (batch, heads, tiles, tiles, places) of truth values, padded at the ends."""
+    """Return bool (batch, heads, tiles, tiles, elements of a tile), padded at the ends."""
     rows, keys = truth.shape[2:]
     padded = F.pad(truth, (0, -keys % TILE, 0, -rows % TILE), value=fill)
     cut: Tensor = padded.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
@@ -111,7 +115,7 @@ def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
 
 def dense_of(
     mask: Tensor,  # as for `classify`
-    codes: Tensor | None,  # its result, or None to compute it now
+    codes: Tensor | None,  # the result of `classify`, or None to compute it now
     lengths: tuple[int, int],  # queries and keys
     tile: tuple[int, int],  # queries and keys per tile
     *,

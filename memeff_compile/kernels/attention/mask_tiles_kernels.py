@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Which tiles of a mask are empty, partial and full, and the lists of those that kernels visit.
 
-Codes as in `mask_tiles`: 0 empty, 1 partial, 2 full; 3 is low until its rows are known.
+Codes as in `mask_tiles`: 0 empty, 1 partial, 2 full. A tile of very low numbers has code 3 until
+it is known whether each of its queries has another key.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ NOWHERE = tl.constexpr(4)  # beyond the mask: neither keeps a tile from being fu
 
 @triton.jit
 def _all(truth):
-    """Return, for (TILE, tiles, TILE) truth values, where all of a tile's are true."""
+    """Return for each tile of bool (TILE, tiles, TILE) whether all its elements are true."""
     return tl.min(tl.min(truth.to(tl.int32), axis=2), axis=0)
 
 
@@ -29,7 +30,7 @@ def _attention_mask_tiles_kernel(
     heads, queries, keys, bands, tiles = sizes
     band = tl.program_id(0) % bands
     row = (tl.program_id(0) // bands).to(tl.int64)
-    # The programs of a band take its chunks in turns; of numbers one program sees whole rows.
+    # The programs of a band share its chunks; for a mask of numbers one program reads whole rows.
     part, parts = tl.program_id(1), tl.num_programs(1)
     wide_zero = row * 0
     offs = tl.arange(0, C.TILE)
@@ -100,7 +101,7 @@ def _attention_mask_lists_kernel(
         is_full = tl.min(tl.min(((code == 2) | (code == 4)).to(tl.int32), axis=2), axis=1)
         is_empty = tl.min(tl.min(((code == 0) | (code == 4)).to(tl.int32), axis=2), axis=1)
         is_there = (other < others).to(tl.int32)
-        # Complete tiles are read without a look at where the tensor ends.
+        # Complete tiles are read without a bounds check.
         is_full = is_full & is_there & ((other + 1) * C.OTHERS <= other_length).to(tl.int32)
         is_partial = is_there & (1 - is_empty) & (1 - is_full)
         place = 2 + full_count + tl.cumsum(is_full, axis=0) - 1
@@ -115,7 +116,7 @@ def _attention_mask_lists_kernel(
 
 @triton.jit
 def list_of(dense, batch, head, tile, others):
-    """Return the list of a program tile, and how many full and partial tiles it names."""
+    """Return the list of a program tile, and how many full and how many partial tiles it has."""
     list_ptr = dense.lists_ptr + batch * dense.lists_batch + head * dense.lists_head
     list_ptr += (batch * 0 + tile) * (3 + others)
     return list_ptr, tl.load(list_ptr), tl.load(list_ptr + 1)
@@ -123,7 +124,7 @@ def list_of(dense, batch, head, tile, others):
 
 @triton.jit
 def listed(index, list_ptr, others, MASKED: tl.constexpr):
-    """Return the full tile of this number, or with MASKED the partial one."""
+    """Return the full tile number `index` of a list, or with MASKED the partial tile."""
     place = 2 + index
     if MASKED:
         place = 1 + others - index
@@ -138,11 +139,11 @@ def firsts_of(list_ptr, others):
 
 @triton.jit
 def corner_of(dense, batch, head, query, key):
-    """Return the offset of a tile of the mask, as a 64-bit number."""
+    """Return the pointer to the first element of a tile of the mask."""
     return dense.ptr + batch * dense.batch + head * dense.head + query * dense.row + key * dense.key
 
 
 @triton.jit
 def places_in(dense, query, key):
-    """Return offsets inside a tile of the mask, of two axes that broadcast."""
+    """Return offsets inside a tile of the mask, from queries and keys that broadcast."""
     return query * dense.row + key * dense.key

@@ -1,7 +1,7 @@
 """Bytes before and after, as formulas in B (sequences), H (query heads), M, N and D.
 
-M is the number of queries, N that of keys, D the head dimension, as symbols or numbers. They count
-the memory in addition to q, k, v, the output and the gradients.
+M is the number of queries, N that of keys, D the head dimension, as symbols or numbers. The
+formulas leave out q, k, v, the output and the gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """memeff::attention and its backward: schemas, validation, engines, fakes, autograd.
 
-Both are opaque and functional. The forward keeps q, k, v, its output and one number per query; the
-backward computes the scores again. `lse` is for the backward and not differentiable.
+Both ops are opaque to compilers and functional. The forward keeps q, k, v, its output and one
+number per query; the backward computes the scores again. The result `lse`, which only the backward
+reads, has no gradient.
 """
 
 from __future__ import annotations
@@ -89,13 +90,13 @@ def supports(
     softcap: float = 0.0,  # 0 for no cap
     empty_rows: str = "zeros",  # one of `EMPTY_ROWS`
 ) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can."""
+    """Return a sentence that says why the op does not support these inputs, or None if it does."""
     tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
     return _unlike(_Call(q, k, v, *tables, ahead, behind, None, softcap, empty_rows))
 
 
 def _unlike(given: _Call) -> str | None:
-    """Say in a sentence why a call cannot be served, or return None."""
+    """Return a sentence that says why the op does not support a call, or None if it does."""
     named = {"q": given.q, "k": given.k, "v": given.v}
     return (
         _unlike_settings(given.softcap, given.empty_rows)
@@ -180,7 +181,7 @@ def _not_alone(given: _Call) -> str | None:
 
 
 def _conditions(name: str, given: _Call) -> Conditions:
-    """Return the conditions of a call, or raise where it is not supported."""
+    """Return the conditions of a call, or raise an error if the op does not support it."""
     require(name, _unlike(given))
     factor = given.q.shape[3] ** -0.5 if given.scale is None else given.scale
     bounds, is_mean = (given.ahead, given.behind), given.empty_rows == "mean"
@@ -189,7 +190,7 @@ def _conditions(name: str, given: _Call) -> Conditions:
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Say in a sentence why engine `tiles` does not serve q, k and v of a kind, or return ""."""
+    """Return a sentence that says why `tiles` does not support q, k and v, or "" if it does."""
     if where_it_runs(device).type != "cuda":
         return f"the tile kernels run on CUDA and the tensors are on {device.type}"
     if dtype not in HALF:

@@ -1,7 +1,8 @@
 """The reference: the formula in plain PyTorch, a block of queries at a time, on any device.
 
-The scores of a block are built in fp32 (fp64 for fp64) and dropped; those of all queries never
-exist at once. Keys that `ahead` and `behind` exclude for a whole block are not read.
+The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed after its results, so
+the scores of all queries never exist at once. Keys that `ahead` and `behind` exclude for a whole
+block are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Operands:
-    """q, k and v in the dtype of the sums, query heads grouped by the key head they share."""
+    """q, k and v in the dtype of the sums, with query heads grouped by their key head."""
 
     q: Tensor  # (B, G, R, M, D) with R query heads to a key head
     k: Tensor  # (B, G, N, D)
@@ -31,15 +32,16 @@ class _Operands:
     given: Conditions  # the conditions
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Return the blocks of queries, first and stop."""
+        """Return the first query and the stop of each block of queries."""
         batch, groups, repeat, queries, _ = self.q.shape
         size = block_of(batch * groups * repeat, queries, self.k.shape[2])
         return ((first, min(first + size, queries)) for first in range(0, queries, size))
 
     def scores(self, first: int, stop: int) -> tuple[Tensor, Tensor, slice]:
-        """Return the scores of a block, after the softcap, those that count, and their keys.
+        """Return a block's scores after the softcap, which of them count, and its keys' slice.
 
-        Both are (B, G, R, stop - first, keys) or broadcast to it; the others are not masked yet.
+        The first two are (B, G, R, stop - first, keys) or broadcast to it. Scores that do not count
+        are not masked yet.
         """
         low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
         keys = slice(low, high)
@@ -57,7 +59,7 @@ class _Operands:
         return score, counts[:, None, None], keys
 
     def _mask(self, first: int, stop: int) -> Tensor:
-        """Return the rows of the mask that are a block's, (B or 1, G or 1, R or 1, rows, keys)."""
+        """Return a block's rows of the mask, (B or 1, G or 1, R or 1, rows, keys)."""
         mask = self.given.mask
         assert mask is not None
         if mask.shape[2] > 1:
@@ -98,11 +100,11 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; return results, and logarithms of the sums of the weights.
+    """Return attention over the keys that count, and the logarithm of each query's sum of weights.
 
     Results are (B, H, M, D) laid out as (B, M, H, D); logarithms (B, H, M) in fp32 or fp64, minus
-    infinity for a query without keys. Under a mask that is added these are (2, B, H, M): the
-    largest score, and the logarithm relative to it.
+    infinity for a query without keys. If the mask is added to the scores, the second result is
+    (2, B, H, M): the largest score, and the logarithm relative to that score.
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)
@@ -130,7 +132,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the weight of each key for a query for which no key counts."""
+    """Return the weight that each key gets from a query for which no key counts."""
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 

@@ -22,7 +22,7 @@ class Shape:
     keys: int  # keys per tile
     warps: int  # warps per program
     stages: int  # tiles in flight
-    # the gradients of keys and of values come from a launch each, which computes the scores once
+    # keys and values get their gradients from two launches, so the scores are computed once
     # more; both sums do not fit in the registers of wide heads
     is_split: bool = False
     registers: int | None = None  # the most a thread may use, or None for no limit
@@ -30,7 +30,7 @@ class Shape:
 
 
 def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:
-    """Return shapes by padded head dimension."""
+    """Return a dictionary of shapes, keyed by padded head dimension."""
     return {depth: Shape(*shape) for depth, shape in zip((64, 128, 256), shapes, strict=True)}
 
 
@@ -79,7 +79,7 @@ _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
 }
 
 
-# And where a mask that is a tensor does, tile by tile.
+# Shapes for calls in which a mask tensor decides, tile by tile.
 _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
     "hopper": {  # two programs per processor
         "forward": {
@@ -102,7 +102,10 @@ _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
 def shape_for(
     kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False, has_mask: bool = False
 ) -> Shape:
-    """Return the tile of one of `KERNELS`: of positions alone, or where tables or a mask decide."""
+    """Return the tile shape of a kernel.
+
+    The shape depends on whether a key mask, ids or a mask tensor restrict keys, or positions alone.
+    """
     kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]
     for table, is_meant in (

@@ -41,7 +41,7 @@ class Plan:
 def plan_for(
     depth: int, device: torch.device, *, has_tables: bool = False, has_mask: bool = False
 ) -> Plan:
-    """Return the launches for a head dimension; an H200 is assumed off CUDA."""
+    """Return the tile shapes for a head dimension; for a device without CUDA, those of an H200."""
     told = {"has_tables": has_tables, "has_mask": has_mask}
     return Plan(*(shape_for(name, depth, gpu(device), **told) for name in KERNELS))
 
@@ -59,7 +59,7 @@ class _Call:
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def has_bounds(self) -> bool:
-        """Return whether more than positions decides which tiles count."""
+        """Return whether a table has the bounds, because positions alone do not decide them."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
@@ -91,9 +91,10 @@ class _Call:
         }
 
     def scales(self) -> tuple[float, float]:
-        """Return the scale of raw scores in base 2, above 0, and that inside the softcap.
+        """Return the scale of raw scores in base 2, above 0, and the scale inside the softcap.
 
-        If the mask is added, the second one turns products into scores, and the first is plain.
+        If the mask is added to the scores, the second scale turns products into scores, and the
+        first only converts scores to base 2.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:
@@ -105,7 +106,7 @@ class _Call:
     def bounds(
         self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
     ) -> tuple[Tensor, int]:
-        """Return which tiles each program tile visits, and how many there are."""
+        """Return which tiles each program tile visits, and the number of program tiles."""
         _, heads, _, queries, keys, _ = self.sizes
         sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         ours = (queries, shape.rows) if ours_are_queries else (keys, shape.keys)

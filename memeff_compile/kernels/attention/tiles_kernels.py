@@ -3,17 +3,18 @@
 
 A program combines a tile of queries with tiles of keys, or the reverse. Pairs in which no key
 counts are not visited; pairs in which all do are computed without checking the conditions. For one
-tile the pairs are four numbers: first and stop of the visited tiles, and within them first and stop
-of the complete ones. Positions alone give them by arithmetic; tables (masks and ids) by a small
-kernel that runs first.
+tile four numbers name the pairs: first and stop of the visited tiles, and within them first and
+stop of the complete ones. If positions alone decide, a kernel computes these numbers; if there are
+masks or ids, a small kernel that runs before it writes them to a table.
 
 Softmax runs in base 2 on differences of raw numbers (products, or tanh of them), which are then
 scaled: an exponent above 0 cannot arise however large the numbers are.
 
-With HAS_MASK a tensor decides alone, tile by tile (`mask_tiles`): empty tiles are not visited, full
-ones not looked up. Where it is added to the scores (IS_BIAS), raw numbers are the scores, and the
-lse has two planes, the largest score and the logarithm of the weights relative to it: next to the
-lowest number of a dtype, a logarithm would be lost.
+With HAS_MASK a mask tensor alone decides, tile by tile (`mask_tiles`): a kernel does not visit
+empty tiles, and does not read the mask of full tiles. If the mask is added to the scores (IS_BIAS),
+raw numbers are the scores, and lse has two planes: the largest score, and the logarithm of the
+weights relative to that score. A single sum of the two would lose the logarithm if the mask holds
+the lowest number of a dtype.
 
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
 
@@ -37,7 +38,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return the number that softmax scales: the product, or its tanh, within 2e-7."""
+    """Return the number that softmax scales: the product, or its tanh with an error below 2e-7."""
     if C.IS_BIAS:
         product = product * inner
     elif C.SIGN != 1:
@@ -49,14 +50,14 @@ def _raw(product, inner, C: tl.constexpr):
 
 @triton.jit
 def _weights(raw, sums, scale):
-    """Return the weights of raw scores in the backward, which are 1 at most."""
+    """Return the softmax weights of raw scores for the backward; no weight exceeds 1."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
-    """Load a tile of the mask, the first axis ours and the second visited."""
+    """Load a tile of the mask, (elements of the program's tile, elements of the visited tile)."""
     corner, places, stride = mask
     inside = is_ours[:, None] & is_other[None, :]
     return tl.load(corner + start * stride + places, mask=inside, other=0)
@@ -64,7 +65,7 @@ def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
 
 @triton.jit
 def _masked(raw, found, is_other, C: tl.constexpr):
-    """Return raw numbers of a tile under a tile of the mask."""
+    """Return raw numbers after the mask: plus the bias, or minus infinity for hidden keys."""
     if C.IS_BIAS:
         raw = tl.where(is_other[None, :], raw + found.to(tl.float32), float("-inf"))
     else:
@@ -74,9 +75,10 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the tile of this number among the complete ones, or with MASKED among the others.
+    """Return tile number `index` of the complete tiles, or with MASKED of the others.
 
-    From a list it has been read before, and the one of number `following` is read now.
+    If the tiles come from a list, the result was loaded one step earlier; this call loads tile
+    number `following` and returns it as the second result.
     """
     first, full_first, full_stop, list_ptr, others, ahead = visits
     other = index
@@ -90,13 +92,13 @@ def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _tiles_of(x, batch, head, offs, depth):
-    """Return where a head is, offsets inside a tile, and elements from a row to the next."""
+    """Return the pointer to a head, the offsets inside a tile, and the stride of rows."""
     return of_head(x, batch, head), offs[:, None] * x.row + depth[None, :], x.row
 
 
 @triton.jit
 def _program(rows, tiles, C: tl.constexpr):
-    """Return a program's tile, counted from the front, its sequence and its head.
+    """Return a program's tile, counted from the front, and its row (sequence and head).
 
     Programs that run at the same time share a head's keys and values, or its queries and their
     gradients.
@@ -110,10 +112,10 @@ def _program(rows, tiles, C: tl.constexpr):
 
 @triton.jit
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return which tiles a tile visits, and their list with HAS_MASK and how long it may be.
+    """Return which tiles a tile visits; with HAS_MASK also their list and its greatest length.
 
-    The tile is batch, first head, number and how many there are. In each pair of lengths, bounds
-    and sizes, the program tile's come first.
+    `tile` is the batch, the first head, the tile's number and the number of tiles. In each pair of
+    lengths, bounds and sizes, the number of the program's tile comes first.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(
@@ -130,9 +132,9 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 
 @triton.jit
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load a tile of keys; return raw numbers, these under a mask that is a tensor, keys, k and v.
+    """Load a tile of keys; return raw scores before and after the mask tensor, the keys, k and v.
 
-    The keys are which they are, which are inside and which are shown.
+    The keys are three vectors: positions, which lie inside the tensor, and which are not hidden.
     """
     wide_zero, k, v, mask, scales, keys = seen
     start = wide_zero + tile * C.KEYS
@@ -142,7 +144,7 @@ def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constex
     is_key = is_inside
     if MASKED and C.HAS_KEY_MASK:
         is_key = keys_shown(mask_ptr, key, is_inside)
-    # Values of hidden keys must not enter, not even times 0; for a mean they do count.
+    # Hidden keys are not read: 0 times nan is nan. Only a mean of all values needs them.
     is_read = is_inside if C.MEAN else is_key
     k_base, k_offs, k_row = k
     v_base, v_offs, v_row = v
@@ -296,7 +298,7 @@ def _attention_query_gradient_kernel(
     delta_ptr,  # (B, H, M) fp32, written: the sum of grad * out
     grad_q_ptr,  # (B, M, H, D)
     scales,
-    factor,  # of the scores, as it was given
+    factor,  # of the scores, as the caller passed it
     ahead,
     behind,
     sizes,  # as of _attention_kernel
@@ -365,7 +367,7 @@ def _attention_query_gradient_kernel(
 def _key_gradient_tile(
     grads, ours, tile, shared, seen, mask, told, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the part from a tile of queries, for one of the heads that share the keys."""
+    """Add a tile of queries to the gradients of keys and values, for one query head."""
     grad_k, grad_v = grads
     k, v, key, is_key, key_id = ours
     wide_zero, q, grad, scales, queries, keys = seen
@@ -425,7 +427,7 @@ def _key_gradient_tile(
 def _over_queries(
     grads, ours, visits, heads, seen, mask, told, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the parts from the visited tiles of queries, for the heads that share the keys.
+    """Add all visited tiles of queries to the gradients of keys and values, for all query heads.
 
     One loop runs over the tiles of all heads, so the pipeline stays filled between heads.
     """

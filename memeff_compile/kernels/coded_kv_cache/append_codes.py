@@ -1,4 +1,4 @@
-"""The launcher that appends to a coded cache on CUDA, sm_80 or later: no host sync."""
+"""Launches of the kernels that append to a coded cache. CUDA, sm_80 or later; no host sync."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROGRAMS = 8192
 
 
 def cut(bits: int, depth: int) -> tuple[int, int]:
-    """Return how many programs share a group when one token is appended, and their warps.
+    """Return how many programs encode one group when one token is appended, and their warps.
 
-    The numbers were measured on an H200: more programs code a group faster, but cost more in steps
-    that code no group. Rows wider than 128 do not fit the registers of one warp.
+    The numbers were measured on an H200: more programs encode a group faster, but cost more time in
+    steps that encode no group. Rows wider than 128 do not fit the registers of one warp.
     """
     return (1, 4) if bits >= 4 else (4, 1 if depth <= 128 else 2)
 
@@ -45,7 +45,7 @@ def append(
     new_groups: tuple[int, int] = NEW_GROUPS,
     programs: int = PROGRAMS,
 ) -> None:
-    """Write tokens and code the groups that are complete; the op has checked the shapes.
+    """Write tokens and encode the groups that are complete; the op has checked the shapes.
 
     Beyond `limit` no token is written, and attention returns nan until a reset.
     """
@@ -59,7 +59,7 @@ def append(
     best = cut(bits, depth) if new == 1 else (1, WARPS)
     pieces, warps = best[0] if pieces is None else pieces, best[1] if warps is None else warps
     if new > 1 or recent == 0 or depth < 64:
-        # Several tokens may fill a group and code it at once, which one program has to see whole.
+        # Several new tokens may complete a group, which one program then has to encode alone.
         pieces = 1
     sizes = heads, k_codes.shape[2], new, limit
     given = cells_of(k), cells_of(v), Pool(*pool), sizes

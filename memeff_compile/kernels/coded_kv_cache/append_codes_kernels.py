@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Appending to a coded cache: window, kept tokens and the groups that are due.
+"""Kernels that append to a coded cache: they write the window and kept tokens, and encode groups.
 
-Two programs per sequence and key-value head, one for keys and one for values, walk through the new
-tokens. Whenever the window is full they code the oldest group. If several tokens are appended, as
-for a prompt, groups of only new tokens skip the window: another launch codes them directly, with
-more programs. How many tokens there are is read on the device. The last program to finish writes
-the new counts: all have read the old ones by then.
+Two programs per sequence and key-value head, one for keys and one for values, process the new
+tokens in order. Whenever the window is full they encode the oldest group. If several tokens are
+appended, as for a prompt, groups of only new tokens skip the window: another launch encodes them
+directly, with more programs. Programs read the number of tokens on the device. The last program to
+finish writes the new counts, when all programs have read the old ones.
 
 Codes equal the reference's: divisions are rounded to nearest, and halves go up.
 """
@@ -18,17 +18,18 @@ import triton.language as tl
 
 @triton.constexpr_function
 def parts_of(BITS, SHARES):
-    """Return how many parts codes are stored in: a byte has one code of each, and whole parts share
-    a scale.
+    """Return into how many parts a row of codes is split.
+
+    A byte has one code of each part, and whole parts share a scale.
     """
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to nearest; with IS_FAST without branches, by fused products."""
+    """Return x / step, rounded to nearest; IS_FAST uses fused products instead of branches."""
     if IS_FAST:
-        # Powers of two keep all that follows away from where numbers of 32 bits end.
+        # Scaling by powers of two keeps the following numbers away from the limits of fp32.
         by = tl.where(step < 2.0**-40, 2.0**64, tl.where(step > 2.0**40, 2.0**-64, 1.0))
         step = step * by
         one = tl.full(step.shape, 1.0, tl.float32)
@@ -60,14 +61,14 @@ def _codes(
 
 @triton.jit
 def _stored(step, ptr):
-    """Round a step to the type that `ptr` points to; 1 where it vanishes."""
+    """Return a step rounded to the type of `ptr`, or 1 if the rounded step is 0."""
     step = step.to(ptr.dtype.element_ty)
     return tl.where(step.to(tl.float32) == 0.0, 1.0, step.to(tl.float32))
 
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the least and the largest number of each column, 0 if all are left out."""
+    """Return the least and the largest number of each column, or 0 if all rows are left out."""
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high
@@ -87,7 +88,7 @@ def _scaled(low, high, most, scales_base, place):
 
 @triton.jit
 def _load_rows(base, slot, column, row, step, IS_VALUE: tl.constexpr):
-    """Return (tokens, columns) of rows in memory, (columns, tokens) of values, in fp32."""
+    """Load rows in fp32: (tokens, columns) for keys, (columns, tokens) for values."""
     if IS_VALUE:
         x = tl.load(base + slot[None, :] * row + column[:, None] * step)
     else:
@@ -106,7 +107,7 @@ def _put(
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Return bytes, and bytes of high bits, with the codes of a part; store those of 8 bits."""
+    """Return the bytes, and high bits, after the codes of a part are added; store 8-bit codes."""
     low, high = made
     token, column = at
     if C.BITS == 8:
@@ -127,7 +128,7 @@ def _put(
 def _store_bytes(
     made, codes_base, at, C: tl.constexpr, SHARE: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Store bytes that have the codes of all parts, of some tokens and columns of each part.
+    """Store the bytes with the codes of all parts, for some tokens and some columns of each part.
 
     For 3 bits, the high bits of two tokens share a byte: neighbouring tokens for keys, tokens in
     the two halves of `token` for values.
@@ -183,7 +184,7 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Code some tokens and columns of a group with steps that are known, and store the bytes."""
+    """Encode some tokens and columns of a group with known steps, and store the bytes."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     none = tl.zeros(parts[0].shape, dtype=tl.int32)
@@ -207,11 +208,11 @@ def _code_keys(
     rows,  # of the group: their memory, the first one's slot, strides of rows and columns
     codes_base,
     scales_base,
-    left_out,  # as many tokens have no say in scales
+    left_out,  # this many first tokens are ignored in scales
     piece,
     C: tl.constexpr,
 ):
-    """Code a group of keys, or a block of each part's columns, with one scale per channel."""
+    """Encode a group of keys, or some columns of each part, with one scale per channel."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SOME: tl.constexpr = SHARE // C.PIECES
@@ -232,7 +233,7 @@ def _code_keys(
 
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Code a group, or a block of its tokens, with one scale per token."""
+    """Encode a group, or some of its tokens, with one scale per token."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS
@@ -242,7 +243,7 @@ def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE
     TOP: tl.constexpr = ((1 << (C.BITS - 1)) if C.IS_PER_HEAD else (1 << C.BITS)) - 1.0
     most = tl.full((SOME,), TOP, tl.float32)
     token = piece * SOME + tl.arange(0, SOME)
-    if C.BITS == 3 and IS_VALUE:  # a piece of either half, whose high bits share bytes
+    if C.BITS == 3 and IS_VALUE:  # some tokens of either half, whose high bits share bytes
         some = tl.arange(0, SOME)
         token = some // (SOME // 2) * (C.GROUP // 2) + piece * (SOME // 2) + some % (SOME // 2)
     column = tl.arange(0, SHARE)
@@ -274,7 +275,7 @@ def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE
 def _code_group(
     rows, room, pair, coded, first, piece, groups, C: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Code the group of tokens from `coded` on, or a piece of it."""
+    """Encode the group of tokens from `coded` on, or one program's share of the group."""
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
     SCALES: tl.constexpr = (
@@ -290,7 +291,7 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Write the kept ones of some rows to the kept rows of the sequence and head."""
+    """Write those of some rows that are kept tokens to the kept rows of the sequence and head."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]
@@ -299,7 +300,7 @@ def _keep(x, position, is_token, first, kept, C: tl.constexpr):
 
 @triton.jit
 def _base(source, pair, kv_heads):
-    """Return where the new rows of one sequence and head are."""
+    """Return the pointer to the new rows of one sequence and head."""
     return source[0] + pair // kv_heads * source[1] + pair % kv_heads * source[2]
 
 
@@ -311,7 +312,7 @@ def _behind(length, coded, new, C: tl.constexpr):
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or values, of one sequence and head; return the counts after them."""
+    """Write the new keys, or values, of one sequence and head; return the updated counts."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -358,7 +359,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Code a block of some groups of new keys, or values, and write the kept ones."""
+    """Encode some groups of new keys, or values, and write those that are kept tokens."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -415,7 +416,7 @@ def _coded_kv_cache_append_kernel(
     sizes,  # key-value heads, groups, new tokens, limit
     C: tl.constexpr,
     # TOKENS: written at once, at most a group
-    # PIECES: programs that share a group; one unless TOKENS is
+    # PIECES: programs that share a group; one unless TOKENS is 1
     # IS_FAST: divides by fused products, which the interpreter rounds twice
 ):
     at = _begin(pool, C)

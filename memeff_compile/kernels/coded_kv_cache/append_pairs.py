@@ -1,4 +1,4 @@
-"""The launchers that append to pairs of layers on CUDA, sm_80 or later: a kernel each, no sync."""
+"""Launches of the kernels that append to pairs of layers. CUDA, sm_80 or later; no host sync."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def append_pair(
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Write tokens of both layers, or of the upper, and merge the groups that are complete.
+    """Write tokens of both layers, or of the upper one, and merge the groups that are complete.
 
     Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
     returns nan until a reset.
@@ -93,7 +93,7 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Merge the first tokens of an empty cache; as `pair_reference.merge`, with a kernel a pass."""
+    """Merge the first tokens of an empty cache as `pair_reference.merge` does, by kernels."""
     shared, count = pair.shared, rows[0].shape[2]
     keys, values = _alike(rows[0], rows[2]), _alike(rows[1], rows[3])
     apart = measure_prompt(keys, values, group)
@@ -153,9 +153,7 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both with the same strides, where consecutive tokens are a whole number of rows
-    apart.
-    """
+    """Return both tensors with equal strides; that of tokens is a multiple of the row size."""
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
     return (lower, upper) if is_fine else (lower.contiguous(), upper.contiguous())

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Appending to two layers that share directions: windows, and the groups that are merged.
+"""Kernels that append to two layers with shared directions: they write windows and merge groups.
 
-One program per sequence and key-value head has keys and values of both layers, because all four
-decide which rows are kept. A shared direction is a sum of the two rows with a factor each, which
-follow from three sums over channels; so rows are read a few channels at a time, and read again to
-be coded. How many tokens there are is read on the device; the last program writes the new counts.
+One program per sequence and key-value head processes keys and values of both layers, because all
+four decide which rows are kept. A shared direction is a weighted sum of the two rows. The weights
+follow from three sums over channels, so rows are read a few channels at a time, and read again to
+be encoded. Programs read the number of tokens on the device; the last program writes the new
+counts.
 
 Separate programs merge a prompt's groups: one pass measures how far apart rows are; the other, when
 the kept rows are known, codes keys or values. Both read the model's tensors.
@@ -28,7 +29,7 @@ from .append_codes_kernels import (
 
 @triton.jit
 def _angle(cosine):
-    """Return the arc cosine; Abramowitz and Stegun 4.4.46, wrong by 3e-8 at most."""
+    """Return the arc cosine with an error of at most 3e-8 (Abramowitz and Stegun 4.4.46)."""
     x = tl.abs(cosine)
     sum_of_powers = -0.0012624911 * x + 0.0066700901
     sum_of_powers = sum_of_powers * x - 0.0170881256
@@ -43,7 +44,7 @@ def _angle(cosine):
 
 @triton.jit
 def _sine(angle):
-    """Return the sine of angles from 0 to a straight one: a series, wrong by 6e-8 at most."""
+    """Return the sine of angles from 0 to pi, by a series with an error of at most 6e-8."""
     x = tl.minimum(angle, 3.14159265358979 - angle)
     y = x * x
     series = 1.0 - y / 110.0
@@ -75,9 +76,7 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
 
 @triton.jit
 def _factors(cosine, m, n, t, RULE: tl.constexpr):
-    """Return the factors of the rows of the lower and of the upper layer, whose sum is the
-    direction.
-    """
+    """Return the weights of the lower and the upper layer's row in the shared direction."""
     per_m = 1.0 / tl.maximum(m, 1e-12)
     per_n = 1.0 / tl.maximum(n, 1e-12)
     if RULE == 2:
@@ -102,7 +101,7 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return some columns of the shared direction, (tokens, columns), turned for values."""
+    """Return some columns of the shared direction, (tokens, columns), transposed for values."""
     x = _load_rows(lower, slot, column, DEPTH, 1, IS_VALUE)
     y = _load_rows(upper, slot, column, DEPTH, 1, IS_VALUE)
     return x * a[None, :] + y * b[None, :] if IS_VALUE else x * a[:, None] + y * b[:, None]
@@ -112,7 +111,7 @@ def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: 
 def _code_directions(
     pair,
     made,
-    norms,  # of the first token of the group; every second is of a key
+    norms,  # of the group's first token; keys and values alternate
     slot,
     found,  # as `_measure` returns it
     t,
@@ -120,7 +119,7 @@ def _code_directions(
     C: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Code the shared directions of one group of keys, or of values, and store both lengths."""
+    """Encode the shared directions of one group of keys, or values, and store both lengths."""
     lower, upper = pair
     codes_base, scales_base = made
     lower_norms, upper_norms = norms

@@ -30,7 +30,7 @@ _KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def announce_exact(keeper: Keeper) -> None:
-    """Let reports of graphs that read the cache name the layers that stay exact."""
+    """Register a cache, so that reports of graphs that read it name the layers that stay exact."""
     _KEEPERS.add(keeper)
 
 

@@ -1,6 +1,6 @@
-"""Heads of queries, keys and values in few bits, as a model that trains with them computes.
+"""Quantise heads of queries, keys and values to few bits, for models that train with such heads.
 
-One scale per token and head, codes around zero: the codes that `KVCache(scheme="per_head")` stores.
+There is one scale per token and head, and codes lie around zero, as in a `KVCache` "per_head".
 The gradient passes through unchanged. BitNet a4.8, table 3: 4-bit keys and values; 4-bit queries
 too; or 4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
 """
@@ -16,7 +16,7 @@ from .layout import BITS
 
 
 def require_bits(name: str, bits: int) -> int:
-    """Return a known number of bits, or raise."""
+    """Return a supported number of bits, or raise an error."""
     if bits not in BITS:
         raise UnsupportedInputError(
             f"{name} is {bits!r}; one of {', '.join(map(str, BITS))} is needed."
@@ -28,10 +28,10 @@ def quantized_heads(
     x: Tensor,  # (B, H, N, D) floating
     bits: int,  # of a code: 8, 4, 3 or 2
     *,
-    first: int = 0,  # so many tokens, counted from position 0, get `first_bits` instead
+    first: int = 0,  # the tokens before this position get `first_bits` instead
     first_bits: int = 4,  # as bits
 ) -> Tensor:
-    """Round each token's head to codes and back, in its dtype; the gradient is the identity's."""
+    """Return each token's head rounded to codes and decoded; the gradient is the identity's."""
     require_bits("bits", bits)
     values = x.to(wide(x.dtype))
     found = _rounded(values.detach(), bits, x.dtype)
@@ -45,7 +45,7 @@ def quantized_heads(
 
 
 def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return code * step, with the step as a cache of this dtype stores it."""
+    """Return code * step, with the step rounded to the dtype in which a cache stores it."""
     top = 2 ** (bits - 1) - 1
     step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)
     step = step.masked_fill(step == 0, 1.0).to(values.dtype)

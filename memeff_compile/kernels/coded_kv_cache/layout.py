@@ -1,12 +1,12 @@
 """The memory layout of a coded cache: sizes of its tensors, and codes packed into bytes.
 
 Tokens are coded in groups. A group's codes are one contiguous block of bytes: keys token by token,
-values channel by channel, so that a tensor core takes either without reordering. Within a row of D
+values channel by channel, so that a tensor core reads both without reordering. Within a row of D
 channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of 2
-bits put four channels there, D/4 apart. Codes of 3 bits are two planes: their low two bits as codes
-of 2 bits, followed by the high bits, two tokens to a byte: for keys tokens 2t and 2t + 1, for
-values tokens t and t + group/2. There the high bit of the p-th of four channels is bit 2p + 2 of
-the byte (bit 0 for the last channel), and that of the second token the next bit.
+bits put four channels, D/4 apart, into one byte. Codes of 3 bits are two planes: their low two bits
+as codes of 2 bits, followed by the high bits, two tokens to a byte. For keys these are tokens 2t
+and 2t + 1, for values tokens t and t + group/2. The high bit of the p-th of four channels is bit
+2p + 2 of the byte (bit 0 for the last channel), and that of the second token the next bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LENGTH, CODED, ARRIVED = range(3)
 class Pool(NamedTuple):
     """The tensors of a cache, in the order that ops and kernels take them.
 
-    `Layout.shapes` has their shapes: codes are bytes, places int32, counts int64.
+    `Layout.shapes` has their shapes. Codes are bytes, places int32, counts int64.
     """
 
     k_codes: Any
@@ -54,8 +54,7 @@ class Pool(NamedTuple):
 class Shared(NamedTuple):
     """The tensors that both layers of a pair share."""
 
-    # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; codes are numbers where rows are
-    # PLAIN
+    # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; PLAIN rows are numbers
     k_codes: Any
     v_codes: Any
     k_scales: Any
@@ -99,16 +98,16 @@ class Layout:
     scheme: str = "kivi"  # one of `SCHEMES`
     group: int = 64  # tokens that are coded together
     recent: int = 128  # tokens at the end that are never in codes
-    kept: int = 4  # tokens at the beginning that stay as they came
+    kept: int = 4  # tokens at the beginning that are stored exactly
 
     @property
     def window(self) -> int:
-        """Tokens that are not yet in codes, at most."""
+        """Return the largest number of tokens that are not yet in codes."""
         return self.recent + self.group
 
     @property
     def channel_group(self) -> int:
-        """Channels of a value that share a scale."""
+        """Return how many channels of a value share a scale."""
         return channel_group(self.depth, self.scheme)
 
     def groups(self, tokens: int) -> int:
@@ -129,7 +128,7 @@ class Layout:
 
 
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
-    """Return the dtype of a tensor of a cache, or of a pair of them, of some dtype and bits."""
+    """Return the dtype of a named tensor in a cache, or pair of caches, of a dtype and bits."""
     if name in ("places", "starts", "kept_count", "left_over"):
         return torch.int32
     if name in ("bound", "counts"):
@@ -137,7 +136,7 @@ def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
     if name.endswith("codes") and bits != 16:
         return torch.uint8
     if name.endswith("norms") and dtype.itemsize == 2:
-        return torch.float16  # 11 bits of a length; a bfloat16 has 8
+        return torch.float16  # float16 keeps 11 bits of a length, bfloat16 only 8
     return dtype
 
 
@@ -156,7 +155,7 @@ def channel_group(depth: int, scheme: str) -> int:
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return the tokens in a block of codes, from its last size: 64 for (4096, 128, 4)."""
+    """Return how many tokens a block of codes holds, from its bytes: 64 for (4096, 128, 4)."""
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
@@ -181,9 +180,9 @@ _HIGH_PLACES = (2, 4, 6, 0)
 
 
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
-    """Pack the high bits of a group of codes, (..., group, D) uint8.
+    """Pack the high bits of a group of codes, (..., group, D) uint8, into (..., group / 2, D / 4).
 
-    Of values tokens half a group apart share a byte, of keys neighbours: (..., group / 2, D / 4).
+    For values, tokens half a group apart share a byte; for keys, neighbouring tokens do.
     """
     tokens = bits.unflatten(-2, (2, -1) if is_value else (-1, 2))
     first, second = tokens.unbind(-3 if is_value else -2)
@@ -219,7 +218,7 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Undo `block_of`, of codes of D = `depth` channels."""
+    """Return the codes of a block from `block_of`; a code has D = `depth` channels."""
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]
     if bits != 3:

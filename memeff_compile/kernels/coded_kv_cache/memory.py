@@ -1,7 +1,7 @@
 """Bytes of a coded cache, as formulas in B (sequences), H (key-value heads), N (tokens) and D.
 
-`bytes_per_token` is the size of a token in codes; `fixed_bytes` is a layer's part that does not
-depend on the cache's length: its window and its kept tokens.
+`bytes_per_token` is the size of a token in codes. `fixed_bytes` is the size of a layer's window and
+kept tokens, which does not depend on the cache's length.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of a layer's cache for so many tokens: codes, scales, window, kept ones."""
+    """Return the bytes of a layer's cache for `tokens` tokens, with its window and kept tokens."""
     each = bytes_of_token(layout, heads, itemsize)
     fixed = fixed_bytes(
         batch, heads, layout.depth, window=layout.window, kept=layout.kept, itemsize=itemsize
@@ -56,7 +56,7 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of two layers that share directions, for so many tokens.
+    """Return the bytes of two layers that share directions, for `tokens` tokens.
 
     The layout's `kept` is the capacity for kept rows, first tokens included. Codes, scales and
     positions of kept rows are stored once per pair; norms of keys and values, windows and kept rows

@@ -1,8 +1,8 @@
-"""Two adjacent layers' keys or values as one direction and two lengths.
+"""Merges two adjacent layers' keys or values into one shared direction and two lengths.
 
-Rows are vectors of one head and token. A pair of rows becomes one direction, shared, and a length
-each; rows that point too far apart are kept unchanged. Rotary embedding does not matter here: it
-rotates both rows of a pair alike.
+Rows are vectors of one head and token. A pair of rows becomes one shared direction and a length for
+each row; rows that point too far apart are kept unchanged. Rotary embedding does not matter here:
+it rotates both rows of a pair alike.
 
 Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
 """
@@ -29,7 +29,7 @@ _NEARLY_PARALLEL = 1e-4
 
 
 def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of length one, and their lengths, in fp32 or fp64.
+    """Return rows normalised to length one, and their lengths, in fp32 or fp64.
 
     A row of zeros has length 0 and no direction.
     """
@@ -39,9 +39,9 @@ def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance(lower: Tensor, upper: Tensor) -> Tensor:
-    """Return the angle between rows of length one over pi, 0 to 1.
+    """Return the angle between rows of length one, divided by pi: 0 to 1.
 
-    They are fp32 or fp64: in bf16 a row is not parallel to itself.
+    Rows must be fp32 or fp64: with the rounding of bf16, a row would not be parallel to itself.
     """
     cosine: Tensor = (lower * upper).sum(-1).clamp(-1.0, 1.0)
     return cosine.acos() / torch.pi
@@ -71,8 +71,7 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return (B, H): the distance beyond which (for ``similar``: below which) a row is kept
-    unchanged.
+    """Return (B, H): the distance above which a row is kept unchanged (for ``similar``: below).
 
     Only `counted` elements of the (B, H, N) distances are used; the result is nan if there are
     none. `gamma` is the share of their range that is kept: larger keeps more, 1 all of it.
@@ -93,7 +92,7 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose rows to keep: those beyond the bound, the most extreme first, while there is room.
+    """Choose the rows to keep: those beyond the bound, most extreme first, until `room` is used up.
 
     Returns:
         chosen: bool (B, H, N).
@@ -112,7 +111,7 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return the factor by which a decoded direction (..., D) is multiplied to give a row.
+    """Return the factor that turns a decoded direction (..., D) into a row.
 
     ``norm`` keeps the row's length; ``projection`` makes the error smallest. The result is (...) in
     fp32 or fp64, and 0 where the decoded direction vanishes.

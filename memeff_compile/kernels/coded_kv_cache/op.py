@@ -54,12 +54,12 @@ _WRITTEN = ", ".join(
 def supports(
     q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
 ) -> str | None:
-    """Say in a sentence why attention to a pool cannot be served, or return None."""
+    """Return a sentence that says why attention to a pool is not supported, or None."""
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 
 def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
-    """Say in a sentence why no op can be served with these tensors of a cache, or return None."""
+    """Return a sentence that says why no op supports these tensors of a cache, or None."""
     if bits not in (PLAIN, *BITS):
         return f"bits is {bits}; one of {', '.join(map(str, BITS))} is needed."
     named = dict(zip(POOL, pool, strict=True))
@@ -129,7 +129,7 @@ def _unlike_mask(q: Tensor, mask: Tensor | None) -> str | None:
 
 
 def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> str | None:
-    """Say in a sentence why an append cannot be served with these inputs, or return None."""
+    """Return a sentence that says why an append is not supported with these inputs, or None."""
     sentence = supports_pool(pool, bits)
     if sentence is not None:
         return sentence
@@ -159,7 +159,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: 
 
 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
-    """Say in a sentence why a GPU should read the dense view instead, or return None.
+    """Return a sentence that says why a GPU should read the dense view instead, or None.
 
     The op itself works on any GPU; this is advice for passes that choose it.
     """
@@ -194,9 +194,7 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether appending works without reading a number from the GPU (attention may need
-    one).
-    """
+    """Return whether appending works without a read from the GPU; attention may need one."""
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 

@@ -1,9 +1,9 @@
 """memeff::coded_kv_cache_append_lower and _append_pair: two layers that share directions.
 
 The two layers of a pair share the tensors named in `SHARED`, and each has those named in `OWN`.
-Together they make the pool of either layer that the view and attention read, with its norms. In a
-step the lower layer writes its token before the upper layer's is known, so groups are merged by the
-upper layer's append; until then they are in both windows.
+Together these tensors are a layer's pool and norms, which the view and attention read. In a step
+the lower layer writes its token before the upper layer's token exists, so the upper layer's append
+merges groups; until then tokens are in both windows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Appending to the caches of two layers that share directions, in plain PyTorch.
 
-Correct on any device and in any floating dtype. `merge` gets the position in the cache as an
-argument and does not wait for the device; `append` reads the counts on the host.
+The functions are correct on any device and in any floating dtype. `merge` gets the position in the
+cache as an argument and does not wait for the device; `append` reads the counts on the host.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -31,18 +31,18 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Merging:
-    """How rows of two layers become one."""
+    """The settings by which rows of two layers are merged."""
 
     rule: str = "slerp"  # one of `merging.RULES`
-    t: float = 0.5  # where on the arc, 0 at the lower layer's row and 1 at the upper's
-    gamma: float = 0.05  # share of the range of distances whose rows are kept as they came
+    t: float = 0.5  # position on the arc: 0 is the lower layer's row, 1 the upper layer's
+    gamma: float = 0.05  # share of the range of distances whose rows are stored exactly
     reading: str = "distinct"  # one of `merging.READINGS`
     scale: str = "norm"  # one of `merging.SCALES`
-    keep_first: int = 4  # so many of a sequence's first tokens are kept as they came, always
+    keep_first: int = 4  # the first tokens of a sequence that are always stored exactly
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write tokens of the lower layer, (B, H, T, D), into its window, for the upper's append.
+    """Write tokens of the lower layer, (B, H, T, D), into its window, for the upper layer's append.
 
     `own` are the windows of keys and of values, and the counts; `limit` tokens fit in the cache.
     """
@@ -58,7 +58,7 @@ def append(
     pair: Pair,
     # keys and values (B, H, T, D) of the lower layer, or None where `append_lower` has written them
     lower_new: tuple[Tensor, Tensor] | None,
-    upper_new: tuple[Tensor, Tensor],  # those of the upper layer
+    upper_new: tuple[Tensor, Tensor],  # keys and values of the upper layer
     bits: int,  # of a code, or PLAIN
     recent: int,  # tokens at the end that are never merged
     limit: int,  # tokens that the cache holds
@@ -67,7 +67,7 @@ def append(
     is_first: bool = False,  # the cache is empty; then no value is read on the host
     merging: Callable[..., None] | None = None,  # the function that merges rows, by default `merge`
 ) -> None:
-    """Write the upper layer's tokens, the lower's if they are given, and merge complete groups."""
+    """Write the upper layer's tokens, and the lower's if they are given; merge complete groups."""
     _, lower, upper = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -91,7 +91,7 @@ def append(
         for held, part in zip(own[:2], parts, strict=True):
             old = held[:, :, slots]
             rows.append(old if part is None else _joined(old, part))
-    # A prompt's rows compete for the room all at once; later ones do as they come, by groups.
+    # All rows of a prompt compete for the room together; later rows compete group by group.
     step = max(1, due) * group if is_first else group
     for at in range(0, due * group, step):
         some = [x[:, :, at : at + step] for x in rows]
@@ -144,7 +144,7 @@ def merge(
 
 
 def _apart(rows: Sequence[Tensor]) -> Tensor:
-    """Return (B, H, n): how far apart the layers are, the larger of keys and values."""
+    """Return (B, H, n): the layers' distance, the larger of that of keys and that of values."""
     directions = [direction_and_length(x)[0] for x in rows]
     return torch.maximum(
         distance(directions[0], directions[2]), distance(directions[1], directions[3])
@@ -152,7 +152,7 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the rows that `keep` has recorded out of `merge`'s rows, from position `coded` on."""
+    """Copy the rows that `keep` chose from `merge`'s rows, which start at position `coded`."""
     (_, _, _, _, places, *_), lower, upper = pair
     count, depth = rows[0].shape[2:]
     is_here = (places >= coded) & (places < coded + count)
@@ -180,7 +180,7 @@ def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Te
     row = torch.where(is_pinned, behind, settings.keep_first + kept_count.unsqueeze(-1) + rank)
     is_kept = is_pinned | chosen
     row = torch.where(is_kept, row, places.shape[2])
-    listed = torch.nn.functional.pad(places, (0, 1))  # the last one takes rows that are not kept
+    listed = torch.nn.functional.pad(places, (0, 1))  # the last entry is for rows that are not kept
     listed.scatter_(2, row.long(), (behind + starts.unsqueeze(-1)).to(places.dtype))
     places.copy_(listed[..., :-1])
     kept_count += chosen.sum(-1).to(kept_count.dtype)
@@ -200,7 +200,7 @@ def _code(
     settings: Merging,
     is_value: bool,
 ) -> list[Tensor]:
-    """Code the shared direction of groups of rows; return the norms of both layers, (B, H, n)."""
+    """Encode the shared direction of groups of rows; return the norms of both layers, (B, H, n)."""
     depth = pair[0].shape[3]
     direction = shared_direction(*pair, rule=settings.rule, t=settings.t)
     grouped = direction.unflatten(2, (-1, group))

@@ -1,8 +1,8 @@
 """The reference: codes, appending, the dense view and attention in plain PyTorch.
 
-Right on any device and in any floating dtype. It reads the number of tokens on the host, which is
-free on a CPU and waits for the device elsewhere. Arithmetic runs in float32, in float64 for float64
-caches; scales are stored in the dtype of the cache, and codes are taken with the stored scales.
+This engine is correct on any device and in any floating dtype. The host reads the number of tokens,
+which is free on a CPU and waits for other devices. Arithmetic runs in float32, or in float64 for
+float64 caches. Scales are stored in the cache's dtype, and codes are computed with stored scales.
 
 Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).
 """
@@ -21,7 +21,7 @@ from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
-    """Return (2, ...) step and zero that put the extremes of x along `dim` at the end codes."""
+    """Return (2, ...): step and zero that map the extremes of x along `dim` to the end codes."""
     low = high = x
     if left_out is not None:
         low = x.masked_fill(left_out, torch.inf)
@@ -29,7 +29,7 @@ def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
     low, high = low.amin(dim), high.amax(dim)
     is_empty = low > high
     low = low.masked_fill(is_empty, 0.0)
-    # By a tensor, not a number: CUDA would multiply by the inverse, which rounds otherwise.
+    # Divide by a tensor: for a number CUDA multiplies by its inverse, which rounds differently.
     step = (high.masked_fill(is_empty, 0.0) - low) / x.new_full((1,), 2**bits - 1)
     return torch.stack([step, low])
 
@@ -39,7 +39,7 @@ def _codes(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def _stored(step: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a step to the dtype it is stored in; one where it vanishes."""
+    """Return a step rounded to the dtype of scales, or 1 if the rounded step is 0."""
     rounded = step.to(dtype)
     return rounded.masked_fill(rounded == 0, 1.0)
 
@@ -55,9 +55,9 @@ def encode(
     left_out: Tensor | None = None,
     dtype: torch.dtype | None = None,  # of the scales, by default that of x
 ) -> tuple[Tensor, Tensor]:
-    """Code groups of keys or values; return codes, (B, H, n, G * D * bits / 8) uint8, and scales.
+    """Encode groups of keys or values; return (B, H, n, G * D * bits / 8) uint8 codes, and scales.
 
-    Scales are in the cache's layout. Where bits is PLAIN, codes are (B, H, n, G * D) numbers.
+    Scales are in the cache's layout. If bits is PLAIN, codes are (B, H, n, G * D) numbers.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -86,7 +86,7 @@ def encode(
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return the decoded numbers, (B, H, n * G, D) float32, or float64 if the scales are.
+    """Return the decoded numbers, (B, H, n * G, D) float32, or float64 for float64 scales.
 
     Codes and scales are as `encode` returns them.
     """
@@ -115,12 +115,12 @@ def is_per_head(k_or_v_scales: Tensor) -> bool:
 
 
 def scheme_of(k_or_v_scales: Tensor) -> str:
-    """Return the scheme that scales are of."""
+    """Return the scheme of a cache with these scales."""
     return "per_head" if is_per_head(k_or_v_scales) else "kivi"
 
 
 def require_room(length: int, new: int, limit: int) -> None:
-    """Raise unless a cache has room for so many new tokens."""
+    """Raise an error if a cache has no room for `new` tokens."""
     if length + new > limit:
         raise IndexError(
             f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
@@ -129,14 +129,14 @@ def require_room(length: int, new: int, limit: int) -> None:
 
 
 def groups_due(waiting: int, window: int, group: int) -> int:
-    """Return how many groups of the tokens that are not in codes have to be coded."""
+    """Return how many groups of the waiting tokens, which are not in codes, must be encoded."""
     return max(0, (waiting - window) // group + 1) if waiting >= window else 0  # (192, 192, 64): 1
 
 
 def append(
     pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
-    """Append tokens, (B, H, T, D), and code groups that are old enough.
+    """Append tokens, (B, H, T, D), and encode groups that are old enough.
 
     The last `recent` tokens are never coded; the cache holds at most `limit`.
     """
@@ -189,15 +189,15 @@ def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
 
 def view(
     pool: Sequence[Tensor],  # the tensors of a cache
-    # of keys and of values, (B, H, N), factors of the decoded rows; negative for tokens that are
-    # kept. Or two None.
+    # of keys and of values, (B, H, N): factors of the decoded rows, negative for kept tokens; or
+    # two None.
     norms: Sequence[Tensor | None],
     bits: int,  # of a code
     tokens: int,  # N, length of the result
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values as a static cache would hold them, zero where it is empty.
+    """Return keys and values as a static cache would hold them, with zeros in empty positions.
 
-    They are (B, H, N, D) in the dtype of the window.
+    Both are (B, H, N, D) in the dtype of the window.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     depth, dtype = k_window.shape[3], k_window.dtype
@@ -220,7 +220,7 @@ def view(
         decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
         whole = torch.where(is_recent, window[:, :, slots], decoded)
         whole = torch.where(is_recent | is_coded, whole, 0.0)
-        # the row after the end takes tokens that are not yet kept
+        # the extra last row receives tokens that are not yet kept
         room = F.pad(whole, (0, 0, 0, 1))
         room.scatter_(2, there[..., None].expand(kept.shape), kept)
         results.append(room[:, :, :tokens].contiguous())
@@ -235,7 +235,7 @@ def attend(
     scale: float,  # factor of the scores
     bits: int,  # likewise
 ) -> Tensor:
-    """Attend with one query per sequence to everything in the cache that `mask` shows.
+    """Attend with one query per sequence to all tokens of the cache that `mask` does not hide.
 
     A query that sees no key gets zeros.
     """

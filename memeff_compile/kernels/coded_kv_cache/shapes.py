@@ -1,4 +1,4 @@
-"""How the engine `codes` cuts the work: programs per sequence and head, warps and stages.
+"""How the engine `codes` divides the work: programs per sequence and head, warps and stages.
 
 Everything follows from static sizes, never from the fill level, so a launch in a CUDA graph stays
 valid as the cache fills up.
@@ -22,16 +22,16 @@ class Shapes:
 
     warps: int  # warps per program
     stages: int  # turns in flight
-    at_once: int  # groups of codes per turn, times `halves_for`
-    programs: int  # programs per multiprocessor that are aimed at
+    at_once: int  # groups of codes per step, times `halves_for`
+    programs: int  # intended number of programs per multiprocessor
 
 
 def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:
     """Return the launch for a head dimension, bits, and query heads per key-value head.
 
-    One or two warps, or few rows, keep to the tensor core's instructions for single warps: those
-    for four warps, on 16 rows, gave wrong results. Chosen by `benchmarks/ops/coded_kv.py --part
-    sweep` on an H200.
+    With one or two warps, or few rows, Triton uses the tensor core's instructions for single warps.
+    Instructions for four warps gave wrong results on 16 rows. The shapes were chosen by
+    `benchmarks/ops/coded_kv.py --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -43,12 +43,12 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the rows of a tile for so many query heads per key-value head: 8 for 4, 16 for 12."""
+    """Return the rows of a tile for `repeat` query heads per key-value head: 8 for 4, 16 for 12."""
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
 def halves_for(repeat: int, bits: int) -> int:
-    """Return how many groups lie side by side in the columns of a tile: two if the heads allow it.
+    """Return how many groups share the columns of a tile: two if there are few enough heads.
 
     Codes of 8 bits take more shared memory and were faster one group at a time.
     """
@@ -56,7 +56,7 @@ def halves_for(repeat: int, bits: int) -> int:
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return the channels that one product covers: those whose codes share bytes, or a scale."""
+    """Return how many channels one product covers: those whose codes share bytes, or a scale."""
     if bits == 8:
         return channels
     return depth // 4 if bits == 3 else depth * bits // 8
@@ -73,7 +73,7 @@ def splits_for(pairs: int, groups: int, slots: int) -> int:
 
 
 def _cost(pairs: int, groups: int, splits: int, slots: int) -> float:
-    """Return the time of a launch in groups; programs beyond the slots wait for others to end."""
+    """Return the time of a launch, in groups. Programs beyond `slots` wait for others to end."""
     waves = -(-pairs * splits // slots)
     filling = pairs * splits / slots
     rounds = waves if waves < 4 else filling + 0.5

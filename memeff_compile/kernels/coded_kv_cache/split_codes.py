@@ -39,13 +39,13 @@ class Plan:
 def plan_for(
     pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
-    """Return the launch for sequences times key-value heads, by sizes alone; off CUDA an H200's."""
+    """Return the launch for `pairs` of sequence and key-value head; off CUDA, that of an H200."""
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 
 def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
-    """Return norms of keys and values, (B, H, N) or None, side by side; copied only if need be."""
+    """Return norms of keys and values, (B, H, N) or None, in one tensor; copy only if necessary."""
     first, second = norms
     if first is None or second is None:
         return None
@@ -65,9 +65,9 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
 
 
 def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for results, (B, 1, Hq, D), and for shares and their statistics in fp32.
+    """Return memory for results, (B, 1, Hq, D), and for fp32 shares and their statistics.
 
-    With one share these are the results' own.
+    With one share, the results' memory is also that of the share.
     """
     batch, heads, _, depth = q.shape
     out = q.new_empty((batch, 1, heads, depth))
@@ -79,7 +79,7 @@ def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def combine(out: Tensor, share: Tensor, stat: Tensor, shares: int) -> None:
-    """Sum shares, if there are several, into the result."""
+    """Combine the shares, if there are several, into the result."""
     from . import split_codes_kernels as kernels
 
     batch, _, heads, depth = out.shape

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
 
-Program i of n takes the turns i, i + n, i + 2n ... of a few groups of codes each, then tiles of the
-window and of the kept tokens in the same manner. Scores have tokens as rows and query heads as
-columns: then keys and values are both the left operand of their product, read as bytes and unpacked
-in registers, and eight query heads fill a tile. If they fill at most half of it, two groups share
-it (HALVES): the columns of one group's queries, then those of the next one's. Of each product the
-columns of its own group count; from there on each half is a separate share. Codes stay whole
-numbers: a key's scales multiply the query, a value's the weight, and zeros are added once per turn.
-Weights are summed token by token in registers and across tokens at the end, so a turn has two
-reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
+Program i of n processes steps i, i + n, i + 2n ..., where a step is a few groups of codes, and then
+tiles of the window and of the kept tokens in the same manner. Scores have tokens as rows and query
+heads as columns: then keys and values are both the left operand of their product, read as bytes and
+unpacked in registers, and eight query heads fill a tile. If the heads fill at most half of a tile,
+two groups share it (HALVES): the columns of one group's queries, then those of the next one's. Of
+each product the columns of its own group count; from there on each half is a separate share. Codes
+stay whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added
+once per step. Weights are summed token by token in registers and across tokens at the end, so a
+step has two reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
 
 PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
 small; in bf16 queries and weights are multiplied by 2 ** 64 for it, and products by 2 ** 69. The
@@ -36,7 +36,7 @@ from .._triton.split_softmax_kernels import of_shares, step
 
 @triton.constexpr_function
 def _moved(name, source, right):
-    """Return the instruction that puts an operand, so many bits to the right, into a register."""
+    """Return the instruction that shifts an operand right by `right` bits into a register."""
     return f"{'shr' if right >= 0 else 'shl'}.b32 {name}, ${source}, {abs(right)}; "
 
 
@@ -74,7 +74,7 @@ def _two_high(raw, high, ASM: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _code_of(raw, high, PLACE: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
-    """Return codes at a place of 16 bits as numbers of a type."""
+    """Return the codes at one bit position of 16-bit words, as numbers of a type."""
     if BITS == 3:
         HIGH_PLACE: tl.constexpr = PLACE // 8 * 8 + (PLACE + 2) % 8
         code = ((raw >> PLACE) & 3) | (((high >> HIGH_PLACE) & 1) << 2)
@@ -95,7 +95,7 @@ def _numbers(
 ):
     """Return (ROWS, COLUMNS): codes of a part as numbers, first of even bytes, then of odd ones.
 
-    With PACKED they are very small, and count as often as `_take_two` says.
+    With PACKED the numbers are very small, scaled as `_take_two` says.
     """
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if C.BITS == 3 else C.BITS), C.BITS, kind)
@@ -133,7 +133,7 @@ def _all_numbers(
 
 @triton.jit
 def _side_by_side(tiles, HALVES: tl.constexpr):
-    """Return the columns of the first of HALVES tiles, then those of the second."""
+    """Return the HALVES tiles joined along their columns."""
     if HALVES == 1:
         found = tiles[0]
     else:
@@ -148,7 +148,7 @@ _NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 @triton.jit
 def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
-    """Return x in a type; with PACKED two numbers at a time."""
+    """Return x converted to a type; with PACKED, two numbers at a time."""
     if not PACKED:
         found = x.to(kind)
     elif kind == tl.bfloat16:
@@ -164,7 +164,7 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _pair_of(base, place):
-    """Return two numbers that lie side by side, in fp32; two of 16 bits are one load.
+    """Return two neighbouring numbers in fp32; two 16-bit numbers are one load.
 
     Triton does not prefetch loads of less than four bytes, and waiting for them would take longer
     than the rest of a loop iteration.
@@ -186,7 +186,7 @@ def _pair_of(base, place):
 
 @triton.jit
 def _seen(mask, batch, position, is_seen, mask_count):
-    """Return which positions the mask shows."""
+    """Return which positions the mask does not hide."""
     mask_ptr, stride_batch, stride_key = mask
     found = tl.load(
         mask_ptr + batch * stride_batch + position.to(tl.int64) * stride_key,
@@ -198,7 +198,7 @@ def _seen(mask, batch, position, is_seen, mask_count):
 
 @triton.jit
 def _gain(PART: tl.constexpr, C: tl.constexpr):
-    """Return how often a code of a part counts."""
+    """Return the factor by which the codes of a part are scaled."""
     AS_IT_LIES: tl.constexpr = C.PACKED and C.BITS != 8
     PLACE: tl.constexpr = 2 if C.BITS == 3 and PART == 3 else PART
     return (2 ** (PLACE * (4 if C.BITS == 4 else 2))) * 1.0 if AS_IT_LIES else 1.0
@@ -206,7 +206,7 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """Return (tokens, columns), or (tokens, 1): of each half of the columns its own vector."""
+    """Return (tokens, columns), or (tokens, 1), with one vector for each half of the columns."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -216,7 +216,7 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 @triton.jit
 def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the high bits of the first tokens of pairs, then those of the second ones."""
+    """Return the high bits of the first tokens of pairs, then those of the second tokens."""
     if PACKED:
         second = tl.inline_asm_elementwise(
             _SECOND, "=r,r", [high], dtype=tl.uint16, is_pure=True, pack=2

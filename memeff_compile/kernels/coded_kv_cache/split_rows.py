@@ -1,7 +1,7 @@
 """The engine `rows`: attention over directions that two layers share. CUDA, sm_80 or later.
 
-As the engine `codes`, with numbers instead of codes: the host never waits for the GPU, the grid
-follows from static sizes, and there are no atomics.
+This engine works as `codes` does, with numbers instead of codes: the host never waits for the GPU,
+the grid follows from static sizes, and there are no atomics.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .split_codes import combine, mask_argument, paired_norms, room_for
 class Plan:
     """The parameters of a launch."""
 
-    tile: int  # tokens per turn
+    tile: int  # tokens per step
     warps: int  # warps per program
     stages: int  # turns in flight
     programs: int  # programs per multiprocessor that are aimed at
 
 
 def plan_for(repeat: int) -> Plan:
-    """Return the launch for so many query heads per key-value head.
+    """Return the launch for `repeat` query heads per key-value head.
 
-    The fastest of a sweep on an H200, 16 sequences of 32,768 tokens; larger tiles and more stages
-    are 0.3 % slower and more.
+    The launch is the fastest of a sweep on an H200 with 16 sequences of 32,768 tokens. Larger tiles
+    and more stages are at least 0.3 % slower.
     """
     return Plan(64, 4 if rows_for(repeat) == MIN_ROWS else 2, 2, 3)
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Attention over directions that are numbers, a length each: the engine `rows`.
+"""Kernels of the engine `rows`: attention over plain directions, each with a length.
 
 Program i of n takes tiles i, i + n ... of the directions, then of the window and of the kept rows,
 in one softmax. A key's length multiplies its score; a value's length multiplies its weight. Scores
@@ -20,7 +20,7 @@ from .split_codes_kernels import _pair_of, _seen
 @triton.jit
 def _attend(
     bases,
-    at,  # rows of the tile; those that are loaded, and those that count
+    at,  # rows of the tile, which of them are loaded, and which count
     norms,  # (TILE,) fp32
     q,  # (D, ROWS)
     scale,
@@ -84,7 +84,7 @@ def _coded_kv_cache_rows_kernel(
         position = tile * C.TILE + token
         is_there = position < merged
         k_norm, v_norm = _pair_of(norms_ptr + row_base * 2, tl.minimum(position, merged - 1))
-        # Not a mask of the loads: those of keys and values would wait for the lengths.
+        # The lengths do not mask the loads: loads of keys and values would wait for the lengths.
         is_seen = is_there & (k_norm >= 0.0)
         if C.HAS_MASK:
             is_seen = _seen(mask, batch, position, is_seen, mask_count)

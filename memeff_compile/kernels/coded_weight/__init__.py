@@ -1,7 +1,7 @@
-"""Weights that live compressed (NeuZip, arXiv 2410.20650): bf16, coded exponents, exact.
+"""Lossless compressed bf16 weights with coded exponents (NeuZip, arXiv 2410.20650).
 
-A bf16 weight's sign and mantissa are close to noise; its exponent carries 2.5 to 2.9 bits of
-information in 8. Three codecs store it in fewer, and every pattern comes back bit for bit:
+A bf16 weight's sign and mantissa are close to noise; its 8 bits of exponent carry 2.5 to 2.9 bits
+of information. Three codecs store the exponent in fewer bits and restore it bit for bit:
 
     win4   4 bits in a window of 15 exponents: fastest, about 12.0 bits a weight
     tier   2, 4 or 8 bits by how frequent it is: about 10.7 to 11.1 bits

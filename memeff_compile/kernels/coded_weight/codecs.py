@@ -1,9 +1,9 @@
 """The engine `triton`: launches of the codecs' kernels. CUDA, sm_80 or later.
 
-Encoding reads a few numbers back: the lengths of its lists. If the lists exist already, it reads
-the lengths later (`Outcome`), so the host does not wait for the GPU. Decoding and products read no
-value on the host, so they can be captured in CUDA graphs. No kernel sums with atomics: the same
-inputs give the same bits.
+To encode a weight, the host reads the lengths of its lists from the GPU. If the lists exist
+already, the host reads the lengths later (`Outcome`), and so does not wait for the GPU. Decoding
+and products read no value on the host, so they can be captured in CUDA graphs. No kernel sums with
+atomics: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .reference import STREAM_TAIL, as_patterns, move, rans_table
 
 @dataclass(frozen=True)
 class Room:
-    """Spare room in the parts whose length depends on the weight's values, for encoding again."""
+    """Spare room for encoding again, in the parts whose length depends on the weight's values."""
 
     share: float = 0.0  # more than is needed now, as a share of it
     least: int = 0  # more than is needed now, in elements
 
     def length(self, needed: int) -> int:
-        """Return the elements to allocate for `needed` ones."""
+        """Return how many elements to allocate if `needed` elements are used."""
         return needed + max(math.ceil(needed * self.share), self.least)
 
 
@@ -62,7 +62,7 @@ def kernel_of(module: str, name: str) -> Any:
 
 @cache
 def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Return warps and constants, (name, value), as `launch_plain` takes them, and their name."""
+    """Return warps and constants as `launch_plain` takes them, and their name."""
     warps, *constants = given
     return {**dict(constants), "num_warps": warps}, given
 
@@ -89,9 +89,7 @@ def _run_often(
     warps: int,
     *constants: tuple[str, Any],
 ) -> None:
-    """Do the same as `_run` in a fraction of the host time: a training step calls it a thousand
-    times.
-    """
+    """Run a kernel as `_run` does, in less host time: a training step calls this 1,000 times."""
     settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
         launch_plain(kernel_of(module, kernel), (grid,), tensors, numbers, settings, name)
@@ -122,12 +120,12 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Take the lengths, and the tensor that will contain them."""
+        """Store the needed and the available lengths, and the spill buffer."""
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Have the value copied if it does not fit, so that its memory may be freed.
+        """Launch a copy of the value to the spill buffer if it does not fit; then it may be freed.
 
         The value is contiguous bf16, the refuge int16 in pinned memory, longer by a heading.
         """
@@ -139,7 +137,7 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Have the lengths brought to the host, without waiting for them."""
+        """Start the copy of the lengths to the host, without waiting for it."""
         with on_device(self._needed):
             if self._needed.is_cuda:
                 self._event = torch.cuda.Event()
@@ -149,7 +147,7 @@ class Outcome:
                 self._event.record()
 
     def fits(self) -> bool:
-        """Wait for the GPU and say whether all lists were long enough."""
+        """Wait for the GPU and return whether all lists were long enough."""
         if self._event is not None:
             self._event.synchronize()
         elif self._needed.is_cuda:  # the refuge may not be written yet
@@ -163,8 +161,8 @@ class Outcome:
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
     """Return a spill buffer: host memory for ``count`` weights that kernels on a GPU can write to.
 
-    It is int16 and pinned. Return None if pinned memory cannot be had, or if a trial shows that the
-    GPU does not write to it.
+    It is int16 and pinned. Return None if no pinned memory is available, or if a trial shows that
+    the GPU does not write to it.
     """
     try:
         refuge = torch.zeros(count, dtype=torch.int16, pin_memory=True)
@@ -184,7 +182,7 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs in every so manieth run, int32."""
+    """Return how often each of the 256 exponents occurs in every `every`-th run, int32."""
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
         -(-patterns.numel() // (RUN * every)),
@@ -222,8 +220,8 @@ def encode_soon(
 ) -> Outcome | bool:
     """Encode a weight of the same shape into existing parts, with the windows they have.
 
-    Return whether it fitted, or an `Outcome` that will know if the codec need not wait for the GPU.
-    If it did not fit, the parts no longer hold a weight; the spill buffer does, if there is one.
+    Return whether the weight fitted, or an `Outcome` if the codec does not wait for the GPU. If the
+    weight did not fit, only the spill buffer holds it, if there is one; the parts are invalid.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
@@ -243,7 +241,7 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write codes and signs; with a step, those of the weight moved along a gradient.
+    """Write codes and signs of a weight, or with a step those of the updated weight.
 
     Return the counts that `_list_win4` takes. Without a step the lists of patches are not read.
     """
@@ -286,7 +284,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     tensors = (patterns, header, counts)
     _run_often("tier_kernels", "tier_count_kernel", chunks, tensors, (), 4, ("BLOCK", 1024))
-    # PyTorch adds up along the last dimension in parallel, along the first one number by number.
+    # PyTorch sums in parallel along the last dimension, and serially along the first.
     return F.pad(counts.t().contiguous().cumsum(1, dtype=torch.int32), (1, 0)).t()
 
 
@@ -363,7 +361,7 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
 
 
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the bf16 weight of this shape; it may lie in a slightly larger buffer."""
+    """Return the bf16 weight of this shape; its buffer may be slightly larger."""
     count = math.prod(shape)
     if count == padded(count):
         out = torch.empty(tuple(shape), dtype=torch.bfloat16, device=parts[0].device)
@@ -375,7 +373,7 @@ def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tenso
 
 
 def steps(form: Format, gradient: Tensor) -> bool:
-    """Say whether `step` can write to the memory of this gradient."""
+    """Return whether `step` can write to the memory of this gradient."""
     return (
         form.is_lossless
         and gradient.dtype == torch.bfloat16
@@ -386,7 +384,7 @@ def steps(form: Format, gradient: Tensor) -> bool:
 
 
 def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor | None:
-    """Turn a gradient into the weight after a step along it, in the gradient's memory.
+    """Replace a gradient by the updated weight, in the gradient's memory.
 
     The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. Afterwards the
     parts hold no weight until `encode_soon` has encoded the new one into them; pass it this
@@ -403,14 +401,14 @@ _Constants: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
-    """Return the numbers of a step, and its constants, as kernels take them."""
+    """Return the numbers and the constants of a step in the form for kernels."""
     if by is None:
         return (0.0, 0.0), (("STEP", False), ("HAS_DECAY", False))
     return (-float(by.rate), float(by.decay)), (("STEP", True), ("HAS_DECAY", by.decay != 0))
 
 
 def _decoding(codec: str) -> tuple[int, int, _Constants]:
-    """Return the weights of a program that decodes, its warps, and its constants."""
+    """Return how many weights a program decodes, its warps, and its constants."""
     patches = ("PATCHES", shapes.PATCHES)
     if codec == "win4":
         words = shapes.WIN4_DECODE_WORDS
@@ -423,7 +421,7 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
     """Write the bit patterns of a weight, then zeros, to a buffer of whole chunks.
 
-    With a step, the buffer holds a gradient and gets the weight moved along it; win4 does this
+    With a step, the buffer holds a gradient and receives the updated weight; win4 updates weights
     while it encodes. The numbers have 16 bits.
     """
     size, warps, fields = _decoding(form.codec)
@@ -446,11 +444,11 @@ def fuses(
     form: Format,  # of the weight
     tokens: int,  # m
     shape: Sequence[int],  # (N, K) of the weight
-    device: torch.device | None = None,  # where it is; for one token any
+    device: torch.device | None = None,  # the weight's device; for one token any
     *,
-    trains: bool = False,  # a gradient is wanted: sums are taken as in the dense layer, bit for bit
+    trains: bool = False,  # a gradient is needed: products then have the dense layer's bits
 ) -> bool:
-    """Return whether a product with this many tokens decodes on the way."""
+    """Return whether a product with this many tokens decodes the weight inside the kernel."""
     if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
@@ -484,7 +482,7 @@ def product(
     *,
     setting: Setting | None = None,  # tile, by default the choice of `shapes`
 ) -> Tensor:
-    """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
+    """Return x @ W.T for a win4 weight, decoded in the kernel: (M, N) bf16, summed in fp32."""
     given = _given(_aligned(x), parts, bias, shape)
     setting = setting or setting_of(x.shape[0], shape, x.device)
     if isinstance(setting, shapes.RowTile):
@@ -500,7 +498,7 @@ Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
 
 
 def setting_of(tokens: int, shape: Sequence[int], device: torch.device) -> Setting | None:
-    """Return how a product decodes on the way, or None if the weight is decoded first."""
+    """Return the tile of a product that decodes in the kernel, or None if decoding comes first."""
     (rows, columns), count = shape, processors(device)
     if tokens == 1:
         return shapes.row_tile(rows, count)
@@ -522,7 +520,7 @@ def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> li
         kernel, constants["TILE"] = "win4_row_kernel", found[0][1]
     else:
         kernel, constants["COUNT"] = "win4_rows_kernel", count
-        found += found[-1:] * (MAX_TOGETHER - count)  # a third that is not there is not read
+        found += found[-1:] * (MAX_TOGETHER - count)  # a missing third weight is not read
         constants |= {f"TILE_{place}": each for place, (_, each) in enumerate(found)}
     words = (x.view(torch.int32), *(operand for operand, _ in found), x.shape[1] // 8)
     grid = (sum(-(-out.numel() // tile.rows) for out, tile in zip(outs, tiles, strict=True)),)
@@ -552,7 +550,7 @@ def products(
 ) -> list[Tensor]:
     """Multiply one token with several win4 weights in one launch: (1, N) bf16 for each.
 
-    Each weight uses the same tiles as alone, and so gets the bits of `product`.
+    Each weight uses the same tiles as in `product`, so the results have the same bits.
     """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
@@ -562,7 +560,7 @@ def products(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return x in memory that can be read as pair words."""
+    """Return x, copied if its memory cannot be read as 32-bit words."""
     flat = x.contiguous().view(-1)  # a single row may have any stride
     flat = flat.clone() if flat.storage_offset() % 2 or flat.data_ptr() % 4 else flat
     return flat.view(x.shape)
@@ -591,7 +589,7 @@ def _few(given: _Product, setting: shapes.MatrixTile) -> Tensor:
 
 
 def _add(shares: Tensor, out: Tensor) -> Tensor:
-    """Write sums of shares of the columns, (splits, M, fewer), to the last rows of (M, N)."""
+    """Add up the shares, (splits, M, columns), and write them to the last columns of (M, N)."""
     size, block = shares[0].numel(), shapes.SUM_BLOCK
     grid, sizes = (-(-size // block),), {"SPLITS": shares.shape[0], "BLOCK": block}
     operands = (shares, out, size, shares.shape[2], out.shape[1])

@@ -2,12 +2,13 @@
 
 A weight is read in row-major order, as a flat run of 16-bit patterns padded with zeros to whole
 chunks. Every codec keeps the sign and the mantissa of each pattern as one byte, and codes the
-exponent. All of them use one order inside a group of 256 weights, so that one 32-bit word serves
-two neighbouring weights, which are rebuilt at once:
+exponent. All codecs use one order inside a group of 256 weights, so that one 32-bit word holds two
+neighbouring weights, which are rebuilt at once:
 
     group[64 * q + 2 * j + h]  is  half h of the pair q (0 to 3) of lane j (0 to 31)
 
-Two neighbours are one 32-bit word of the decoded weight; lanes are neighbours in every buffer.
+Two neighbours are one 32-bit word of the decoded weight; neighbouring lanes read neighbouring words
+of every buffer.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ class Format:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding gives the same bits back."""
+        """Return whether decoding gives the same bits back."""
         return self.mantissa == MANTISSA_BITS
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """Names of a coded weight's tensors, in order."""
+        """Return the names of a coded weight's tensors, in order."""
         norms = () if self.is_lossless else ("norms",)
         return (*_EXPONENTS[self.codec], "signs", *norms)
 
@@ -103,7 +104,10 @@ _FORMATS = {
 
 
 def parse(name: str) -> Format:
-    """Read a codec's name: "win4", or "win4:k3:b512" for a lossy mode; refuse any other."""
+    """Return the format of a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
+
+    Any other name raises an error.
+    """
     if name not in _FORMATS:
         raise UnsupportedInputError(
             f"codec is {name!r}; {', '.join(CODECS)} are lossless, and a lossy mode is one of them "
@@ -119,7 +123,7 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return every how many runs win4's choice of a window reads: 1 reads all of them."""
+    """Return the stride of the runs that win4 reads to choose a window: 1 reads all of them."""
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 
@@ -134,15 +138,15 @@ def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int
 
 
 def win4_header(counts: Sequence[int]) -> list[int]:
-    """Return the exponent below the window of 15.
+    """Return the exponent just below the best window of 15 exponents.
 
-    It stays under 128, so that 2^base is a float32 and a weight is rebuilt by one product.
+    The result is below 128, so that 2^base is a float32 and one product rebuilds a weight.
     """
     return [best_window(counts, 15, 1, 128) - 1]
 
 
 def tier_header(counts: Sequence[int]) -> list[int]:
-    """Return where three nested windows of 3, 6 and 21 exponents start, in this order.
+    """Return the starts of three nested windows of 3, 6 and 21 exponents, in this order.
 
     Exponents follow a distribution with one peak, so that the 3, 6 and 21 most frequent ones are
     neighbours, and an exponent is a start plus a code: no table is read.
@@ -158,7 +162,7 @@ def frequencies(counts: Sequence[int]) -> list[int]:
     total, slots = sum(counts), 1 << RANS_BITS
     found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
     while (surplus := sum(found) - slots) != 0:
-        # Take from, or give to, whom it costs least: the cost of a slot is about count / slots.
+        # Add or remove a slot where it costs least: the cost of a slot is about count / slots.
         step = -1 if surplus > 0 else 1
         able = [e for e, slot in enumerate(found) if slot > 1 or (slot and step > 0)]
         cost = {e: counts[e] / (found[e] + min(step, 0)) for e in able}
@@ -189,7 +193,7 @@ def _piece_lists(count: int) -> int:
 
 
 def piece_words(count: int, room: int) -> int:
-    """Return the 32-bit words of a weight in one piece, with lists of `room` patches or more."""
+    """Return the 32-bit words of a weight's allocation with room for at least `room` patches."""
     return _piece_lists(count) + -(-room // (2 * PIECE_APART)) * 2 * PIECE_APART
 
 

@@ -41,7 +41,7 @@ def _odd_bytes(word):
 
 @gluon.jit
 def _scaled_pair(pair, scale):
-    """Multiply both bf16 of a pair word with 2^base; adding -0.0 keeps the sign of a zero."""
+    """Multiply both bf16 numbers of a pair word by 2^base; adding -0.0 keeps the sign of zeros."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
         "=r,r,r",
@@ -54,7 +54,7 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
-    """Return pair words as bf16 along K, in the layout of an operand; no register is moved."""
+    """Return pair words as bf16 along K, in an operand's layout, without moving registers."""
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -89,7 +89,7 @@ def _patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of the patches of some rows with x; warps take turns."""
+    """Add the products of the patches of some rows with x; the warps share the patches."""
     starts_ptr, places_ptr, values_ptr = patches
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -168,7 +168,7 @@ def win4_matrix_kernel(
     # ROWS: 16, or a multiple
     # AHEAD: codes of the next group are loaded before this one is multiplied
 ):
-    """A tile of ROWS x TOKENS products; each warp has a share of the columns, and all are added."""
+    """Compute a tile of ROWS x TOKENS products; each warp sums a share of the columns."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
@@ -238,7 +238,7 @@ def win4_matrix_kernel(
 
 @gluon.jit
 def _half_operand(pair, other, scale, layout: gl.constexpr):
-    """Return two pairs of half a group as bf16 along K: 64 columns, in the order `x_order` says."""
+    """Return two pairs of half a group as bf16 along K: 64 columns, in the order of `x_order`."""
     pair = _scaled_pair(pair, scale)
     other = _scaled_pair(other, scale)
     rows: gl.constexpr = pair.shape[0]
@@ -259,7 +259,7 @@ def _first_half(codes, signs, scale, layout: gl.constexpr):
 
 @gluon.jit
 def _second_half(codes, more, scale, layout: gl.constexpr):
-    """Return the operand of the other two."""
+    """Return the operand of the last two pairs of half a group."""
     even = _even_bytes(more) | ((codes >> 1) & 0x07800780)
     return _half_operand(even, _odd_bytes(more) | ((codes >> 5) & 0x07800780), scale, layout)
 
@@ -291,8 +291,9 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load NOTED patches from `begin` on, long before they are needed; positions after the last are
-    -1.
+    """Load NOTED patches from `begin` on, early, so that no one waits for them.
+
+    Positions after the last patch are -1.
     """
     several: gl.constexpr = gl.BlockedLayout(
         [C.NOTED // (32 * C.WARPS), 16], [32, 1], [C.WARPS, 1], [1, 0]
@@ -311,7 +312,7 @@ def _note_patches(
     row_length,
     C: gl.constexpr,
 ):
-    """Write down rows, columns and values of patches."""
+    """Store rows, columns and values of patches in shared memory."""
     rows_note, columns_note, values_note = notes
     chunk, chunks, inside, _, _ = found
     each, place, value = loaded
@@ -331,14 +332,14 @@ def _note_patches(
 
 @gluon.jit
 def _noted(notes, batch, layout: gl.constexpr):
-    """Read 64 patches that were saved in shared memory."""
+    """Return 64 of the patches that `_note_patches` stored in shared memory."""
     several: gl.constexpr = [notes.shape[0] // 64, 64]
     return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
 
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Have the columns of x of 64 patches copied to a slot."""
+    """Start copying the columns of x of 64 patches to a slot."""
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
     load_pointers(slot, at, mask=(token < xt_stride)[None, :])
@@ -376,11 +377,11 @@ def win4_wide_kernel(
     splits,  # programs that share the columns of a row, each at least a group, and its patches
     C: gl.constexpr,
 ):
-    """A tile of ROWS x TOKENS products: each weight is decoded once for all tokens of the tile.
+    """Compute a tile of ROWS x TOKENS products, and decode each weight once for all its tokens.
 
-    Codes and x come to shared memory by themselves, some steps of 64 columns ahead. While the
-    tensor cores multiply one step, the operand of the next one is decoded. At last come the
-    patches: 64 at a time are one more step, with columns of x that are gathered.
+    Asynchronous copies bring codes and x to shared memory, some steps of 64 columns ahead. While
+    the tensor cores multiply one step, the operand of the next step is decoded. Patches come last:
+    each 64 of them are one more step, with gathered columns of x.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -450,7 +451,7 @@ def win4_wide_kernel(
         mbarrier.wait(bars.index(slot), (step // C.X_STAGES) & 1)
         acc = warpgroup_mma(operand, x.index(slot).permute((1, 0)), acc, is_async=True)
         following_second = _second_half(code, later, scale, left)
-        # All but the product just begun are done: their slot is free.
+        # All products except the latest are done, so their slot is free.
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         second = following_second
         before = step - 1 + C.X_STAGES

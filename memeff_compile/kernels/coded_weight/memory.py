@@ -8,7 +8,7 @@ from ..sizes import Size
 
 
 def bytes_before(rows: Size, columns: Size) -> sympy.Expr:
-    """Return the bytes of the decoded weight that a training step keeps; else it decodes again."""
+    """Return the bytes of the decoded weight, which autograd keeps if it is not decoded again."""
     return 2 * sympy.sympify(rows) * columns
 
 

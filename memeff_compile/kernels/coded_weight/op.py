@@ -40,9 +40,9 @@ def supports_weight(
     weight: Tensor,
     codec: str = "win4",
     *,
-    is_loaded_later: bool = False,  # a tensor on the meta device gets values before it is coded
+    is_loaded_later: bool = False,  # a tensor on the meta device gets values before it is encoded
 ) -> str | None:
-    """Say in a sentence why a codec that `parse` reads cannot code a tensor, or return None."""
+    """Return a sentence that says why a codec cannot encode a tensor, or None if it can."""
     if weight.layout != torch.strided or weight.is_quantized:
         return "it is not a plain strided tensor"
     if weight.dtype != torch.bfloat16:
@@ -100,9 +100,9 @@ def encode_soon(
     refuge: Tensor | None = None,  # host memory for a weight that does not fit
     counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a weight of the same shape into existing parts, if they have room; return whether.
+    """Encode a weight of the same shape into existing parts; return whether they had room.
 
-    If they had no room, the parts no longer hold a weight and have to be made again. On a GPU, win4
+    If the parts had no room, they hold no weight and have to be allocated again. On a GPU, win4
     and tier do not wait: the result comes later. Until then the parts must not be read, and without
     a spill buffer the weight must be kept. A lossy codec refuses values that are not finite.
     """
@@ -115,12 +115,12 @@ def encode_soon(
 
 
 def steps(gradient: Tensor, codec: str) -> bool:
-    """Say whether `step` can work on this gradient of a weight of this codec."""
+    """Return whether `step` supports this gradient of a weight of this codec."""
     return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return host memory for values that do not fit, or None if it is not needed."""
+    """Return host memory for values that do not fit, or None if no spill buffer is needed."""
     return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
 
@@ -152,7 +152,7 @@ def _decode_in_inductor(
 
 
 def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequence[Tensor]:
-    """Return the parts of a weight that may be one piece of memory."""
+    """Return the parts of a weight, which may share one allocation."""
     is_apart = len(parts) == len(form.parts)
     return parts if is_apart else pieces.parts_of(parts[0], math.prod(size))
 
@@ -165,7 +165,7 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the format of a weight that products support; refuse any other."""
+    """Return the format of a weight; raise an error if products do not support it."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
@@ -218,7 +218,7 @@ def _fake_product(given: Product) -> Tensor:
 
 
 def trained_product(given: Product, folds: bool) -> Tensor:
-    """Multiply with the products of a dense layer, for results that need a gradient.
+    """Decode the weight and multiply as a dense layer does, for results that need a gradient.
 
     An inner compiler sees a plain linear: it may split off the bias, and calls it with less
     overhead than a custom op. Without `at` it might decode early, or once for all layers. Inputs
@@ -285,12 +285,12 @@ def _products(given: _Products) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Serve a dense weight, real or fake; a coded one is split into parts before it gets here."""
+    """Run a dense weight's linear; coded weights are split into parts before this is called."""
     return F.linear(x, weight, bias)
 
 
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Serve dense weights, as `_linear` does."""
+    """Run several dense weights' linears, as `_linear` does."""
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
@@ -325,7 +325,7 @@ def _gradients(
 
 
 def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Run the linear with its gradients; save the operands of the backward pass before computing.
+    """Run the linear with its gradients; save the backward pass's operands before the product.
 
     An activation checkpoint recomputes until all tensors are saved that were saved before, and
     stops there: with the library's linear, before the last product of the region. An op's autograd
@@ -338,7 +338,7 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps the operands; its backward has the gradient of the product."""
+    """Saves the operands; its backward computes the gradients of the product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

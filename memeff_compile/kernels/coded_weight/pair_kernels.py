@@ -11,18 +11,18 @@ import triton
 import triton.language as tl
 
 CHUNK: tl.constexpr = tl.constexpr(8192)
-HEADING: tl.constexpr = tl.constexpr(8)  # 16-bit words in front of a value in a refuge
+HEADING: tl.constexpr = tl.constexpr(8)  # 16-bit words before a value in a spill buffer
 
 
 @triton.jit
 def as_patterns(pointer):
-    """Return a pointer to numbers of 16 bits as one to patterns."""
+    """Return a pointer to 16-bit numbers, cast to a pointer to patterns."""
     return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
 def as_words(pointer):
-    """Return a pointer to numbers of 16 bits as one to pair words."""
+    """Return a pointer to 16-bit numbers, cast to a pointer to pair words."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
@@ -85,7 +85,7 @@ def _bits_or_nan(value):
 
 @triton.jit
 def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return a pair word of weights moved along the gradients of another pair word."""
+    """Return a pair word of weights after a step along a pair word of gradients."""
     low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
     high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
     return low | (high << 16)
@@ -93,9 +93,9 @@ def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexpr, C: tl.constexpr):
-    """Move the patches of a program along their gradients, in the list.
+    """Update the patches of a program with their gradients, in the list.
 
-    Afterwards the gradients may be written over: all threads have read them.
+    Afterwards all threads have read the gradients, so these may be overwritten.
     """
     begin, end, places_ptr, values_ptr = patches
     inside = (first % CHUNK).to(tl.int32)
@@ -113,7 +113,7 @@ def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexp
 
 @triton.jit
 def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
-    """Multiply both halves by the normaliser of the block of the weight at `place`."""
+    """Multiply both halves by the normaliser of the block that contains the weight at `place`."""
     if BLOCK == 0:
         return pair
     scale = 1.0 + tl.load(norms_ptr + place // BLOCK).to(tl.float32) / 128
@@ -123,8 +123,9 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first patches from `begin` on, long before their store; positions after the last are
-    -1.
+    """Load the first patches from `begin` on, early, so that their store does not wait.
+
+    Positions after the last patch are -1.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
@@ -179,7 +180,7 @@ def pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches of one chunk of tiers, in order; those beyond the list are dropped."""
+    """Write the patches of one `tier` chunk, in order; those beyond the list's end are dropped."""
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     if tl.load(starts_ptr + chunk + 1) > at:
@@ -199,7 +200,7 @@ def pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write the length that a list needs to a refuge, as two 16-bit words."""
+    """Write the needed length of a list to a spill buffer, as two 16-bit words."""
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
 
@@ -233,7 +234,7 @@ def pair_shelter_kernel(
 
 @triton.jit(do_not_specialize=["every"])
 def pair_histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the exponents of every so manieth BLOCKS * BLOCK weights to 256 counts, in any order."""
+    """Count the exponents of every `every`-th run of BLOCKS * BLOCK weights, in any order."""
     first = tl.program_id(0).to(tl.int64) * every * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)
     for block in range(BLOCKS):

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Weights of win4 in one piece of memory each; several of them are updated in one launch.
+"""Kernels for win4 weights with one allocation each; one launch updates several of them.
 
 For a small weight, a launch takes longer on the host than decoding takes on the GPU. The positions
 of a weight's parts follow from its size, so a kernel takes one pointer per weight (`layout`).
@@ -44,7 +44,7 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _parts(piece_ptr, chunks, room):
-    """Return the parts of a weight in one piece, in the order of `Format.parts`."""
+    """Return the parts of a weight in one allocation, in the order of `Format.parts`."""
     codes = piece_ptr + APART
     signs = codes + chunks * 1024
     starts = signs + chunks * 2048
@@ -59,7 +59,7 @@ def piece_decode_kernel(
     C: tl.constexpr,
     # CHUNKS and ROOM: of the weight
 ):
-    """Write WORDS * 8 weights of one in one piece."""
+    """Decode WORDS * 8 elements of a weight in one allocation."""
     parts = _parts(piece_ptr, C.CHUNKS, C.ROOM)
     decode_some(tl.program_id(0), parts, weight_ptr, C.WORDS, C.PATCHES)
 
@@ -88,7 +88,7 @@ def piece_encode_kernel(
     C: tl.constexpr,
     # COUNT: weights; for each of them CHUNKS and ROOMS; ENDS: chunks of it and those before it
 ):
-    """Move and encode one chunk of one of several weights, from gradients to values."""
+    """Update and encode one chunk of one of several weights; its gradients become values."""
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),

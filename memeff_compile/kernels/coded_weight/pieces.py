@@ -26,7 +26,7 @@ HEADING = 2 * MOST_TOGETHER
 
 
 def parts_of(piece: Tensor, count: int) -> list[Tensor]:
-    """Return the parts of a weight of so many elements in one allocation; they share its memory."""
+    """Return the parts of a weight of `count` elements as views of one allocation."""
     found = []
     for place, (start, length) in enumerate(piece_places(count, piece.numel())):
         words = piece[start : start + length]
@@ -35,7 +35,7 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
-    """Return an allocation with the parts of a weight of so many elements, or fill a longer one."""
+    """Return an allocation with the parts of a weight of `count` elements, or fill a given one."""
     if piece is None:
         words = piece_words(count, parts[3].numel())
         piece = torch.zeros(words, dtype=torch.int32, device=parts[0].device)
@@ -45,9 +45,7 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return how many 16-bit numbers the common spill buffer of weights of so many elements
-    needs.
-    """
+    """Return how many 16-bit numbers the common spill buffer of weights of these sizes needs."""
     return HEADING + sum(map(padded, counts))
 
 
@@ -58,7 +56,7 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How weights of these sizes are moved and encoded, and listed."""
+    """The launches that update and encode weights of these sizes, and write their lists."""
 
     chunks: int
     rooms: tuple[int, ...]
@@ -111,7 +109,7 @@ def _run(
 
 
 def decode(piece: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the bf16 weight of this shape; it may lie in a slightly larger buffer."""
+    """Return the bf16 weight of this shape; its buffer may be slightly larger."""
     how, size, strides, is_whole = _decoding(piece.numel(), *shape)
     with on_device(piece):
         out = compat.empty_bf16(size, strides, piece)
@@ -128,7 +126,7 @@ class _Decoding(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _decoding(words: int, *shape: int) -> _Decoding:
-    """Plan the decoding of a weight of this shape in so many words."""
+    """Return the launch that decodes a weight of this shape from an allocation of `words` words."""
     count = math.prod(shape)
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     each = shapes.WIN4_DECODE_WORDS
@@ -147,14 +145,14 @@ class Outcomes:
     """Whether weights fitted into their lists, known once the GPU has run the kernels."""
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
-        """Note the moment on the current stream."""
+        """Record an event on the current stream."""
         self._refuge, self._rooms, self._counts = refuge, rooms, counts
         self._event = torch.cuda.Event() if torch.cuda.is_available() else None
         if self._event is not None:
             self._event.record()
 
     def misfits(self) -> list[tuple[int, Tensor]]:
-        """Wait for the GPU; return the places of weights that did not fit, and their patterns."""
+        """Wait for the GPU; return the indices of weights that did not fit, and their patterns."""
         if self._event is not None:
             self._event.synchronize()
         needed = self._refuge[:HEADING].view(torch.int32).tolist()
@@ -169,7 +167,7 @@ class Outcomes:
 
 
 def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
-    """Move weights along their gradients and encode them in place, all in one launch.
+    """Update weights with their gradients and encode them in place, all in one launch.
 
     The gradients are bf16, in whole chunks, and the new weights overwrite them. Each weight gets
     the same bits as by `codecs.step` and `encode_soon`. The allocations hold no weights until
@@ -190,9 +188,9 @@ def list_patches(
     found: Tensor,  # the result of `move`
     refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
-    """Write the lists of weights that were moved, all in one launch.
+    """Write the lists of the weights that `move` updated, all in one launch.
 
-    A weight that does not fit is in the spill buffer then, and its allocation has no valid weight.
+    A weight that does not fit is then in the spill buffer, and its allocation is invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

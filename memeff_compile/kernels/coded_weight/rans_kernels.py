@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The codec rans on a GPU: a warp decodes a chunk of 32 interleaved streams, one symbol a step.
 
-Which lanes need a new word, and which word, is a prefix sum over the warp: the words of a step
-stand side by side.
+A prefix sum over the warp tells which lanes need a new word, and which word: the words of a step
+are contiguous.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rans_decode_kernel(
     C: tl.constexpr,
     # STEP: out holds gradients, and gets the weights moved along them
 ):
-    """Write WARPS chunks of weights."""
+    """Decode WARPS chunks of weights."""
     out_words_ptr = as_words(out_ptr)
     chunk = tl.program_id(0) * C.WARPS + tl.arange(0, C.WARPS)
     is_chunk = chunk < chunks

@@ -1,7 +1,7 @@
 """Encoding and decoding in plain PyTorch: correct on every device, and used on a CPU.
 
-It works on some chunks of the weight at a time, so that its temporaries stay small. `layout.py`
-defines the names of the parts and the order of weights inside a group.
+The functions process some chunks of the weight at a time, so that temporaries stay small.
+`layout.py` defines the names of the parts and the order of weights inside a group.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def as_patterns(weight: Tensor) -> Tensor:
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs in every so manieth run, int64."""
+    """Return how often each of the 256 exponents occurs in every `every`-th run, int64."""
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
     for piece in patterns.split(PIECE):
@@ -84,7 +84,7 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def pack_signs(values: Tensor, bits: int) -> Tensor:
-    """Pack sign-and-mantissa fields of `bits` bits, given flat, as the kernels read them.
+    """Pack flat sign-and-mantissa fields of `bits` bits in the layout that kernels read.
 
     Eight bits: two words per lane, the pairs of a word in its even and its odd bytes. Fewer: the
     fields of a lane one after the other, in 8, 16 or 32 bits.
@@ -115,7 +115,7 @@ def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the patch list of blocks, one after the other: starts, places, values."""
+    """Return one patch list (starts, places, values) from those of consecutive blocks."""
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     return starts, places, values
@@ -132,7 +132,7 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
 
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Code exponents in 4 bits; return the parts without signs.
+    """Encode exponents in 4 bits; return the parts without signs.
 
     Code 0 is a zero of either sign; an exponent outside the window is a patch.
     """
@@ -151,7 +151,7 @@ def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each piece, flat int16; patches are the caller's."""
+    """Yield the exponents of each block, flat int16; the caller inserts patches."""
     header, codes = parts[:2]
     for piece in _pieces(size):
         fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
@@ -237,7 +237,7 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
 
 
 def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents of each piece, flat int16; patches are the caller's."""
+    """Yield the exponents of each block, flat int16; the caller inserts patches."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
     for piece in _pieces(size):

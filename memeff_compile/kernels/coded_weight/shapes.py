@@ -16,7 +16,7 @@ from .layout import CHUNK, GROUP
 
 @dataclass(frozen=True)
 class RowTile:
-    """One token: rows of the weight per program, words of codes per step."""
+    """The tile for one token: rows of the weight per program, words of codes per step."""
 
     rows: int
     words: int
@@ -32,7 +32,7 @@ class RowTile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """A few tokens, codes decoded in registers: rows and tokens of a program."""
+    """The tile for a few tokens, with codes decoded in registers: rows and tokens of a program."""
 
     rows: int
     tokens: int
@@ -43,7 +43,7 @@ class MatrixTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """More tokens, each weight decoded once for all of a program; for Hopper."""
+    """The tile for more tokens on Hopper: a program decodes each weight once for all its tokens."""
 
     rows: int  # 64 or 128, of the weight
     tokens: int  # of x; a power of two
@@ -92,7 +92,7 @@ WARPS_PER_PROCESSOR = 8
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for one token and N rows; a multiprocessor wants some warps to wait with."""
+    """Return the tile for one token and N rows, with several warps per multiprocessor."""
     for found in ROW_TILES:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
@@ -100,7 +100,7 @@ def row_tile(rows: int, processors: int) -> RowTile:
 
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
-    """Return the tile for M tokens, a few, N rows and K columns, codes decoded in registers."""
+    """Return the tile for a few tokens (M), N rows and K columns; registers hold decoded codes."""
     programs, groups = -(-rows // 16), columns // GROUP
     is_narrow = programs <= (2 if tokens <= 8 else 1) * processors or groups > 32
     warps = 8 if is_narrow else 4
@@ -156,9 +156,9 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 
 @lru_cache(maxsize=4096)
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
-    """Return the tile for more tokens, M, on Hopper, or None if decoding first is faster.
+    """Return the tile for more tokens (M) on Hopper, or None if decoding first is faster.
 
-    It is the tile with the least predicted time, by the measured costs. Shares of the columns never
+    The tile has the least predicted time by the measured costs. Shares of the columns never
     take more memory than the decoded weight would.
     """
     size, weights = (tokens, rows, columns), rows * columns
@@ -180,5 +180,5 @@ def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile
 
 
 def chunks_touched(rows: int, columns: int) -> int:
-    """Return a power of two, not less than the chunks that some rows touch."""
+    """Return the least power of two that is at least the number of chunks of some rows."""
     return 1 << ((rows * columns - 1) // CHUNK + 1).bit_length()

@@ -1,7 +1,7 @@
-"""Lists of many weights side by side, in a few large pieces of memory.
+"""Packs the lists of many weights into a few large allocations.
 
-The lists of a code have odd lengths, and PyTorch's allocator counts up to a MiB beyond each as
-taken: 71 MiB for the linears of Llama-3-8B's shape with `tier`. Packed together they take only the
+The lists of a code have odd lengths, and PyTorch's allocator wastes up to a MiB after each list: 71
+MiB for the linears of Llama-3-8B's shape with `tier`. Packed together they take only the
 bytes of their contents.
 """
 
@@ -49,7 +49,7 @@ def side_by_side(
 
 
 def _lengths(weights: Sequence[CodedWeight], room: Room) -> dict[Tensor, int]:
-    """Return how long each list is to be, in elements."""
+    """Return the length to allocate for each list, in elements."""
     found, kinds = dict[Tensor, int](), dict[tuple[object, ...], list[Tensor]]()
     for weight in weights:
         for name, part in _lists(weight):

@@ -1,6 +1,6 @@
 """CodedWeight: a tensor with the shape and dtype of a bf16 weight, and the memory of its code.
 
-Reading it gives the weight's values: an operation without special support decodes first. A linear
+An operation without special support decodes the weight and reads its values. A linear
 becomes `memeff::coded_weight_linear`, which keeps no decoded weight for the backward pass. In-place
 writes raise, since no dense memory exists to write to; a whole new value (`copy_`) is encoded. A
 view is separate decoded memory, which refuses writes too.
@@ -74,7 +74,7 @@ class Unsettled:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is known."""
+        """Return whether it is known that the value fits."""
         return self._kept is None
 
     def settle(self) -> None:
@@ -94,16 +94,17 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several weights in one piece each, encoded in one launch; as `Unsettled`.
+    """New values of several weights with one allocation each, encoded together; see `Unsettled`.
 
-    Until `encode` is called, their gradients wait here. Reading a weight before calls it. The
-    gradients come on one stream, and the kernels run there, whatever stream calls.
+    Until `encode` is called, the weights' gradients wait here. Reading a weight calls `encode`. All
+    gradients come on one stream, and the kernels run on that stream, whatever stream calls.
     """
 
     is_settled = False
 
     def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
-        """Collect weights that are moved by this step, along gradients that come as this one does;
+        """Collect weights that this step updates, with gradients of this one's stream and device.
+
         `encode_now` calls `encode`.
         """
         self._by, self._stream, self._encode_now = by, stream_of(like), encode_now
@@ -116,7 +117,7 @@ class UnsettledTogether:
         self._lock = threading.RLock()
 
     def takes(self, gradient: Tensor, by: codecs.Step) -> bool:
-        """Whether a weight that is moved by this step, along this gradient, can be added."""
+        """Return whether a weight with this gradient and step can be added."""
         has_room = len(self.counts) < pieces.MOST_TOGETHER
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
@@ -130,7 +131,7 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Move and encode them, with a spill buffer for those that do not fit.
+        """Update and encode the weights, with a spill buffer for those that do not fit.
 
         Raise CodedWeightError if memory runs out in between: then the values are kept unchanged.
         """
@@ -151,7 +152,7 @@ class UnsettledTogether:
             self._gradients = []
 
     def settle(self) -> None:
-        """Wait for the GPU; encode the weights again that did not fit."""
+        """Wait for the GPU; encode again the weights that did not fit."""
         if not self._moved:
             self._encode_now()  # without our lock: it takes another one first
         with self._lock:
@@ -203,7 +204,7 @@ class CodedWeight(Tensor):
     unsettled: Unsettled | UnsettledTogether | None = (
         None  # a new value that may still turn out not to have fitted
     )
-    times_anew: int = 0  # how often it was encoded into new parts
+    times_anew: int = 0  # how often the weight was encoded into new parts
     decodes_for_ops = True  # a rewrite may pass it to an op that gets it decoded
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
@@ -242,19 +243,19 @@ class CodedWeight(Tensor):
         _watch_optimizers()
 
     def _hold(self, parts: Sequence[Tensor]) -> None:
-        """Take parts, or one allocation."""
+        """Use these parts, or this one allocation."""
         names = parse(self.codec).parts
         self.piece = parts[0] if len(parts) == 1 < len(names) else None
         if self.piece is None:
             for name, part in zip(names, parts, strict=True):
                 setattr(self, name, part)
-        else:  # they are made when somebody asks: a compiler does not
+        else:  # made when first read, because a compiler does not read them
             for name in names:
                 vars(self).pop(name, None)
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors that hold the weight, in the order of the codec's parts."""
+        """Return the tensors that store the weight, in the order of the codec's parts."""
         self.settle()
         names, held = parse(self.codec).parts, vars(self)
         if self.piece is not None and names[0] not in held:
@@ -267,7 +268,7 @@ class CodedWeight(Tensor):
 
     @property
     def held(self) -> list[Tensor]:
-        """The tensors that ops are given: the parts, or the one allocation that contains them."""
+        """Return the tensors that ops take: the parts, or the one allocation that contains them."""
         if self.piece is None:
             return self.parts
         self.settle()
@@ -275,7 +276,7 @@ class CodedWeight(Tensor):
 
     @property
     def number(self) -> int:
-        """A number that weights have in common for which compiled code is the same."""
+        """Return a number that is equal for weights with the same compiled code."""
         self.settle()
         held = vars(self)
         if "_number" not in held:
@@ -289,7 +290,7 @@ class CodedWeight(Tensor):
 
     @property
     def memory_number(self) -> int:
-        """A number that is unique as long as the parts stay at their addresses."""
+        """Return a number that is unique while the parts keep their addresses."""
         self.settle()
         held = vars(self)
         if "_memory_number" not in held:
@@ -298,7 +299,7 @@ class CodedWeight(Tensor):
 
     @property
     def coded_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
@@ -329,9 +330,7 @@ class CodedWeight(Tensor):
                 owner.unsettled.settle()
 
     def _owners(self) -> list[CodedWeight]:
-        """Return this weight and those whose parts it shares; a moved model's weight may have its
-        own.
-        """
+        """Return this weight and the weights whose parts it shares."""
         found: list[CodedWeight] = []
         owner: object = self
         while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
@@ -345,7 +344,7 @@ class CodedWeight(Tensor):
             return cast("Tensor", op.coded_weight_decode(self.held, self.codec, self.shape))
 
     def like(self, parts: Sequence[Tensor]) -> CodedWeight:
-        """Return another coded weight of this shape."""
+        """Return a coded weight of this shape with other parts."""
         return CodedWeight(parts, self.codec, self.shape, room=self.room)
 
     @torch.no_grad()
@@ -394,7 +393,7 @@ class CodedWeight(Tensor):
         return found
 
     def steps(self, gradient: Tensor) -> bool:
-        """Say whether `step` can work on this gradient."""
+        """Return whether `step` supports this gradient."""
         with compat.without_torch_function():
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
@@ -414,14 +413,14 @@ class CodedWeight(Tensor):
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Take other memory for a part, with the same contents or those of a new value."""
+        """Use other memory for a part, with the same contents or those of a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
             for known in ("_number", "_memory_number"):
                 vars(owner).pop(known, None)
 
     def show_all(self, held: Sequence[Tensor]) -> None:
-        """Take other memory for all parts, or one allocation."""
+        """Use other memory for all parts, or another allocation."""
         for owner in self._owners():
             owner._hold(held)
             for known in ("_number", "_memory_number"):
@@ -451,7 +450,7 @@ class CodedWeight(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], codec: str, outer_size: Sequence[int], outer_stride: object
     ) -> CodedWeight:
-        """Put a weight together again."""
+        """Return the weight that `__tensor_flatten__` split."""
         names = ("piece",) if "piece" in inner else parse(codec).parts
         return CodedWeight([inner[name] for name in names], codec, outer_size)
 
@@ -571,7 +570,7 @@ class CodedWeightView(Tensor):
 
     @property
     def plain(self) -> Tensor:
-        """The values as a plain tensor of the same memory."""
+        """Return the values as a plain tensor with the same memory."""
         if "_plain" not in vars(self):
             with compat.on_real_tensors():
                 self._plain = self.detach()  # one object for all readers, as Dynamo's guards ask
@@ -585,7 +584,7 @@ class CodedWeightView(Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], offset: int, outer_size: object, outer_stride: object
     ) -> CodedWeightView:
-        """Put a view together again."""
+        """Return the view that `__tensor_flatten__` split."""
         return CodedWeightView(inner["plain"], offset)
 
     def _typed_storage(self) -> torch.TypedStorage:
@@ -699,7 +698,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 
 
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function read the decoded values; torch refuses the same uses as of dense ones."""
+    """Return a handler that runs a function on decoded values, with the errors of dense tensors."""
 
     def read(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = compat.pytree.tree_map_only(_KINDS, _read, (args, kwargs))
@@ -747,7 +746,7 @@ def _no_address(weight: CodedWeight, *_: object) -> NoReturn:
 
 
 def _takes_data(weight: CodedWeight, new: Tensor) -> bool:
-    """Say to `Module.half` and its like whether `weight.data = new` is possible."""
+    """Return whether `weight.data = new` is possible, for `Module.half` and similar methods."""
     if compat.can_be_swapped(weight):
         return True
     if weight.grad is None and not compat.tensor_hooks(weight):
@@ -794,7 +793,7 @@ def _storage(weight: CodedWeight) -> torch.TypedStorage:
 
 @torch.no_grad()
 def _set_data(weight: CodedWeight, new: Tensor) -> None:
-    """Take new data: a whole value of the weight is encoded; any other makes it a dense tensor."""
+    """Set `.data`: a whole value is encoded; any other makes the weight a dense tensor."""
     like = (new.dtype, tuple(new.shape), new.device)
     if like == (weight.dtype, tuple(weight.shape), weight.device):
         weight.store(new)

@@ -72,7 +72,7 @@ def _windows(header_ptr):
 
 @triton.jit
 def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
-    """Return the exponent of one field, and the rest of the two streams."""
+    """Return the exponent of one field, and the unread bits of the two streams."""
     narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
     in_second = code == 3
@@ -115,7 +115,7 @@ def tier_decode_kernel(
     C: tl.constexpr,
     # STEP: out holds gradients, and gets the weights moved along them
 ):
-    """Write one chunk of weights."""
+    """Decode one chunk of weights."""
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
@@ -208,7 +208,7 @@ def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one pattern to those made so far; return them, and the sign byte."""
+    """Append the codes of one pattern to earlier codes; return all codes and the sign byte."""
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)

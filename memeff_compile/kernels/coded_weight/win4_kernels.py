@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec win4 on a GPU: decode, encode, and products that decode on the way.
+"""The codec win4 on a GPU: decoding, encoding, and products that decode in the kernel.
 
-A word of codes holds the exponents of eight weights, two words of signs the rest of them. No weight
-depends on a neighbour, so every kernel is a stream: about ten operations per weight.
+A word of codes holds the exponents of eight weights; two words of signs hold their signs and
+mantissas. No weight depends on a neighbour, so kernels need about ten operations per weight.
 
 Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
 """
@@ -67,7 +67,7 @@ def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
 
 @triton.jit
 def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.constexpr):
-    """Write WORDS * 8 weights of a lossless one."""
+    """Decode WORDS * 8 weights in lossless format."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     first = program.to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
@@ -220,7 +220,7 @@ def win4_encode_kernel(
     decay,
     C: tl.constexpr,
 ):
-    """Encode a weight, or move and encode it, as `encode_chunk` says."""
+    """Encode a weight, or update and encode it; see `encode_chunk`."""
     parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     encode_chunk(chunk, chunks, weight_ptr, parts, counts_ptr, rate, decay, C)
@@ -413,9 +413,9 @@ def _some_rows(
     C: tl.constexpr,
     # PACKED: two weights are scaled by one instruction, of assembly
 ):
-    """One token: ROWS products of a row and x, in fp32.
+    """Compute the products of ROWS rows with one token x, in fp32.
 
-    The code is the exponent minus base. Used as an exponent it gives a tiny number: code 0 without
+    The code is the exponent minus base. Used as an exponent, it gives a tiny number: code 0 without
     mantissa is zero, the others are scaled by 2^base.
     """
     HAS_BIAS: tl.constexpr = TILE[0]
@@ -474,13 +474,13 @@ def _some_rows(
 
 @triton.jit
 def win4_row_kernel(x_ptr, weight, row_words, C: tl.constexpr):
-    """One token and one weight."""
+    """Multiply one token with one weight."""
     _some_rows(tl.program_id(0), x_ptr, weight, row_words, C.TILE, C)
 
 
 @triton.jit
 def win4_rows_kernel(x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr):
-    """One token and 2 or 3 weights of one width, each in its own tiles: the sums are the same."""
+    """Multiply one token with 2 or 3 weights of one width, with the sums of `win4_row_kernel`."""
     program = tl.program_id(0)
     first = tl.cdiv(weight_0.rows, C.TILE_0[2])
     second = first + tl.cdiv(weight_1.rows, C.TILE_1[2])

@@ -1,10 +1,10 @@
 """Embedding rows whose gradient is summed per token, without an fp32 copy of the table.
 
-The rows are aten's. The gradient is not: PyTorch's compilers scatter it with atomic additions into
-an fp32 buffer as large as the table (V x D), round that to 16 bits, and add it to the gradient that
-the table has from a tied head. Here the token ids are sorted, each distinct id's rows are summed in
-fp32 in a fixed order, and every sum is added once, rounded once, to its row of a gradient that
-exists anyway.
+`aten.embedding` looks up the rows; only the gradient differs. PyTorch's compilers scatter the
+gradient with atomic additions into an fp32 buffer as large as the table (V x D), round that buffer
+to 16 bits, and add it to the gradient that the table has from a tied head. These ops sort the
+token ids, sum the gradients of each distinct id in fp32 in a fixed order, and add every sum,
+rounded once, to its row of a gradient that exists anyway.
 
     embedding             rows; backward gives the gradient of the table
     embedding_tied        rows, and the table itself for the head to read; backward adds the rows'

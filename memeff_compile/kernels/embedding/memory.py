@@ -1,6 +1,6 @@
 """Bytes before and after, as formulas in N (tokens looked up), D (hidden size) and V (table rows).
 
-They count the memory besides the inputs and the one gradient of the table that is returned.
+The formulas leave out the inputs and the one gradient of the table that is returned.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def bytes_before(
     depth: Size,  # likewise
     *,
     dtype: torch.dtype,  # dtype of the table
-    compiled: bool = True,  # by Inductor, or run op by op
-    # rows that a rank has of a table that DTensor cuts by rows, of which no head gives a gradient
+    compiled: bool = True,  # compiled by Inductor, or run op by op
+    # rows of a rank if DTensor splits the table by rows and no tied head gives a gradient
     held: Size | None = None,
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient takes without this op.
 
-    Inductor scatters it into an fp32 buffer (fp64 for fp64) and adds that to the head's gradient or
-    rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype.
-    DTensor returns the rows of all ranks.
+    Inductor scatters the gradient into an fp32 buffer (fp64 for fp64), then adds this buffer to the
+    head's gradient or rounds it, in a buffer that is returned. Run op by op, the gradient is a
+    tensor of the table's dtype. With DTensor the gradient has the rows of all ranks.
     """
     v, d = sympy.sympify(vocab), sympy.sympify(depth)
     itemsize = max(dtype.itemsize, 4) if compiled else dtype.itemsize
@@ -45,17 +45,17 @@ def bytes_after(
     *,
     dtype: torch.dtype,  # dtype of the table
     engine: str,  # "sorted" or "reference", as `engine_for` says
-    # bytes of the pieces, as a symbol for a short formula; by default the result of `piece_bytes`
+    # bytes of the partial sums: a symbol for a short formula, or by default those of `piece_bytes`
     pieces: sympy.Expr | None = None,
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors."""
+    """Return an upper bound of the bytes of partial sums, sorted ids and index vectors."""
     if pieces is None:
         pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
     return pieces + INDEX_BYTES_PER_TOKEN * sympy.sympify(tokens)
 
 
 def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -> sympy.Expr:
-    """Return the bytes of the sums that are alive at once.
+    """Return the bytes of the partial sums that exist at the same time.
 
     Engine `sorted`: two partial sums per chunk of 32 tokens, in fp32. Engine `reference`: some
     columns of four fp32 matrices of N rows (fp64 for fp64).

@@ -1,15 +1,16 @@
 """memeff::embedding and its parts: schemas, validation, engines, fakes, autograd.
 
 `embedding` and `embedding_tied` are written in terms of other ops (CompositeImplicitAutograd), so
-the inner compiler sees aten.embedding in the forward pass and fuses it as usual. The backward is
-ours: `embedding_backward` is functional, `embedding_accumulate` writes to its first argument.
+the inner compiler sees aten.embedding in the forward pass and fuses it as usual. The backward pass
+calls `embedding_backward`, which is functional, or `embedding_accumulate`, which writes to its
+first argument.
 
 In `embedding_tied` the head's weight is a second output of the lookup. So autograd passes both
-gradients, the rows' and the head's, to the lookup's backward pass, which adds the first into the
-second: the table has a single gradient buffer.
+gradients, that of the rows and that of the head, to the lookup's backward pass. It adds the first
+into the second, so the table has a single gradient buffer.
 
-With `first_row`, both treat the weight as one rank's part of a table, from that row on: ids of
-other ranks' rows look up zeros and get no gradient.
+With `first_row`, both ops treat the weight as one rank's shard of a table, which starts at row
+`first_row`. Ids of other ranks' rows look up zeros and get no gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ENGINES = {
 
 
 def supports(weight: Tensor, ids: Tensor) -> str | None:
-    """Say in a sentence why a (V, D) table and (...) token ids cannot be served, or return None."""
+    """Return why a (V, D) table and (...) token ids are not supported, or None if they are."""
     sentence = unplain("weight", weight) or unfloating("weight", weight)
     if sentence is not None:
         return sentence
@@ -51,14 +52,14 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
 
 
 class _Places(NamedTuple):
-    """Which rows of a weight the ids look up, and whether the weight is but a part of the table."""
+    """Maps token ids to rows of a weight, which is the whole table or one rank's shard of it."""
 
     vocab: int | torch.SymInt  # rows of the weight
     padding_idx: int  # an id, or -1
     first_row: int | None  # the id of the weight's first row, where other ranks hold other rows
 
     def of(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Return rows of the weight, -1 for those on other ranks, and the one without gradient."""
+        """Return each id's row, -1 if another rank has it, and the row of `padding_idx` or -1."""
         if self.first_row is None:
             return ids, self.padding_idx
         here = (ids >= self.first_row) & (ids < self.first_row + self.vocab)
@@ -67,7 +68,7 @@ class _Places(NamedTuple):
         )
 
     def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """Return the rows of the weight, zeros for those on other ranks."""
+        """Return the embeddings of the ids, with zeros for ids whose row another rank has."""
         places, padding_idx = self.of(ids)
         if self.first_row is not None:
             return rows_or_zeros(weight, places)
@@ -76,8 +77,9 @@ class _Places(NamedTuple):
 
 
 def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of a weight at `places`, and zeros for a place of -1; the weight may be
-    empty.
+    """Return the rows of a weight at the indices `places`, and zeros for an index of -1.
+
+    The weight may be empty.
     """
     if weight.shape[0] == 0:
         return weight.new_zeros((*places.shape, weight.shape[1]))
@@ -86,7 +88,7 @@ def rows_or_zeros(weight: Tensor, places: Tensor) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """aten.embedding with our backward."""
+    """aten.embedding with `embedding_backward` as its backward."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """The reference: sort the ids, sum the rows of each id, add each sum to its row; plain PyTorch.
 
-Works on any device, never waits for one, and sums in the same order every time. No buffer is as
-large as the table: sums are one row per token, a few columns of the hidden size at a time.
+This engine works on any device, never waits for a GPU, and always sums in the same order. No buffer
+is as large as the table: there is one sum per token, computed a few columns at a time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import checks
 
-# Bytes of the pieces alive at once, four per column: rows in order, their sums, the sums per token,
-# and the rows they are added to.
+# Bytes of the four matrices that exist at once for some columns: gradients in sorted order, their
+# sums, the sums per token, and the rows of the table's gradient that the sums are added to.
 PIECE_BYTES = 8 << 20
 PIECES = 4
 MIN_COLUMNS = 16
@@ -32,7 +32,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     segment = is_new.long().cumsum(0) - 1
     lengths = torch.zeros_like(rows).scatter_add_(0, segment, torch.ones_like(rows))
     kept = (rows != padding_idx) & (rows >= 0) & (rows < grad_weight.shape[0])
-    # A token without a sum repeats the write of the last one that has, or of row 0 unchanged.
+    # A token without a sum repeats the write of the last token with one, or keeps row 0 unchanged.
     place = torch.arange(tokens, device=rows.device)
     place = torch.where(kept, place, torch.where(kept, place, 0).amax())
     rows, segment = rows.index_select(0, place), segment.index_select(0, place)
@@ -44,7 +44,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
         part = grad_rows[:, first : first + width].index_select(0, order).to(wide)
         sums = torch.segment_reduce(part, "sum", lengths=lengths, unsafe=True)
         added = sums.index_select(0, segment).masked_fill_(skipped, 0)
-        # Every token of an id writes the same numbers, so the host need not know the count of ids.
+        # All tokens of an id write the same numbers, so the host need not know how many ids differ.
         target[rows] = added.add_(target.index_select(0, rows)).to(target.dtype)
 
 

@@ -1,10 +1,10 @@
-"""Tables that DTensor splits over ranks: each rank looks up its part.
+"""Tables that DTensor splits over ranks: each rank looks up the rows that it holds.
 
     before: x = embedding(ids, W)                 W: Shard(0), x: a sum over ranks, still pending
     after:  x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)
 
-DTensor makes the gradient of W for all rows on every rank, V x D, and keeps what belongs to the
-rank. Here a rank sums only the rows of its ids, in the gradient that it keeps.
+DTensor computes the gradient of all rows of W on every rank, V x D, and then keeps the rank's rows.
+Here a rank computes only the gradient of its own rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ... import compat
 
 
 class Layout(NamedTuple):
-    """The split of a table over ranks, and the result that each rank gets of a lookup."""
+    """The placements of a lookup's result, and how ranks share rows and ids of the table."""
 
     placements: tuple[Any, ...]  # of the rows
     summed: int | None  # the dimension of the mesh whose ranks have other ids, if there is one
@@ -27,9 +27,10 @@ class Layout(NamedTuple):
 
 def layout_of(table: Any, ids: Any) -> Layout | None:
     """Return the layout of a lookup's result, or None if DTensor would first move ids or table
-    between ranks; the answer is the same on every rank.
+    between ranks.
 
-    The table is a DTensor; the ids are one, or the same on every rank.
+    All ranks get the same answer. The table is a DTensor; the ids are a DTensor, or a plain tensor
+    that is equal on all ranks.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -60,7 +61,7 @@ def first_row_of(table: Any) -> int:
 
 
 def parts_of(table: Any) -> tuple[int, int]:
-    """Return in how many parts the rows and the columns of a table are cut."""
+    """Return the number of shards along the rows and along the columns of a table."""
     parts = [1, 1]
     for dim, place in enumerate(getattr(table, "placements", ())):
         if place.is_shard():
@@ -69,7 +70,7 @@ def parts_of(table: Any) -> tuple[int, int]:
 
 
 class _OverRanks(torch.autograd.Function):
-    """DTensor.from_local; the second derivative of PyTorch's version ignores other ranks' rows."""
+    """DTensor.from_local with a correct second derivative: PyTorch's ignores other ranks' rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
@@ -90,7 +91,7 @@ class _OverRanks(torch.autograd.Function):
 
 
 def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
-    """Return a rank's rows as one part of the rows of all ranks."""
+    """Return a DTensor whose local tensor on this rank is `rows`."""
     found = layout_of(table, ids)
     assert found is not None, "the check admits only layouts that are known"
     shape = torch.Size((*ids.shape, table.shape[1]))
@@ -102,7 +103,7 @@ def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
 
 
 def added_up(rows: Any) -> Any:
-    """Return rows of all ranks on each of them."""
+    """Return the sum of all ranks' rows, on every rank."""
     return rows.redistribute(placements=_without_sums(rows.placements))
 
 

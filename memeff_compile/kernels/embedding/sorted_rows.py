@@ -19,8 +19,8 @@ from ..device import on_device
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
     """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
 
-    An id outside 0 .. V - 1, which the lookup has refused already, is ignored. Otherwise as
-    `reference.accumulate`, of bf16, fp16 or fp32 and any strides.
+    The contract is that of `reference.accumulate`, for bf16, fp16 or fp32 and any strides. An id
+    outside 0 .. V - 1, which the lookup has refused already, is ignored.
     """
     from . import sorted_rows_kernels as kernels
 

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The two passes of the engine `sorted`: runs inside a chunk, and runs that cross chunks.
 
-Sorted ids make the tokens of one id a run. A chunk is CHUNK positions in sorted order. A run that
-lies in one chunk is summed and written by that chunk. A run that crosses borders leaves one partial
-sum per chunk, and the second pass adds these in order: a token that fills half of the batch stays
-parallel. Sums are fp32 in a fixed order, so results are the same bit for bit from run to run.
+After the sort the tokens of one id follow each other: they are a run. A chunk is CHUNK positions in
+sorted order. A run that lies in one chunk is summed and written by that chunk. A run that crosses
+borders leaves one partial sum per chunk, and the second pass adds these in order: a token that
+fills half of the batch stays parallel. Sums are fp32 in a fixed order, so results are the same bit
+for bit in every execution.
 
 Axis letters: places run over the sorted tokens (N), columns over the hidden size (D).
 """
@@ -26,14 +27,14 @@ BORDER_BLOCK = 256
 @triton.jit
 def _embedding_runs_kernel(
     ids_ptr,  # (N,) sorted, int32 or int64
-    order_ptr,  # (N,) int64: the token that stands at each place
+    order_ptr,  # (N,) int64: the token at each sorted position
     rows_ptr,  # (N, D) gradients of the rows
     stride_rows_token,
     stride_rows_column,
     out_ptr,  # (V, D) gradient of the table, added to
     stride_out_row,
     stride_out_column,
-    partial_ptr,  # (2 * chunks, D) fp32: of a run from the chunk before, of a run that goes on
+    partial_ptr,  # (2 * chunks, D) fp32: sum of a run from the last chunk, of a run into the next
     places,
     depth,
     vocab,
@@ -125,5 +126,5 @@ def _embedding_borders_kernel(
 
 
 def block_for(depth: int, largest: int) -> int:
-    """Return the columns a program handles at once: 128 for (64, 1024), 1024 for (2304, 1024)."""
+    """Return how many columns a program processes: 128 for (64, 1024), 1024 for (2304, 1024)."""
     return min(largest, max(128, 1 << (depth - 1).bit_length()))

@@ -1,13 +1,13 @@
 """Linear of a gated product, act(gate) * up, whose gradients are written over gate and up.
 
-The backward of a gated MLP's last linear needs three tensors of tokens x intermediate size from
-three others: the product act(gate) * up again (for the weight's gradient), and the gradients of
-gate and up. A compiler that computes them in one kernel needs all six at once. Here the kernel is
-in place: it reads gate, up and the product's gradient, and writes the gradient of gate, the
-gradient of up and the product to the same three buffers.
+The backward of a gated MLP's last linear computes three tensors of tokens x intermediate size from
+three others. Its inputs are gate, up and the product's gradient; its results are the product
+act(gate) * up (for the weight's gradient) and the gradients of gate and up. A compiler's fused
+kernel holds all six at once. The kernel here works in place: it writes its three results over its
+three inputs.
 
     gated_linear            linear(act(gate) * up, weight, bias)
-    gated_linear_backward   the gradient of the weight; those of gate and up over gate and up
+    gated_linear_backward   the gradient of the weight; overwrites gate and up with their gradients
 
 Autograd gives the backward pass copies of gate and up, so other readers never see these writes. If
 an activation checkpoint recomputes gate and up for the backward pass, a compiler drops the copies,

@@ -14,14 +14,14 @@ from ..device import on_device
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write act(gate) * up to ``out``; as `reference.product`, of bf16, fp16 or fp32."""
+    """Write act(gate) * up to ``out``, as `reference.product` does, for bf16, fp16 or fp32."""
     _launch("_gated_product_kernel", gate, up, out, activation)
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
     """Write the gradient of gate over ``gate``, that of up over ``up``, the product over ``grad``.
 
-    As `reference.gradients`, of bf16, fp16 or fp32.
+    The contract is that of `reference.gradients`, for bf16, fp16 or fp32.
     """
     _launch("_gated_gradients_kernel", gate, up, grad, activation)
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The gated product, and its gradients over the buffers that they come from.
+"""The gated product, and its gradients, which are written over the kernel's inputs.
 
-Every program handles BLOCK numbers: it reads all of them before it writes any, and touches no
-others. Computed in fp32, rounded once; offsets are 64-bit.
+Every program processes BLOCK numbers: it reads all of them before it writes any, and accesses no
+others. Results are computed in fp32 and rounded once; offsets are 64-bit.
 """
 
 from __future__ import annotations

@@ -13,19 +13,19 @@ from ..sizes import Size
 
 
 def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of one fused kernel's operands: three read, three written."""
+    """Return the bytes of a compiler's fused kernel: three inputs and three results."""
     return 6 * transient_bytes(tokens, inner, dtype=dtype)
 
 
 def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of the three buffers that are read and written here."""
+    """Return the bytes of the three buffers that the in-place kernel reads and writes."""
     return 3 * transient_bytes(tokens, inner, dtype=dtype)
 
 
 def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
     """Return the bytes an op needs while it runs, besides its arguments and results.
 
-    The forward pass needs the product; the backward pass the product's gradient, which becomes the
-    product.
+    The forward pass needs the product. The backward pass needs the product's gradient, over which
+    the kernel writes the product.
     """
     return dtype.itemsize * sympy.sympify(tokens) * sympy.sympify(inner)

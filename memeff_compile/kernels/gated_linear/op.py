@@ -33,7 +33,7 @@ ENGINES = {
 def supports(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> str | None:
-    """Say why gate and up, (..., I), and a linear (D, I) cannot be served, or return None."""
+    """Return why gate and up, (..., I), and a linear (D, I) are not supported, or None."""
     if activation not in ACTIVATIONS:
         return f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed."
     named = {"gate": gate, "up": up, "weight": weight, "bias": bias}
@@ -133,7 +133,7 @@ def _backward(given: _Gradients) -> Tensor:
 
 
 def _in_place(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Run the engine over buffers as it wants them: one row of numbers, no gaps."""
+    """Run the engine on the buffers flattened to one row of contiguous numbers."""
     flat_gate, flat_up = gate.contiguous(), up.contiguous()
     _engine(gate).gradients(flat_gate.view(-1), flat_up.view(-1), grad, activation)
     for given, flat in ((gate, flat_gate), (up, flat_up)):

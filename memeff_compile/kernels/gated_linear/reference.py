@@ -1,6 +1,6 @@
 """The reference: the gated product and its gradients, some thousand numbers at a time.
 
-Works on any device, in fp32 (fp64 for fp64) inside, rounded once.
+This engine works on any device, computes in fp32 (fp64 for fp64), and rounds each result once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PIECE = 1 << 16
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write act(gate) * up to ``out``, which is neither of them: (n,) of one floating dtype."""
+    """Write act(gate) * up to ``out``, a separate buffer; all are (n,) of one floating dtype."""
     for first in range(0, gate.numel(), PIECE):
         part = slice(first, first + PIECE)
         out[part] = _value(_wide(gate[part]), activation) * _wide(up[part])

@@ -1,7 +1,7 @@
 """Bytes before and after, as formulas in B (sequences), H (query heads), N, M and D.
 
 N is the length of the cache, M the number of queries, D the head dimension; all may be symbols or
-numbers. They count the memory besides the cache, the queries and the output.
+numbers. The formulas leave out the cache, the queries and the output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..sizes import Size
 def bytes_before(
     batch: Size, heads: Size, keys: Size, depth: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of keys and values of so many heads, as repeat_kv copies them."""
+    """Return the bytes of the copies of keys and values that repeat_kv makes for query heads."""
     elements = sympy.sympify(batch) * heads * keys * depth
     return sympy.Integer(2 * dtype.itemsize) * elements
 
@@ -23,7 +23,7 @@ def bytes_before(
 def bytes_after(
     batch: Size, heads: Size, queries: Size, depth: Size, *, splits: Size
 ) -> sympy.Expr:
-    """Return the bytes of the fp32 shares that the programs of one row write, to be summed.
+    """Return the bytes of the fp32 partial results that the programs of each row write.
 
     `splits_for` gives the number of programs per row; a single program writes no share.
     """

@@ -77,7 +77,7 @@ def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def supports_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor
 ) -> str | None:
-    """Say in a sentence why an append cannot be served with these inputs, or return None."""
+    """Return a sentence that says why an append is not supported with these inputs, or None."""
     if positions.dtype not in INDICES or positions.dim() != 1:
         return (
             f"positions is {short(positions.dtype)} with {positions.dim()} dimensions; int32 or "

@@ -1,8 +1,9 @@
 """The reference: the filled part of the cache through PyTorch's attention, by key-value head.
 
-Works on any device and in any floating dtype. On the CPU the filled length is read on the host, and
-no memory beyond it is touched; elsewhere that would wait for the device, so the whole cache is read
-under the mask. Keys and values are never repeated for the query heads that share them.
+This engine works on any device and in any floating dtype. On a CPU it reads the filled length, and
+reads no memory beyond that length. On a GPU the host would have to wait for the length, so the
+engine reads the whole cache under a mask. Keys and values are never repeated for the query heads
+that share them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, M or 1, N), or None
     scale: float,  # factor of the scores
 ) -> Tensor:
-    """Attend to the keys up to `last`, and among those to the ones that `mask` shows.
+    """Attend to the keys up to `last` that `mask` does not hide.
 
     The result is laid out as (B, M, H, D). A query that sees no key gets zeros.
     """

@@ -1,4 +1,4 @@
-"""How the engine `split` cuts the work: keys per tile, and programs per sequence and head.
+"""How the engine `split` divides the work: keys per tile, and programs per sequence and head.
 
 Everything follows from static sizes, never from the fill level, so a launch in a CUDA graph stays
 valid as the cache fills up.
@@ -40,7 +40,7 @@ class Shapes:
 
 
 def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
-    """Return the tile of a head dimension, element size, rows per tile and GPU.
+    """Return the tile shape for a head dimension, element size, rows per tile and GPU.
 
     A stage holds a tile of keys and one of values. One program fills the shared memory of a
     multiprocessor with stages: on an H200 that is 3 to 8 % faster than three smaller programs.
@@ -59,7 +59,7 @@ def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
 
 
 def _shared_memory(gpu: Gpu) -> int:
-    """Return the bytes of shared memory to plan for: fewer than a program may have."""
+    """Return the shared memory that tiles may use, in bytes: less than a program may have."""
     return gpu.shared - (11 << 10)
 
 
@@ -74,7 +74,7 @@ def programs_per_processor(shapes: Shapes, depth: int, itemsize: int, gpu: Gpu) 
 
 
 def rows_for(rows: int, itemsize: int) -> int:
-    """Return the rows of a tile for so many query rows per key-value head."""
+    """Return the rows of a tile for `rows` query rows per key-value head."""
     most = MAX_ROWS if itemsize <= 2 else MIN_ROWS
     return min(most, max(MIN_ROWS, 1 << (rows - 1).bit_length()))  # (100, 2): 32
 
@@ -82,8 +82,8 @@ def rows_for(rows: int, itemsize: int) -> int:
 def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     """Return the number of programs that share the keys of one sequence and key-value head.
 
-    There is a group for each of these and each tile of query rows. All keys of the cache count,
-    filled or not, and `slots` programs run at once: 16 share for (8, 32768, 128, 132), one for
+    A group is one sequence, key-value head and tile of query rows. All keys of the cache count,
+    filled or not, and `slots` programs run at once. Examples: 16 for (8, 32768, 128, 132), one for
     (128, 4096, 128, 132).
     """
     tiles = -(-keys // tile)

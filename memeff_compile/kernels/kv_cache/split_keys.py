@@ -48,17 +48,19 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return the elements that divide strides of keys, 1 if Triton itself detects divisibility by
-    16.
+    """Return the number of elements that divides the strides of keys.
+
+    The result is 1 if Triton detects divisibility by 16 without help.
     """
     common = math.gcd(16, *strides)
     return 1 if common == 16 else common  # 100: 4, 128: 1
 
 
 def _in_units(cache: Tensor, align: int) -> Cells:
-    """Return a cache as kernels take it, the stride of keys in units of `align` elements.
+    """Return a cache as kernels take it, with the stride of keys in units of `align` elements.
 
-    Triton sees only whether a stride divides by 16: rows of 100 elements would be read one by one.
+    Triton detects only strides that are multiples of 16: without the units, rows of 100 elements
+    would be read element by element.
     """
     batch, head, key, depth = cache.stride()
     return Cells(cache, batch, head, key // align, depth)

@@ -2,7 +2,7 @@
 
 Cut Cross-Entropy (arXiv 2411.09009, table 1) computes the loss of a language model's head from the
 hidden states and the head's weight. This folder holds the op memeff::linear_cross_entropy, its
-engines and the formula of the bytes it saves. Per row of the hidden states it returns
+engines and the formula of the bytes it saves. For each row of the hidden states the op returns
 
     nll        logsumexp(z) - z[target]
     lse        logsumexp(z), for a z-loss
@@ -11,14 +11,14 @@ engines and the formula of the bytes it saves. Per row of the hidden states it r
     top        the index of the largest z_j, the first of equals
 
 with z = softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap), all
-differentiable once but the last. low (..., R) and up (V, R) are a low-rank part of the head, such
-as u = h A^T times a LoRA adapter's scale, and its B; neither the sum of the two products nor a copy
-of the head is built. If they are in fp32 and the head in 16 bits, as PEFT keeps adapters, their
-products are taken in fp32, of gradients of the logits unrounded. Means, sums, class weights of the
-target and shifts stay outside, in ordinary ops on N numbers.
+differentiable once except `top`. low (..., R) and up (V, R) are a low-rank term of the head: for a
+LoRA adapter, low is h A^T times the adapter's scale, and up is its B. Neither the sum of the two
+products nor a copy of the head is built. If low and up are in fp32 and the head in 16 bits, as PEFT
+keeps adapters, their products are computed in fp32 from unrounded gradients of the logits. Means,
+sums, class weights of the target and shifts stay outside the op, in ordinary ops on N numbers.
 
-`op` calls `walk`, which chooses the engine and runs it block by block: `reference`, `library` or
-`hopper`. `call` has the request, `shapes` every size of a block.
+`op` calls `walk`, which chooses the engine (`reference`, `library` or `hopper`) and runs it block
+by block. `call` defines the request, and `shapes` every size of a block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The request that every engine takes, and the results that it returns.
 
-Per row: `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward` also takes
-`RowGradients` and `Saved`, and returns `Gradients`. As one number: `ScalarLoss` is the request and
-`LossAndGradients` the answer. Axis letters as in `shapes`.
+For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward`
+also takes `RowGradients` and `Saved`, and returns `Gradients`. For a loss that is one number, the
+request is a `ScalarLoss` and the result a `LossAndGradients`. Axis letters as in `shapes`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ... import compat
 from ...errors import TargetRangeError
 from ..checks import wide
 
-# A row's target, to an engine that has some of the classes: its column, or one of these. Of a row
-# whose target another rank has it is ELSEWHERE less a column that is about as likely as any.
+# An engine that has some of the classes gets for each row's target its column, or IGNORED, or, if
+# another rank has the target, ELSEWHERE minus a column that is about as likely as any.
 IGNORED = -1
 ELSEWHERE = -2
 
@@ -45,25 +45,25 @@ class Settings(NamedTuple):
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Which of the results in `RowResults` are requested."""
+        """Return which of the results in `RowResults` are requested."""
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings without a filter that would be wrong or that no engine has.
+        """Return the settings, without the gradient filter if a requested result rules it out.
 
-        Label smoothing gives every class a gradient.
+        Label smoothing, for example, gives every class a gradient, so no class can be dropped.
         """
         is_exact = self.with_logit_sum or self.with_entropy or self.with_top
         return self._replace(gradient_filter="exact") if is_exact else self
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Whether ignored rows have an lse that counts, so that they may get a gradient."""
+        """Return whether the lse of ignored rows is a result and so may have a gradient."""
         return self.with_lse or self.with_entropy
 
     @property
     def reads_ignored_rows(self) -> bool:
-        """Whether the forward pass needs the logits of ignored rows."""
+        """Return whether the forward pass needs the logits of ignored rows."""
         return self.keeps_ignored_rows or self.with_top
 
 
@@ -89,7 +89,7 @@ class Operands(NamedTuple):
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
-        """The operands that may have a gradient, in the order of `Gradients`."""
+        """Return the operands that may have a gradient, in the order of `Gradients`."""
         return self.hidden, self.weight, self.bias, self.low, self.up
 
     def flags(self, settings: Settings) -> dict[str, bool]:
@@ -141,7 +141,7 @@ class Saved(NamedTuple):
     """The results of a forward that its backward reads."""
 
     lse: Tensor  # (N,)
-    entropy: Tensor  # (N,), or (0,) where it was not asked for
+    entropy: Tensor  # (N,), or (0,) if it was not requested
 
 
 class Gradients(NamedTuple):
@@ -158,7 +158,7 @@ class Ranks(NamedTuple):
     """The ranks that hold parts of the classes, and exchange statistics once per block of rows.
 
     For each row a rank has the log-sum-exp of its classes, and the target's loss if the target is
-    among them, else 0. Ranks need no other data of each other. The format does not depend on the
+    one of its classes, else 0. Ranks exchange no other data. The format does not depend on the
     engine. Blocks follow the row order of `counted_first`, which is the same on all ranks.
     """
 
@@ -169,7 +169,7 @@ class Ranks(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return log-sum-exps and losses of the whole head, of a block of so many rows or fewer."""
+        """Exchange a block's statistics; return the whole head's log-sum-exps and losses."""
         own = lse.new_zeros(2, rows)
         own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
         every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]
@@ -177,16 +177,16 @@ class Ranks(NamedTuple):
 
 
 def merged(lse: Tensor, nll: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exps and losses of the whole head from those of all ranks, (P, ...) each."""
+    """Merge the (P, ...) log-sum-exps and losses of all ranks into those of the whole head."""
     whole = lse.logsumexp(0)
     own = lse.gather(0, owner.long().unsqueeze(0))[0]
-    # No difference of two large numbers for a confident target; a class at -inf loses inf.
+    # Confident targets need no difference of two large numbers; a logit of -inf gives loss inf.
     loss = nll.sum(0) + (lse - own).logsumexp(0)
     return whole, torch.where(own == -torch.inf, whole - own, loss)
 
 
 def counted_first(target: Tensor) -> Tensor:
-    """Return the order in which ranks process rows: those that count, then ignored ones.
+    """Return the order in which ranks process rows: first the rows that count, then ignored rows.
 
     Engines that leave ignored rows out use exactly this order.
     """
@@ -194,13 +194,13 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a column for each row that counts, and where the target is here or elsewhere."""
+    """Return a column for each row that counts, and in which rows this or another rank has it."""
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
 
 
 class ScalarLoss(NamedTuple):
-    """A request for one number: the weighted sum of the losses of all rows, over a norm."""
+    """A request for one number: the weighted sum of all rows' losses, divided by a norm."""
 
     hidden: Tensor  # (N, D) of any floating dtype
     weight: Tensor  # (V, D), any strides
@@ -213,7 +213,7 @@ class ScalarLoss(NamedTuple):
     scale: float
     softcap: float
     workspace: int
-    output_mask: Sequence[bool]  # which gradients are asked for: of hidden, weight and bias
+    output_mask: Sequence[bool]  # which gradients are requested: of hidden, weight and bias
     # as for `linear_cross_entropy`
     gradient_filter: str = "exact"
     filter_level: float = 0.0
@@ -225,24 +225,24 @@ class ScalarLoss(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """The tensors in the form of a loss per row."""
+        """Return the operands of this loss as `Operands`."""
         return Operands(*self[:4], None, self.low, self.up)
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of the total."""
+        """Return the dtype of the total."""
         return wide(self.hidden.dtype)
 
     @property
     def settings(self) -> Settings:
-        """The settings in the form of a loss per row."""
+        """Return the settings of this loss as `Settings`."""
         settings = Settings(*self[6:9], False, False, self.gradient_filter, self.workspace)
         return settings._replace(
             filter_level=self.filter_level, sort_vocabulary=self.sort_vocabulary
         )
 
     def flat(self) -> ScalarLoss:
-        """Return the request with all rows in one axis, and a mask of operands that are there."""
+        """Return the request with all rows in one axis, and without None operands in its mask."""
         operands, row_weight = self.operands.flat(), self.row_weight
         asked = zip(self.output_mask, operands.trained, strict=False)
         return self._replace(
@@ -254,7 +254,7 @@ class ScalarLoss(NamedTuple):
         )
 
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
-        """Return the factor of each row's loss in the total: its weight over the norm, or 0.
+        """Return the factor of each row's loss in the total: its weight divided by the norm, or 0.
 
         An ignored row has 0 for any norm; the norm is 0 if all rows are ignored.
         """
@@ -266,14 +266,14 @@ class ScalarLoss(NamedTuple):
         return factors if ignored is None else factors.masked_fill(ignored, 0)
 
     def total_of(self, nll: Tensor) -> Tensor:
-        """Return the total of the losses of all rows."""
+        """Return the weighted sum of the rows' losses, divided by the norm."""
         row_weight, norm = self.row_weight, self.norm
         total = (nll if row_weight is None else nll * row_weight.to(nll.dtype)).sum()
         return total if norm is None else total / norm
 
 
 class LossAndGradients(NamedTuple):
-    """The total, and its gradients that were asked for, in the order of `Gradients`."""
+    """The total and its requested gradients, in the order of `Gradients`."""
 
     total: Tensor
     grad_hidden: Tensor | None
@@ -284,12 +284,12 @@ class LossAndGradients(NamedTuple):
 
 
 def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary as kernels read it."""
+    """Return a vector over the vocabulary in the form that kernels read."""
     return None if values is None else values.to(dtype or values.dtype).contiguous()
 
 
 def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
-    """Refuse targets that are no column: at once on a CPU, by a device assertion on CUDA."""
+    """Raise an error for targets outside the vocabulary: on CUDA, by a device assertion."""
     is_valid = (target >= 0) & (target < vocab)
     if ignore_index is not None:
         is_valid |= target == ignore_index
@@ -321,7 +321,7 @@ def zero_gradients(given: Operands, mask: Sequence[bool]) -> Gradients:
 
 
 def as_results(gradients: Sequence[Tensor | None], given: Operands) -> tuple[Tensor, ...]:
-    """Return gradients in an op's form: each in the shape of its operand, empty ones for None."""
+    """Return gradients in the form of op results: in operands' shapes, with empty ones for None."""
     found: list[Tensor] = []
     for part, of in zip(gradients, given.trained, strict=True):
         if part is None or of is None:

@@ -1,13 +1,14 @@
-"""A gradient filter on a block of X: gathers columns and multiplies only the tiles that count.
+"""A gradient filter on a block of X: gather columns, and multiply only the tiles that count.
 
-Once X holds R rows against the whole vocabulary, the content of a column is known exactly. Rows are
-ranked, those with much of their mass in light tiles last, and taken 128 at a time. `block` keeps a
-column for these rows if one of its |p - 1(target)| reaches eps; `mass` keeps it if their sum over
-the rows is above the highest level at which every row loses at most tau. The mass that a row loses
-is one matrix product: X times a 0/1 matrix of the columns that each level drops. (All elements of a
-row of X except its target's have one sign.) The mass is redistributed over the kept columns in
-proportion, so each row's sum (target excluded) is unchanged. Otherwise classes that no step pushes
-down would rise: each by too little to notice, but enough to raise the loss after a hundred steps.
+X holds R rows of the whole vocabulary, so every column can be judged exactly. Rows are ranked by
+their mass in light tiles, those with much of it last, and processed 128 at a time. The filter
+`block` keeps a column for 128 rows if one of its |p - 1(target)| reaches eps. The filter `mass`
+keeps a column if its sum over the rows is above a level: the highest one at which every row loses
+at most tau. One matrix product computes the mass that rows lose: X times a 0/1 matrix of the
+columns that each level drops. (All elements of a row of X except its target's have one sign.) The
+mass is redistributed over the kept columns in proportion, so each row's sum (target excluded) is
+unchanged. Otherwise the logits of dropped classes would rise, because no step pushes them down:
+each by little, but enough together to raise the loss after a hundred steps.
 
 Columns are then ordered by the row tiles that they count in, so that most tiles of 128 x 128 are
 either full or empty, whatever the token ids. The order takes V numbers; rows of the weight and its
@@ -56,33 +57,34 @@ from .shapes import (
 BLOCK_EPS = 2.0**-12
 # tau of `mass`: at most 1/64 of a row's softmax.
 MASS_TAU = 2.0**-6
-# With shorter rows of the weight, finding tiles takes longer than the products it saves; with many
-# classes, launches weigh less, and shorter rows will do.
+# If rows of the weight are shorter, the filter takes longer than the products that it saves. With
+# many classes, launches take a smaller share of the time, and shorter rows are enough.
 LEAST_DEPTH, LEAST_DEPTH_OF_MANY, MANY_CLASSES = 2048, 896, 1 << 17
 # Levels that `mass` tries, from its tau down to a thousandth of that; `block` has one. The last is
 # above everything, and gives the sum of a row.
 LEVELS, STEP, LEAST_LEVELS = 32, 0.3125, 16
-# Sums of dropped mass are of numbers that were rounded to bf16; the bound allows for that.
+# The summed numbers were rounded to bf16; this factor of the bound allows for the rounding error.
 ROUNDING = 1.0 - 2.0**-8
 
 
 def filter_level(gradient_filter: str, level: float) -> float:
-    """Return the eps or tau of a filter: the caller's, or for 0 the automatic one."""
+    """Return the eps or tau of a filter: `level`, or the default of the filter if `level` is 0."""
     if level > 0:
         return level
     return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS
 
 
 def leaves_out(gradient_filter: str, depth: int, vocab: int, workspace: int) -> bool:
-    """Return whether a filter can drop tiles for this depth and vocabulary, in bf16. A workspace
-    that the caller limits has no room for the filter's buffers.
+    """Return whether a filter can drop tiles for this depth and vocabulary, in bf16.
+
+    If the caller limits the workspace, there is no room for the filter's buffers.
     """
     least = min(LEAST_DEPTH, LEAST_DEPTH_OF_MANY) if vocab >= MANY_CLASSES else LEAST_DEPTH
     return gradient_filter != "exact" and depth >= least and workspace == 0
 
 
 def filter_bytes(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
-    """Return a bound of a filter's bytes: packed tiles, scores, orders, sums, shares of dE."""
+    """Return a bound of a filter's bytes: packed tiles, scores, orders, and sums."""
     tiles = height * vocab * 5 / 4 + 128 * (vocab + height)
     sums = SHARES_BYTES + 4 * height * depth
     # Of every level, in fp32, for each strip of a row at most.
@@ -92,13 +94,13 @@ def filter_bytes(height: sympy.Expr, depth: int, vocab: int) -> sympy.Expr:
 
 
 class Filtered(Protocol):
-    """The walk over rows that a filter belongs to: X, the products and the sizes are the walk's."""
+    """The walk over rows that uses a filter: it has X, the products and the sizes."""
 
     selection: Any  # the rows that count, with an order
     shapes: Shapes
     settings: Settings
     step: int  # rows of a block
-    extent: int  # rows in all
+    extent: int  # number of all rows
     vocab: int
     depth: int
     width: int  # of X
@@ -111,10 +113,10 @@ class Filtered(Protocol):
     counters: Tensor
 
     def floats(self, *sizes: int) -> Tensor:
-        """Return memory for numbers in fp32."""
+        """Return an uninitialised fp32 tensor of these sizes."""
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        """Describe a matrix to the kernels as tiles of this shape."""
+        """Return a descriptor with which kernels load tiles of `rows` x `columns` of a matrix."""
 
     def weigh(
         self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
@@ -127,8 +129,9 @@ class Filtered(Protocol):
 class Filter:
     """The buffers of a walk under a filter, and the launches for each of its blocks.
 
-    It has no reference to the walk, which refers to it: a cycle would keep both alive until garbage
-    collection, and the returned gradients would be copied as if they were still in use.
+    A filter has no reference to its walk, which refers to the filter. A cycle would keep both alive
+    until garbage collection, and the returned gradients would be copied as if they were still in
+    use.
     """
 
     def __init__(self, walk: Filtered, blocks: int) -> None:
@@ -144,7 +147,7 @@ class Filter:
             "LEVELS": LEVELS if self.is_mass else LEAST_LEVELS,
             "STEP": STEP if self.is_mass else 0.0,
         }
-        # All programs that score run at once.
+        # All programs of the kernel that scores run at the same time.
         self.strip = min(STRIP, self.tile)
         programs = SCORE_PROGRAMS[0 if self.is_mass else 1] * walk.shapes.programs
         chunks = max(programs // self.blocks, 1)
@@ -186,14 +189,14 @@ class Filter:
         self.stays = floats(self.parts, walk.step)
         self.rest, self.restore = floats(self.blocks, self.tile), floats(walk.step)
         self.column_order: Tensor | None = None
-        # Of each block: multiples of 16 bytes, so that its launches are compiled alike.
+        # Each block has multiples of 16 bytes, so that all blocks use the same compiled kernel.
         self.is_sparse, self.dense_kept, self.active = ints(3, blocks, 4)
         self.dropped = walk.hidden.new_zeros(walk.extent, dtype=torch.float32)
 
     def choose(self, walk: Filtered, hidden: Tensor, index: int, first: int, here: int) -> None:
         """Find the tiles that count in a block of rows, and pack them.
 
-        `hidden` has the block's rows, from which dC is computed.
+        `hidden` has the block's rows of hidden states, from which dC is computed.
         """
         tile, blocks, tiles = self.tile, self.blocks, self.tiles
         kept, order, levels = walk.selection.kept, walk.selection.order, self.levels
@@ -281,9 +284,9 @@ class Filter:
         )
 
     def add_products(self, walk: Filtered, index: int, first: int, here: int) -> tuple[bool, bool]:
-        """Add the products of the packed tiles to the gradients; return to which of the two.
+        """Add the products of the packed tiles to dE and dC; return which of the two it added to.
 
-        A dense block has no packed tiles: then `dense_kept` rows are left to the dense products.
+        A dense block has no packed tiles: then the dense products process `dense_kept` rows.
         """
         shapes = self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
@@ -314,7 +317,7 @@ class Filter:
 
 
 def run_filter(name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel of a filter by its step, which is looked up: a block has a dozen launches."""
+    """Launch the filter's kernel of a step, by a lookup: a block has a dozen launches."""
     from . import gradient_filter_kernels
 
     kernel = getattr(gradient_filter_kernels, f"_linear_cross_entropy_filter_{name}_kernel")

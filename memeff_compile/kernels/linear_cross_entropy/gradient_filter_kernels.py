@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of `gradient_filter`: which classes of a block of rows count, and products of those.
+"""The kernels of `gradient_filter`: find the classes that count in a block of rows; multiply them.
 
 Rows are ranked by their mass in light tiles, and TILE of them at a time are one of up to 16 blocks.
-A column counts in a block or it does not, so 16 blocks make a word of bits per column; ordered by
-their words, columns form tiles that count completely or not at all. A tile that counts is packed,
-and its columns are rows of the weight and of its gradient, read and added to in place.
+Each column has a word of 16 bits that say in which of the 16 blocks it counts. Sorted by their
+words, columns form tiles of which nearly all count completely or not at all. Tiles that count are
+packed. The rows of the weight and of its gradient that belong to their columns stay in place.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .hopper_kernels import _halves, _rows_here
 
 # A tile of statistics is light in a row if none of its probabilities reaches this.
 LIGHT = tl.constexpr(2.0**-10)
-# Bits of a word: row blocks of a piece.
+# Bits of a word: blocks of TILE rows in a block of rows of the walk.
 BLOCKS = tl.constexpr(16)
-# Scores are this at most.
+# The upper bound of scores.
 LARGEST = tl.constexpr(3.0e38)
 # The kept elements of a row are multiplied by less than this.
 MOST = tl.constexpr(256.0)
@@ -32,14 +32,14 @@ def _linear_cross_entropy_filter_weigh_kernel(
     kept_ptr,
     inverse_ptr,  # (R,) fp32 out: factor from |X| to |p - 1(target)|, or to less with a softcap
     light_ptr,  # (R,) fp32 out: the row's mass in light tiles
-    here_ptr,  # (1,) int32 out: rows of this piece
+    here_ptr,  # (1,) int32 out: rows of this block
     first_row,
     piece_rows,
     tiles,  # T
     scale,
     C: tl.constexpr,
 ):
-    """Estimate how much of each row may be left out."""
+    """Write each row's mass in light tiles, an estimate of the mass that may be dropped."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     tl.store(here_ptr, rows_here)
@@ -80,7 +80,7 @@ def _linear_cross_entropy_filter_weigh_rows_kernel(
     scale,
     C: tl.constexpr,
 ):
-    """The same for rows of gradients, whose elements are light one by one."""
+    """Write each row's light mass for rows of gradients, element by element."""
     row = tl.program_id(0)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     tl.store(here_ptr, rows_here)
@@ -105,7 +105,7 @@ def _linear_cross_entropy_filter_weigh_rows_kernel(
 def _linear_cross_entropy_filter_rank_kernel(
     light_ptr,  # (R,) fp32
     here_ptr,
-    rank_ptr,  # (R,) int32 out: the row of the piece that stands at each place
+    rank_ptr,  # (R,) int32 out: the row of the block at each rank
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
@@ -127,7 +127,7 @@ def _linear_cross_entropy_filter_rank_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return levels by their numbers; every score is below the last one, for a row's whole sum."""
+    """Return the levels of these indices; the last is above all scores and gives whole sums."""
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
 
@@ -194,7 +194,7 @@ def _linear_cross_entropy_filter_level_kernel(
     target_ptr,  # (N,) int32, compact, no class for a row without a target
     here_ptr,
     lost_ptr,  # (blocks, LEVELS, TILE) fp32 out: the mass that each row loses at each level
-    fits_ptr,  # (blocks, LEVELS) int32 out: whether no row loses too much
+    fits_ptr,  # (blocks, LEVELS) int32 out: whether every row loses at most tau
     rest_ptr,  # (blocks, TILE) fp32 out: each row's mass without its target
     first_row,
     chunks,
@@ -254,11 +254,13 @@ def _linear_cross_entropy_filter_word_kernel(
     highest,
     C: tl.constexpr,
 ):
-    """Write a column's word: a bit for each block that it counts in, the first one's the highest.
+    """Write a column's word: a bit for each block in which the column counts.
 
-    It counts at the highest level at which no row of the block loses too much. Ordered by their
-    words, columns that count in rarely used blocks are adjacent, which fills more tiles than the
-    reverse.
+    The first block has the highest bit.
+
+    A column counts in a block if it reaches the highest level at which no row loses more than tau.
+    In the order of words, columns that count in rarely used blocks are adjacent. That fills more
+    tiles than the reverse order of bits.
     """
     columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     rows_here = tl.load(here_ptr)
@@ -299,10 +301,10 @@ def _linear_cross_entropy_filter_tile_kernel(
     vocab,
     TILE: tl.constexpr,
 ):
-    """Write a tile's word: a bit for each block that one of its columns counts in."""
+    """Write a tile's word: a bit for each block in which at least one of its columns counts."""
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_column = places < vocab
-    # After the last column come indices that do not exist, for which X is zero.
+    # Indices after the last column do not exist; X is zero there.
     column = tl.load(column_order_ptr + places, mask=is_column, other=0)
     tl.store(place_ptr + tl.where(is_column, column, places), places)
     words = tl.load(word_ptr + places, mask=is_column, other=0).to(tl.int32) & 0xFFFF
@@ -321,8 +323,8 @@ def _bits(words):
 def _linear_cross_entropy_filter_list_kernel(
     tile_word_ptr,  # (T,) int32
     kept_ptr,
-    active_ptr,  # (1,) int32 out: how many count
-    is_sparse_ptr,  # (1,) int32 out: whether that fits
+    active_ptr,  # (1,) int32 out: how many tiles count
+    is_sparse_ptr,  # (1,) int32 out: whether so many tiles fit
     dense_kept_ptr,  # (1,) int32 out: rows that are left to the dense kernels
     block_start_ptr,  # (blocks + 1,) int32 out: where a block's slots start
     slot_at_ptr,  # (blocks, T) int32 out: a block's slot of a tile, or the next one
@@ -333,7 +335,7 @@ def _linear_cross_entropy_filter_list_kernel(
     capacity,  # slots
     BLOCK: tl.constexpr,
 ):
-    """List tiles that count for both products; each block has a program."""
+    """List the tiles that count, in the order of either product; each block has a program."""
     block = tl.program_id(0)
     before = 0
     total = 0
@@ -385,9 +387,9 @@ def _linear_cross_entropy_filter_pack_kernel(
     width,
     C: tl.constexpr,  # STRIPS of BLOCK columns per program
 ):
-    """Copy tiles that count, turned: a column of a block is one run of memory, wherever it goes.
+    """Copy the tiles that count, transposed, so that a block's column is contiguous.
 
-    X is read once, in the order in which it lies.
+    The kernel reads X once, in the order of its memory.
     """
     if tl.load(is_sparse_ptr) > 0:
         block = tl.program_id(1)
@@ -419,7 +421,7 @@ def _linear_cross_entropy_filter_pack_kernel(
 
 @triton.jit
 def _linear_cross_entropy_filter_restore_kernel(
-    hidden_ptr,  # (R, D) rows of this piece
+    hidden_ptr,  # (R, D) rows of this block
     stride_hidden_row,
     row_scale_ptr,  # (R,) fp32
     stays_ptr,  # (parts, R) fp32
@@ -473,7 +475,7 @@ def _linear_cross_entropy_filter_restore_kernel(
         at = (slot * C.TILE + place % C.TILE).to(tl.int64) * C.TILE + rows % C.TILE
         own = tl.load(packed_ptr + at, mask=counts, other=0.0).to(tl.float32)
         stays = tl.abs(stays - own) * tl.load(inverse_ptr + source, mask=is_row, other=0.0)
-        # If almost no mass or not the target is kept, and in rows of nan, the mass is not restored.
+        # The mass is not restored in rows of nan, or if little mass or not the target is kept.
         is_some = (stays * MOST > rest) & (counts | (is_class == 0))
         restore = tl.where(is_some, rest / tl.where(is_some, stays, 1.0), 1.0)
         tl.store(restore_ptr + rows, restore, mask=is_row)
@@ -493,7 +495,7 @@ def _linear_cross_entropy_filter_restore_kernel(
 
 @triton.jit
 def _part(tile, index: tl.constexpr, C: tl.constexpr):
-    """Return one of PARTS of the columns of a tile."""
+    """Return one of PARTS equal shares of the columns of a tile."""
     part = _halves(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
     if C.PARTS == 4:
         part = _halves(part, C.TILE, C.BN // 2)[index % 2]
@@ -528,9 +530,9 @@ def _linear_cross_entropy_filter_products_kernel(
 ):
     """Sum packed tiles times gathered rows of the weight, and add packed tiles times rows to dC.
 
-    Tiles of dE first, which are the longest, blocks side by side: they share rows of the weight,
-    which stay in the L2 cache. Each tile is one program's, so that the order in which programs take
-    them changes no bit.
+    Tiles of dE come first, because they take longest. Those of neighbouring blocks run together and
+    share rows of the weight, which stay in the L2 cache. One program computes each tile, so the
+    order in which programs take tiles changes no bit.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0

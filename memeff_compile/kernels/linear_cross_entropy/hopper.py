@@ -1,18 +1,20 @@
 """The engine `hopper`: every product of the head in Triton, on tensor cores of capability 9.0.
 
-Forward, by rows: tiles of logits become a maximum and a sum per row and tile, merged in a fixed
-order; the tile that holds a row's target stores its logit. Logits are written nowhere.
+Forward, by rows: each tile of logits is reduced to a maximum and a sum per row, and these are
+merged in a fixed order. The tile that holds a row's target stores the target's logit. No other
+logit is written to memory.
 
-Backward, by rows: tiles of logits again, this time written as G = dloss/dlogits in 16 bits, R rows
-by the whole vocabulary; then dE of these rows, complete, and their summand of dC, which is rounded
-once per block of rows. Or by classes, which takes less memory and supports a limited workspace and
-fp16: dC of W columns complete in one write, and dE += G C in fp32, by one reduction per element and
-launch. In the minimal workspace G and the fp32 sums lie inside the gradient of the weight.
+Backward, by rows: the logits are computed again and written as G = dloss/dlogits in 16 bits, R rows
+by the whole vocabulary. Then come the complete dE of these rows, and their summand of dC, which is
+rounded once per block of rows. Backward, by classes, takes less memory and supports a limited
+workspace and fp16: dC of W columns is complete after one write, and dE += G C is summed in fp32, by
+one reduction per element and launch. In the minimal workspace, G and the fp32 sums use the memory
+of the weight's gradient.
 
-A loss that is one number, by rows, in three products: a product writes X, probabilities up to a
-factor per row, in 16 bits with fp32 statistics from the same registers; once a row's log-sum-exp is
-known, its factor goes into the matrices that X is multiplied with. X costs 2RV bytes. Rows whose
-logits are far from the expected range are computed again; the GPU decides this.
+A loss that is one number takes three products, by rows. The first writes X (probabilities up to a
+factor per row) in 16 bits, and fp32 statistics from the same registers. Once a row's log-sum-exp is
+known, the matrices that X is multiplied with are scaled by its factor. X takes 2RV bytes. Rows
+whose logits are far from the expected range are computed again; the GPU decides this.
 
 Ignored rows are left out before any product, by an order of rows that the GPU builds. No call waits
 for the GPU or reads a value on the host. bf16 and fp16 (bf16 by rows), a depth that is a multiple
@@ -74,7 +76,7 @@ from .walk import Block, Differentiating, Statistics
 
 
 class Selection(NamedTuple):
-    """The rows that count, in order, as the kernels read them.
+    """The rows that count, in order, in the form that kernels read.
 
     `order`, `place` and `kept` are None if every row counts.
     """
@@ -86,7 +88,7 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings) -> Selection:
-    """Leave out the rows whose target is ignored, unless another of their statistics is needed."""
+    """Return the rows that count; ignored targets only if another result needs their rows."""
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
     if ignore_index is None or settings.keeps_ignored_rows:
@@ -106,7 +108,7 @@ def select_rows(target: Tensor, settings: Settings) -> Selection:
 
 
 def _with_order(selection: Selection) -> Selection:
-    """Return a selection with an order, whichever rows count."""
+    """Return a selection that has an order even if every row counts."""
     if selection.kept is not None:
         return selection
     rows = torch.arange(len(selection.target), device=selection.target.device, dtype=torch.int32)
@@ -126,7 +128,7 @@ def _gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shape
 
 
 class Forward(Statistics):
-    """A walk over the rows that makes statistics of tiles, and merges them."""
+    """A walk over the rows that computes statistics per tile and merges them."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.given = given._replace(
@@ -186,7 +188,7 @@ class Forward(Statistics):
 
 
 class _Gradient:
-    """Writes G of some rows and classes, of which statistics are known."""
+    """Writes G of some rows and classes, from known row statistics."""
 
     def __init__(
         self,
@@ -205,12 +207,12 @@ class _Gradient:
 
     def write(
         self,
-        hidden: Tensor | None,  # rows of the hidden states, or None where they are not gathered
+        hidden: Tensor | None,  # gathered rows of the hidden states, or None
         g: Tensor,  # written
         columns: int,  # of a tile of G
         at: tuple[int, int, int, int],  # first row of G, rows, first column, columns
         *,
-        # where hidden states lie that are not gathered, their order, and from one to the next
+        # hidden states that are not gathered, the order of their rows, and the stride of rows
         where: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
     ) -> None:
         """Compute logits again and write their gradient."""
@@ -232,7 +234,7 @@ class _Gradient:
 
 
 class BackwardByClasses(Differentiating):
-    """A walk over the classes: dC of a block complete, and dE added up in fp32."""
+    """A walk over the classes that completes dC of each block and adds up dE in fp32."""
 
     def __init__(
         self,
@@ -286,11 +288,11 @@ class BackwardByClasses(Differentiating):
         self._finish_hidden()
 
     def _blocks_inside(self) -> Iterator[Block]:
-        """Work in the last rows of the weight gradient, and compute those rows last.
+        """Use the last rows of the weight gradient as scratch memory, and compute those rows last.
 
-        Their part of the hidden gradient is computed first, while they are still scratch memory; so
-        their logits are computed twice. When the hidden gradient is done, its sums are freed, and G
-        keeps to the rows that are not yet written.
+        The summand that their classes add to the hidden gradient is computed first, while these
+        rows are still scratch memory; so their logits are computed twice. When the hidden gradient
+        is done, its sums are freed, and G uses only rows that are not yet written.
         """
         room = self.inside
         assert room is not None
@@ -308,7 +310,7 @@ class BackwardByClasses(Differentiating):
         self.sums, self.adds = None, False
         flat, first = self.grad_weight.view(-1), room.first_column
         spare = flat.new_empty(self.rows * room.spare_width)
-        # From here on the gathered rows are gone: the hidden gradient lies where they were.
+        # From here on the hidden gradient overwrites the gathered rows.
         self.gathers = self.selection.kept is not None
         while first < self.extent:
             width = room.retreating_width(first)
@@ -377,7 +379,7 @@ class BackwardByClasses(Differentiating):
 
 
 class ByRows(Differentiating):
-    """A walk over blocks of R rows: X of a block, and the products that make gradients of it.
+    """A walk over blocks of R rows that computes X of a block, and the gradients from X.
 
     X has R rows and the vocabulary in whole tiles as columns. Up to a factor per row, it is the
     gradient of the block's logits. `step` is R, `columns` the width of a tile of X and `tiles`
@@ -389,8 +391,9 @@ class ByRows(Differentiating):
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], *, height: int = 0
     ) -> None:
-        """Allocate the buffers of the walk. A height that is passed in is whole tiles, as ranks
-        agreed.
+        """Allocate the buffers of the walk.
+
+        `height`, if not 0, is the block height that all ranks use: whole tiles of rows.
         """
         hidden, weight, bias, target, *_ = given
         hidden = _aligned(hidden)
@@ -441,42 +444,43 @@ class ByRows(Differentiating):
             self.splits = splits_of(*sizes, self.shapes, needs_weight=of_weight)
         if self.splits > 1:
             self.parts = self.floats(self.splits - 1, self.step, self.depth)
-        # Two launches of products a block, a filter's, and whether a base was far off; multiples of
-        # 16 bytes, so that every block's launches are compiled alike.
+        # Per block: counters of two product launches and of a filter, and a flag for a base that
+        # was far off. Each block has a multiple of 16 bytes, so that all use the same compiled
+        # kernels.
         self.counters = hidden.new_zeros((4, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
         if is_filtered:
             self.filter = Filter(self, blocks)
 
     def floats(self, *sizes: int) -> Tensor:
-        """Return memory for numbers in fp32."""
+        """Return an uninitialised fp32 tensor of these sizes."""
         return self.hidden.new_empty(sizes, dtype=torch.float32)
 
     @abstractmethod
     def weigh(
         self, inverse: Tensor, light: Tensor, rows_here: Tensor, first: int, here: int
     ) -> None:
-        """Tell a filter the factor from |X| to |p - 1(target)|, each row's light mass, and the row
+        """Write the factor that turns |X| into |p - 1(target)|, each row's light mass, and the row
         count.
         """
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = None) -> Any:
-        """Describe a matrix to the kernels as tiles of this shape, once for all blocks."""
+        """Return a descriptor of a matrix for tiles of this shape, cached for all blocks."""
         key = id(matrix), rows, columns, describe
         if key not in self.described:
             self.described[key] = (describe or tiles_of)(matrix, rows, columns)  # holds the matrix
         return self.described[key]
 
     def made(self) -> Gradients:
-        """Return the gradients that were asked for, after the last block."""
+        """Return the requested gradients, after the last block."""
         sums = self.bias_sums
         of_bias = None if sums is None else sums.to(self.bias)
         return Gradients(self.grad_hidden, self.grad_weight, of_bias)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Add the products of X to the gradients, by the kernels that this Triton has.
+        """Add the products of X to the gradients, with the kernels that this Triton supports.
 
-        For dC X is multiplied with the factor, (R, D), which is zero after the last row. A filter
-        leaves out the tiles that it may.
+        For dC, X is multiplied with the factor, (R, D), which is zero after the last row. A filter
+        skips the tiles that do not count.
         """
         index, first, here = block.number, block.first, block.stop - block.first
         needs = self.grad_hidden is not None, self.grad_weight is not None
@@ -502,9 +506,9 @@ class ByRows(Differentiating):
     def _multiply(
         self,
         block: Block,
-        launch: int,  # which one of the block's
+        launch: int,  # which of the block's launches
         factor: Tensor | None,
-        needs: tuple[bool, bool],  # which gradients are asked for, of hidden states and weight
+        needs: tuple[bool, bool],  # which gradients are computed, of hidden states and weight
         kept: Tensor | None,  # how many rows count
     ) -> None:
         needs_hidden, needs_weight = needs
@@ -550,7 +554,7 @@ class ByRows(Differentiating):
 
 
 class BackwardByRows(ByRows):
-    """The walk whose X is G itself, with a factor of 1 per row."""
+    """The walk whose X equals G, with a factor of 1 per row."""
 
     tallest = AGAIN_BYTES
 
@@ -599,7 +603,7 @@ class BackwardByRows(ByRows):
 
 
 class Total(ByRows, Statistics):
-    """The walk that computes logits once, and their gradients from them."""
+    """The walk that computes logits once, and gradients from the same logits."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.given, self.ranks = given, given.ranks
@@ -676,7 +680,7 @@ class Total(ByRows, Statistics):
         )
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Send the statistics of these rows to the other ranks, and finish the rows with theirs."""
+        """Exchange the statistics of these rows with other ranks, and finish the rows with them."""
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
@@ -733,7 +737,7 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> BackwardByRows | BackwardByClasses:
-    """Return the walk that makes the gradients that `output_mask` asks for.
+    """Return the walk that computes the gradients that `output_mask` requests.
 
     Blocks of rows are faster and take more memory, so they serve the automatic workspace.
     """
@@ -750,7 +754,8 @@ forward, total = Forward, Total
 def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     """Write gradient * by, in fp32 and rounded once, to `out`, which may be `gradient`.
 
-    The number is read on the GPU; all are contiguous. In place, a factor of 1 costs a launch.
+    A kernel reads the number on the GPU; all tensors are contiguous. In place, a factor of 1 costs
+    only the launch.
     """
     count, is_in_place = gradient.numel(), out is gradient
     if not count:
@@ -769,15 +774,16 @@ def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
-    """Return whether a tile of G needs no registers beyond those of the plain loss."""
+    """Return whether a tile of G needs only the registers of the plain loss."""
     return bias is None and not (settings.softcap or settings.with_logit_sum)
 
 
 def _row_values(
     grads: RowGradients, saved: Saved, selection: Selection, settings: Settings
 ) -> Tensor:
-    """Gather the inputs that a row of G needs, for rows that count: (5, N) fp32 in compact
-    order.
+    """Return the five numbers from which each counting row of G is computed.
+
+    The result is (5, N) fp32, in compact order.
     """
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))
@@ -802,6 +808,6 @@ def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
 
 
 def _aligned(hidden: Tensor) -> Tensor:
-    """Copy hidden states that cannot be read tile by tile: N x D, once."""
+    """Return hidden states that kernels can read tile by tile: a copy (N x D) if need be."""
     hidden = hidden.contiguous()
     return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()

@@ -27,8 +27,8 @@ from .._triton.products_kernels import dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Logarithms of probabilities are not followed further down than this: exp2 of it is 0, and 0 times
-# it is 0, which minus infinity would not give.
+# Logarithms of probabilities are cut off at this number: exp2 of it is 0, and 0 times it is 0,
+# whereas 0 times minus infinity is nan.
 LOWEST = tl.constexpr(-256.0)
 # How far above its base a row's largest logit may lie, in base 2: sums of 2^96 stay in fp32.
 FAR = tl.constexpr(64.0)
@@ -43,7 +43,7 @@ HEAVIEST = tl.constexpr(2.0**96)
 def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
     """Split the columns of a tile in two without moving them between threads.
 
-    An epilogue that works half by half needs half the registers.
+    An epilogue that processes one half at a time needs half the registers.
     """
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
@@ -65,7 +65,7 @@ def _rows_here(kept_ptr, first_row, rows, C: tl.constexpr):
 
 @triton.jit
 def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexpr):
-    """Return the products of a block of rows, counted from a first row, and one of columns."""
+    """Return the tile of hidden @ weight.T for a block of rows and a block of columns."""
     row_block, column_block = blocks
     ROWS: tl.constexpr = hidden_desc.block_shape[0]
     COLUMNS: tl.constexpr = weight_desc.block_shape[0]
@@ -108,7 +108,7 @@ def _linear_cross_entropy_hopper_compact_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """List the rows that count, in order. One program: a prefix sum over N flags."""
+    """List the rows that count, in order. One program computes a prefix sum over N flags."""
     count = 0
     for start in range(0, rows, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -161,7 +161,7 @@ def _linear_cross_entropy_hopper_scatter_kernel(
     depth,
     BLOCK: tl.constexpr,
 ):
-    """Round the sums of compact rows into the rows they belong to; ignored rows are zero."""
+    """Round the sums of compact rows and write them to their original rows; others get zero."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + row).to(tl.int64)
     filled = tl.where(place >= 0, depth, 0)
@@ -174,8 +174,8 @@ def _linear_cross_entropy_hopper_scatter_kernel(
 
 @triton.jit
 def _linear_cross_entropy_hopper_cotangents_kernel(
-    order_ptr,  # (N,) int32 or None: rows are in place
-    kept_ptr,  # (1,) int32 or None: every row counts
+    order_ptr,  # (N,) int32 or None if rows have their original order
+    kept_ptr,  # (1,) int32, or None if every row counts
     target_ptr,  # (N,) int32, compact, -1 for a row without a target
     lse_ptr,  # (N,) fp32, original rows
     grad_nll_ptr,
@@ -191,7 +191,7 @@ def _linear_cross_entropy_hopper_cotangents_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather the inputs that a row of G needs; rows past the last get zeros."""
+    """Gather the numbers from which a row of G is computed; rows past the last get zeros."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = offs < rows
     is_row = in_range
@@ -356,7 +356,7 @@ def _linear_cross_entropy_hopper_merge_kernel(
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
     """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero.
 
-    Its place is which rows these are, which exist, and which columns.
+    `place` is the rows' indices, which of these exist, and the columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -405,13 +405,13 @@ def _linear_cross_entropy_hopper_gradient_kernel(
     vocab,
     depth,
     cap,  # scale and softcap
-    C: tl.constexpr,  # GATHER: read the hidden states where they lie, row by row
+    C: tl.constexpr,  # GATHER: read the hidden states row by row, without a gathered copy
 ):
     """Recompute the logits of `width` columns and write their gradient G in the input dtype."""
     rows_here = group_rows
     if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
-        if not C.GATHER:  # a walk that gathers has all rows at a time
+        if not C.GATHER:  # a walk with GATHER processes all rows at once
             rows_here = tl.minimum(group_rows, tl.maximum(rows_here - first_row, 0))
     row_blocks = tl.cdiv(rows_here, C.BM)
     tiles = row_blocks * tl.cdiv(width, C.BN)
@@ -448,7 +448,7 @@ def _linear_cross_entropy_hopper_gradient_kernel(
 
 @triton.jit
 def _store_tile(desc, at, tile, ADD: tl.constexpr, C: tl.constexpr):
-    """Write a tile by quarters, or add it to the stored tile, which one program does per launch."""
+    """Write a tile in quarters, or add it to the stored tile; one program per launch does so."""
     row, first = at
     ROWS: tl.constexpr = tile.shape[0]
     parts = _halves(tile, ROWS, C.BN)
@@ -577,8 +577,8 @@ def _linear_cross_entropy_hopper_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Take the logit of a row's target as its base: a trained model's rows have their maximum
-    slightly above it. If another rank has the target, take another class's logit.
+    """Write the logit of a row's target as its base: a trained model's largest logit is
+    slightly above it. If another rank has the target, another class's logit is the base.
     """
     row = tl.program_id(0)
     is_row = row < _rows_here(kept_ptr, first_row, piece_rows, C)
@@ -689,10 +689,10 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Merge a row's statistics in a fixed order: first whether its base will do, then the rest.
+    """Merge a row's statistics in a fixed order, after a check that its base is close enough.
 
-    If ranks have parts of the vocabulary, another kernel does the rest; this one only writes the
-    values to exchange.
+    If the vocabulary is split over ranks, another kernel finishes the loss; this kernel only writes
+    the values to exchange.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
@@ -727,7 +727,7 @@ def _linear_cross_entropy_hopper_loss_kernel(
         log_mass = tl.log2(tl.where(is_row, masses, 1.0))
         nll2 = (base - z2_target) + log_mass
         has_target = is_row & (target >= 0) & (target < vocab)
-        # A target that is no class can never look like a loss.
+        # A target outside the vocabulary gives nan, which cannot pass for a loss.
         nll = tl.where(has_target, nll2 * LN2, tl.where(target < 0, 0.0, float("nan")))
         if C.HAS_RANKS:
             tl.store(said_ptr + rows, (base + log_mass) * LN2, mask=is_row)
@@ -778,8 +778,8 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Finish a row with the values of all ranks, merged in rank order: all ranks get the same
-    loss.
+    """Finish a row with the values of all ranks. They are merged in rank order, so all ranks get
+    the same loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < _rows_here(kept_ptr, first_row, piece_rows, C)
@@ -970,7 +970,7 @@ def _linear_cross_entropy_hopper_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply by one number in fp32, rounded once; in place, a factor of 1 returns at once."""
+    """Multiply by one number in fp32, and round once; in place, a factor of 1 returns at once."""
     by = tl.load(by_ptr)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK

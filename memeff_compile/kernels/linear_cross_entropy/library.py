@@ -1,4 +1,4 @@
-"""The engine `library`: products of the GPU's library, and one Triton pass over each of them.
+"""The engine `library`: matrix products by cuBLAS, and one Triton pass over each product.
 
 Forward, per strip of classes: S = E C_v^T in fp32 (16-bit inputs, fp32 output), then one pass that
 merges S into a running maximum and sum per row. Backward, per block of classes: the same strips of
@@ -8,9 +8,9 @@ buffer. Writing it over the fp32 strip would save no memory, since a strip half 
 as the block takes the same bytes, and results would depend on the order in which warps read and
 write.
 
-A loss that is one number, of a frozen head with a LoRA part, is one walk over the rows: S of a
-block of rows and the whole vocabulary is computed once, with the low-rank product added, and
-becomes statistics, then G, then dE and d low of these rows. d up is summed in fp32 over the blocks.
+A loss that is one number, of a frozen head with a LoRA adapter, takes one walk over the rows. S of
+a block of rows and the whole vocabulary is computed once, with the low-rank product added. From it
+come statistics, then G, then dE and d low of these rows. d up is summed in fp32 over the blocks.
 
 No call waits for the GPU, reads a value on the host or depends on the data's values, so calls can
 be captured in CUDA graphs. No sum uses atomics.
@@ -107,7 +107,7 @@ class Backward(Differentiating):
         if low is not None and up is not None:
             self.grad_low = low.new_empty(low.shape, dtype=wide) if of_low else None
             self.grad_up = torch.empty_like(up) if of_up else None
-        # A LoRA part of another dtype takes gradients of the logits unrounded.
+        # For a LoRA adapter of another dtype the gradients of the logits are not rounded.
         self.is_apart = low is not None and low.dtype != hidden.dtype
         self.products = hidden.new_empty(rows * min(self.strip, self.extent), dtype=wide)
         self.buffer = self.products
@@ -155,7 +155,7 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """A walk over the rows of a frozen head with a LoRA part."""
+    """A walk over the rows of a frozen head with a LoRA adapter."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.request, self.given = given, _readable(given.operands)
@@ -236,7 +236,7 @@ def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """Write left @ right into fp32 `out`, or add it there, without rounding to 16 bits.
+    """Write left @ right into fp32 `out`, or add it to `out`, without rounding to 16 bits.
 
     On other devices, products of 16-bit inputs have no fp32 output, so the inputs are widened
     first, for tests under the interpreter.
@@ -317,7 +317,7 @@ def _widths(given: Operands, settings: Settings) -> Widths:
 
 
 def _readable(given: Operands) -> Operands:
-    """Copy tensors that a kernel or a library product could not read: once, not per block."""
+    """Return operands that kernels and cuBLAS can read; copies are made here, once per call."""
     hidden, weight, bias, target, column_weight, low, up = given
     return Operands(
         hidden if 1 in hidden.stride() else hidden.contiguous(),

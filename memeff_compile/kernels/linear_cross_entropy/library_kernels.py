@@ -65,7 +65,7 @@ def _linear_cross_entropy_library_statistics_kernel(
     is_later = first_column > 0
     peak = tl.load(state_row_ptr, mask=is_later, other=float("-inf"))
     mass = tl.load(state_row_ptr + 1, mask=is_later, other=0.0)
-    # NaN until the target's column comes by: an out-of-range target can never look like a loss.
+    # NaN until the target's column is read, so an out-of-range target cannot pass for a loss.
     target_logit = tl.load(state_row_ptr + 2, mask=is_later, other=float("nan"))
     weighted = 0.0
     if C.WITH_LOGIT_SUM:
@@ -74,7 +74,7 @@ def _linear_cross_entropy_library_statistics_kernel(
     moment = 0.0
     if C.WITH_ENTROPY:
         moment = tl.load(state_row_ptr + 4, mask=is_later, other=0.0)
-    # The largest so far; once there was nan, the complement of the first one's column.
+    # The largest logit so far; after the first nan, the complement of its column.
     top = tl.full((), 0, tl.int64)
     if C.WITH_TOP:
         top = tl.load(top_ptr + row, mask=is_later, other=0)

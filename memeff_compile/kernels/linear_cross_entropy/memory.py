@@ -1,8 +1,8 @@
 """Bytes before and after, as formulas in N (rows), D (hidden size) and V (vocabulary).
 
-They count the dominant buffers that live next to the inputs and the gradients that are returned.
-`before`: full N x V buffers, as a model has them without this op. `after`: an upper bound of the
-bytes of our op, which are blocks, per-row vectors and the fp32 sum of the hidden gradient.
+The formulas count the dominant buffers in addition to the inputs and the returned gradients.
+`before` counts the full N x V buffers of a model without this op. `after` is an upper bound of the
+op's bytes: blocks, per-row vectors and the fp32 sum of the hidden gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .shapes import (
     splits_of,
 )
 
-# Losses, factors, orders of rows and the like; a bound.
+# An upper bound for losses, factors, orders of rows and the like.
 TOTAL_BYTES_PER_ROW = 64
 
 
@@ -57,9 +57,9 @@ def bytes_before(
     """Return the peak bytes of N x V buffers that the loss takes without this op.
 
     Compiled by Inductor: one logits tensor in the compute dtype, which the backward pass overwrites
-    with its gradient; if the logits are returned to the user it cannot, and needs a second one.
-    Casts and log_softmax are fused away. Measured at N, V = 8192, 256000 in bf16: 4001 MiB, formula
-    4000.
+    with the gradient. If the logits are returned to the user, the gradient needs a second tensor.
+    Casts and log_softmax are fused into other kernels. Measured at N, V = 8192, 256000 in bf16:
+    4001 MiB, formula 4000.
 
     Eager forward: the logits, an fp32 copy if there is a cast, and the output of log_softmax. Eager
     backward: that output, its gradient and the gradient of its input, each in the cast's dtype, and
@@ -92,7 +92,7 @@ class How(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The block of the logits that is alive at once: bytes, and columns if a copy needs them."""
+    """The size of the block of logits that exists at one time: bytes, and columns for a copy."""
 
     bytes: sympy.Expr
     columns: sympy.Expr
@@ -101,13 +101,13 @@ class Pieces(NamedTuple):
 def bytes_after(
     rows: Size, depth: Size, vocab: Size, *, pieces: Pieces | None = None, **how: Any
 ) -> sympy.Expr:
-    """Return an upper bound of the op's bytes next to inputs and returned gradients.
+    """Return an upper bound of the op's bytes in addition to inputs and returned gradients.
 
-    The larger of forward and backward: the workspace of blocks (each at most half as wide as the
-    vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
-    fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit hidden states
-    and of blocks of the weight, and on a CPU the copies of the rows that are not ignored. `how` is
-    a `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
+    The bound is the larger of forward and backward. It counts the workspace of blocks (each at most
+    half as wide as a vocabulary of more than 64 columns), the vectors of N elements, and for 16-bit
+    inputs the fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit
+    hidden states and of blocks of the weight, and on a CPU the copies of the rows that are not
+    ignored. `how` is a `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
     """
     n, d = sympy.sympify(rows), sympy.sympify(depth)
     dtype, engine, device_type, *_, training, _ = How(**how)
@@ -125,7 +125,7 @@ def bytes_after(
 
 
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
-    """Return an upper bound of the blocks of logits that are alive at once; how, as of `How`."""
+    """Return an upper bound of the blocks of logits that exist at one time; `how` is a `How`."""
     given = How(**how)
     dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
@@ -141,7 +141,7 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
         budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
         if engine == "hopper" and training and not workspace and dtype == torch.bfloat16:
-            # a backward by rows; the results that a call asks for may switch its filter off
+            # a backward by rows; some requested results switch its filter off
             size = (n, int(depth), int(vocab), 0)
             for each in {"exact", given.gradient_filter}:
                 by_rows = hopper_bytes(
@@ -170,7 +170,7 @@ def total_bytes(
     has_softcap: bool = False,  # likewise
     gradient_filter: str = "exact",  # likewise
 ) -> sympy.Expr:
-    """Return a bound of a total's bytes next to inputs, gradients and 64 bytes per row.
+    """Return a bound of a total's bytes in addition to inputs, gradients and 64 bytes per row.
 
     On a GPU: X, the statistics of its tiles and the rows times their scale. In plain PyTorch: a
     block of logits, two more with a softcap, the rows that count and, for 16-bit inputs, the fp32
@@ -195,7 +195,7 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return the bound of `total_bytes` for a frozen head with a LoRA part, in `library`."""
+    """Return the bound of `total_bytes` for a frozen head with a LoRA adapter, in `library`."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)
@@ -213,7 +213,7 @@ def hopper_bytes(
 ) -> sympy.Expr:
     """Return a bound of the bytes of X, its statistics and the scaled rows of one block.
 
-    A filter also has the tiles that count.
+    A filter adds the bytes of the packed tiles.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     columns = shapes.gradient_columns(is_plain=is_plain)
@@ -226,7 +226,7 @@ def hopper_bytes(
         height = sympy.Min(height, FILTER_BLOCKS * shapes.rows)
     held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
     if is_filtered:
-        # A selection has an order of rows, and every one of them may be copied in it.
+        # A selection has an order of rows, and may copy every row in that order.
         held += filter_bytes(height, depth, vocab) + 12 * rows
     return held + _parts_bytes(rows, depth, vocab, workspace, tallest)
 
@@ -234,7 +234,7 @@ def hopper_bytes(
 def _parts_bytes(
     rows: sympy.Expr, depth: int, vocab: int, workspace: int, tallest: int
 ) -> sympy.Expr:
-    """Return a bound of the bytes of shares of dE; of any number of rows if N is a symbol."""
+    """Return a bound of the bytes of partial sums of dE; if N is a symbol, for any N."""
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     heights = range(shapes.rows, TALLEST_SPLIT + 1, shapes.rows)
     if rows.is_number:

@@ -1,23 +1,23 @@
 """memeff::linear_cross_entropy and its kin: schemas, validation, fakes, autograd.
 
-Two ops compute, and each has a backward op; a LoRA part of the head is optional in all four:
+Two ops compute, and each has a backward op; a LoRA adapter of the head is optional in all four:
 
     linear_cross_entropy        per row: nll, lse, sum of logits, entropy, likeliest class
     linear_cross_entropy_total  one number and the gradients of that number,
                                 total = sum over rows of row_weight_i * nll_i, over norm
 
 The first saves its inputs, one lse per row and, if asked for, one entropy; its backward computes
-logits again. The gradients of the second are known up to a factor as soon as a row's logits are:
-three products make a step instead of four. Its backward pass multiplies them by the gradient of the
-loss, in place if they cannot be read again, otherwise in a copy.
+logits again. The forward of the second op also computes its gradients, up to a factor, from the
+same logits: a step takes three products instead of four. Its backward pass multiplies these
+gradients by the gradient of the loss, in place if no one can read them again, otherwise in a copy.
 
 Four more serve heads whose classes are split over ranks (`vocabulary_parallel`): statistics of a
 rank and their merging, a rank's total, and the total that all ranks use. Four names are written in
 terms of these eight, so that graphs read plainly: `_adapted` and `_adapted_total` (a LoRA part),
 `_over_ranks` and `_total_over_ranks` (a head over ranks).
 
-An op's arguments cost the host some microseconds each, so the many settings of ranks are not
-options of the ops that serve one process.
+Each argument of an op costs the host some microseconds, so the many settings for ranks are not
+options of the ops for one process.
 
 Ops are functional, opaque to Inductor and unaffected by autocast.
 """
@@ -62,7 +62,7 @@ from .walk import ENGINES, loss_and_gradients, row_gradients, row_results
 
 # The values that memeff.linear_cross_entropy may take.
 GRADIENT_FILTERS = ("exact", "mass", "block")
-# Which of the two gradients a filter may leave blocks out of.
+# Of which of the two gradients a filter may drop blocks.
 FILTER_PARTS = ("both", "hidden", "weight")
 
 
@@ -75,7 +75,7 @@ def supports(
     low: Tensor | None = None,  # (..., R) or None, as of `linear_cross_entropy_adapted`
     up: Tensor | None = None,  # (V, R) or None, likewise
     *,
-    # dtype that the caller will cast hidden, weight and bias to, if it will
+    # dtype to which the caller will cast hidden, weight and bias, or None
     dtype: torch.dtype | None = None,
     softcap: float = 0.0,  # as for the op
     gradient_filter: str = "exact",  # likewise
@@ -83,10 +83,10 @@ def supports(
     filter_level: float = 0.0,  # likewise
     filter_parts: str = "both",  # likewise
 ) -> str | None:
-    """Return the reason why the op cannot serve these inputs, or None if it can.
+    """Return the reason why the op does not support these inputs, or None if it does.
 
-    Reads dtypes, devices, layouts and sizes, never values, and adds no guard: symbolic sizes are
-    left to the op's checks at run time. Real and fake tensors both do.
+    The check reads dtypes, devices, layouts and sizes, never values, of real or fake tensors. It
+    adds no guard: the op checks symbolic sizes at run time.
     """
     given = Operands(hidden, weight, bias, target, column_weight, low, up)
     return (
@@ -191,7 +191,7 @@ def _shape_fault(given: Operands) -> str | None:
 
 
 def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
-    """List the sizes that must agree, with the sentence for when they do not."""
+    """Return the pairs of sizes that must agree, each with the sentence of the error."""
     hidden, weight, bias, target, column_weight, low, up = given
     vocab, depth = weight.shape
     of_depth = (
@@ -221,20 +221,20 @@ def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
 
 
 def check_sizes(given: Operands) -> None:
-    """Refuse sizes that do not agree, symbols among them."""
+    """Raise an error if sizes, which may be symbols, do not agree."""
     for seen, needed, sentence in _size_pairs(given):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
 
 
 class _Forward(NamedTuple):
-    """The call of `linear_cross_entropy`."""
+    """The arguments of `linear_cross_entropy`."""
 
     operands: Operands
     settings: Settings
 
 
 class _Backward(NamedTuple):
-    """The call of `linear_cross_entropy_backward`."""
+    """The arguments of `linear_cross_entropy_backward`."""
 
     grads: RowGradients
     call: _Forward
@@ -246,7 +246,7 @@ _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_p
 
 
 def _called(*tensors: Any, **settings: Any) -> _Forward:
-    """Check a call; the dispatcher leaves out settings that equal their defaults."""
+    """Return a checked call; the dispatcher omits settings that equal their defaults."""
     checked = {name: settings[name] for name in _CHECKED if name in settings}
     require("linear_cross_entropy", supports(*tensors, **checked))
     return _Forward(Operands(*tensors), Settings(**settings).served())
@@ -307,7 +307,7 @@ _TRAINED = (0, 1, 2, 5, 6)  # hidden, weight, bias, low and up, among the argume
 
 
 def _asked(ctx: Any, places: Sequence[int]) -> list[bool]:
-    """Return which arguments need a gradient; the dispatcher leaves out the last if it is None."""
+    """Return which arguments need a gradient; the dispatcher omits a last argument of None."""
     needs = ctx.needs_input_grad
     return [place < len(needs) and needs[place] for place in places]
 
@@ -327,7 +327,7 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 def _at(
     places: Sequence[int], gradients: Sequence[Tensor], mask: Sequence[bool], count: int
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients as autograd takes them: one for each of `count` arguments."""
+    """Return the gradients that autograd expects: one, or None, for each of `count` arguments."""
     found: list[Tensor | None] = [None] * count
     for place, gradient, wanted in zip(places, gradients, mask, strict=False):
         if wanted:
@@ -336,7 +336,7 @@ def _at(
 
 
 class _Shard(NamedTuple):
-    """The call of `linear_cross_entropy_total_shard`."""
+    """The arguments of `linear_cross_entropy_total_shard`."""
 
     loss: ScalarLoss  # targets are classes of the whole head
     counts: Tensor  # (P,) int64: how many rows each rank has
@@ -416,7 +416,7 @@ def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
 
 
 def _scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
-    """Return whether the kernel that scales can serve these tensors, on a device with kernels."""
+    """Return whether the kernel that scales gradients supports these tensors on their device."""
     return by.dtype == torch.float32 and gradient.is_contiguous() and out.is_contiguous()
 
 
@@ -438,7 +438,7 @@ def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
 
 
 class _Scaling(NamedTuple):
-    """The call of `linear_cross_entropy_total_backward`."""
+    """The arguments of `linear_cross_entropy_total_backward`."""
 
     grad_total: Tensor
     gradients: Sequence[Tensor]  # of the total, and after them their operands
@@ -449,7 +449,7 @@ def _called_scaling(grad_total: Tensor, *tensors: Any) -> _Scaling:
 
 
 def _scale(given: _Scaling) -> tuple[Tensor, ...]:
-    """Return the gradients of a total, each times that of the loss."""
+    """Return the gradients of a total, each multiplied by the gradient of the loss."""
     scaled = _fake_scale(given)
     for part, out in zip(given.gradients, scaled, strict=True):
         _scale_into(part, given.grad_total, out)
@@ -461,9 +461,9 @@ def _fake_scale(given: _Scaling) -> tuple[Tensor, ...]:
 
 
 def _total_joins(trained: Sequence[int]) -> tuple[library.Function, library.Function]:
-    """Return autograd's two functions of an op that returns a total and its gradients.
+    """Return `setup_context` and `backward` of an op that returns a total and its gradients.
 
-    `trained` are the places of hidden, weight, bias, low and up among its arguments.
+    `trained` are the indices of hidden, weight, bias, low and up among the op's arguments.
     """
 
     def setup_context(

@@ -126,9 +126,10 @@ class Forward(Statistics):
 
 
 class _Factors(NamedTuple):
-    """Per row: the factors of p, 1(j = target), the column's weight, and p (log p + entropy).
+    """For each row, the factors of p, 1(j = target), the column's weight, and p (log p + entropy).
 
-    The scale is the last factor of every term, so it goes into the cotangents, N elements each.
+    Every term ends with a multiplication by the scale, so the cotangents (N elements each) are
+    scaled instead.
     """
 
     probability: Tensor
@@ -173,7 +174,7 @@ class Backward(Differentiating):
             grads.logit_sum * scale,
             (grads.entropy * scale).unsqueeze(1),
         )
-        # A LoRA part of a wide dtype takes gradients of the logits unrounded.
+        # For a LoRA adapter of a wide dtype the gradients of the logits are not rounded.
         self.is_apart = low is not None and low.dtype != self.narrow
         wide_low = None if low is None else low.to(dtype)
         self.given = given._replace(hidden=hidden.to(dtype), target=target.long(), low=wide_low)
@@ -254,7 +255,7 @@ class Backward(Differentiating):
 
 
 class Total(Statistics, Differentiating):
-    """A walk over the rows: logits become probabilities, and these the gradients of the logits."""
+    """A walk over the rows that turns logits into probabilities, then into their gradients."""
 
     def __init__(self, given: ScalarLoss) -> None:
         hidden, weight, bias, target = given[:4]
@@ -278,7 +279,7 @@ class Total(Statistics, Differentiating):
             self.step = self.ranks.height
             if self.kept is None and given.ignore_index is not None:
                 self.kept = counted_first(target)
-        # Ranks exchange equally often for any targets: also over blocks in which no row counts.
+        # All ranks exchange equally often for any targets: also for blocks in which no row counts.
         self.extent = counted if self.ranks is None else rows
         self.buffer = hidden.new_empty(min(self.step, counted), len(weight), dtype=self.dtype)
 
@@ -319,12 +320,12 @@ class Total(Statistics, Differentiating):
             g.div_(self.mass)
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Finish losses and probabilities with the statistics of all ranks."""
+        """Merge the statistics of all ranks into this block's losses and probabilities."""
         own = self.losses.where(self.has_target, 0)
         rows, owner = block.stop - block.first, ranks.owner[self.here]
         whole, losses = ranks.meet(self.lse.squeeze(1), own.squeeze(1), owner, rows)
         losses, share = losses.unsqueeze(1), (self.lse - whole.unsqueeze(1)).exp()
-        # A part without mass, as when all classes of this rank are at -inf, has no share either.
+        # If this rank's classes have no mass, because all are at -inf, their probabilities are 0.
         self.g.mul_((share / self.mass).masked_fill((self.mass == 0) & (share == 0), 0))
         if self.is_ignored is not None:
             losses = losses.masked_fill(self.is_ignored, 0)
@@ -349,7 +350,7 @@ class Total(Statistics, Differentiating):
             self.grad_hidden[self.here] = part.to(self.grad_hidden.dtype)
 
     def _columns(self) -> list[tuple[int, int]]:
-        """Cut a weight that has to be widened into parts about as large as the logits' buffer."""
+        """Return spans of columns; a weight to be widened is cut to the logits' buffer size."""
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]
@@ -371,21 +372,21 @@ forward, backward, total = Forward, Backward, Total
 def _rows(
     kept: Tensor | None, hidden: Tensor, target: Tensor, low: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the rows to compute."""
+    """Return hidden states, targets and `low` of the kept rows; of all rows if `kept` is None."""
     if kept is None:
         return hidden, target, low
     return hidden[kept], target[kept], None if low is None else low[kept]
 
 
 def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
-    """Return `rows` rows of zeros, with the rows of `part` at the kept ones."""
+    """Return `rows` rows of zeros, in which `part` replaces the rows at indices `kept`."""
     whole = part.new_zeros((rows, *part.shape[1:]))
     whole[kept] = part
     return whole
 
 
 def _width(dtype: torch.dtype, rows: int, weight: Tensor, given: Settings, *, forward: bool) -> int:
-    """Choose the width of a block by the number of all rows, ignored ones included."""
+    """Return the width of a block, chosen for the number of all rows, ignored ones included."""
     per_logit = reference_bytes_per_logit(
         dtype.itemsize, given.softcap > 0, not forward, given.with_entropy
     )
@@ -416,7 +417,7 @@ def _scaled_products(
 
 
 def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in this block, and a column safe to index with."""
+    """Return which rows have their target in this block, and a column that is a valid index."""
     is_here = (column >= 0) & (column < width)
     return is_here, column.clamp(0, width - 1).unsqueeze(1)
 

@@ -1,4 +1,4 @@
-"""Every size of a block in this folder: of rows, of classes, of a tile, of a launch.
+"""All sizes in this folder: of blocks of rows and of classes, of tiles, of launches.
 
 Axis letters of this folder: N rows (tokens), D depth (hidden size), V vocabulary (classes), R rows
 of a block, W classes of a block. Engines walk over the rows or over the vocabulary in blocks, so
@@ -36,7 +36,7 @@ def spans(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def window(buffer: Tensor, rows: int, width: int) -> Tensor:
-    """View the start of a flat buffer as a contiguous (rows, width) matrix."""
+    """Return the start of a flat buffer as a contiguous (rows, width) matrix."""
     return buffer[: rows * width].view(rows, width)
 
 
@@ -69,7 +69,7 @@ def reference_bytes_per_logit(
     with_gradient: bool,  # backward; 16-bit inputs then also need the rounded gradient
     with_entropy: bool = False,  # both passes then keep a second block
 ) -> int:
-    """Return the bytes the engine `reference` holds per element of a block."""
+    """Return the bytes that the engine `reference` needs per element of a block."""
     wide = max(itemsize, 4)
     if not with_gradient:
         return wide * (1 + with_entropy)
@@ -89,7 +89,7 @@ def reference_columns(
 def reference_rows(
     rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return how many rows of wide logits live at once, at most half; workspace 0 is automatic."""
+    """Return how many rows of wide logits exist at once, at most half; workspace 0 is automatic."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -117,7 +117,7 @@ _SECONDS_PER_BYTE = 1 / 4.28e12
 
 
 class Widths(NamedTuple):
-    """Columns of products (`strip`) and of gradients (`block`) that are alive at once."""
+    """Columns of products (`strip`) and of gradients (`block`) that exist at one time."""
 
     strip: int
     block: int
@@ -161,16 +161,17 @@ def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
 def _block_seconds(width: int, depth: int, processors: int) -> float:
     """Model one block's weight-gradient product in 128 x 256 tiles, plus its hidden-gradient sum.
 
-    Both are per row. The other two products cost the same per column at any width considered.
+    Both costs are per row. The other two products cost the same per column at any width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
 
 
 def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
-    """Return how many rows a block has under a LoRA part: products, and G next to them in 16 bits.
+    """Return how many rows a block of a head with a LoRA adapter has.
 
-    Automatic: three sixteenths of the bytes of all logits in the head's dtype, up to 544 MiB.
+    A block has fp32 products and, for 16-bit inputs, G. The automatic size is three sixteenths of
+    the bytes of all logits in the head's dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
     share = sympy.Rational(*AUTO_SHARE) * itemsize * n * vocab
@@ -181,7 +182,7 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 
 
 def library_block(width: int) -> int:
-    """Return the columns a program handles at once: 128 for strips of 64, 2048 at most."""
+    """Return how many columns a program processes at once: 128 for strips of 64, at most 2048."""
     return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
 
 
@@ -239,7 +240,7 @@ class Shapes(NamedTuple):
     is_interpreted: bool = False
 
     def constants(self, columns: int) -> dict[str, Any]:
-        """Return the constants of a kernel whose tiles are of so many columns, and its launch."""
+        """Return the constants and launch options of a kernel with tiles of `columns` columns."""
         return {
             "BM": self.rows,
             "BN": columns,
@@ -250,7 +251,7 @@ class Shapes(NamedTuple):
         }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
-        """Return how wide a tile of G is: a softcap, a bias or gathered rows take registers."""
+        """Return the width of a tile of G; a softcap, a bias or gathered rows take registers."""
         return self.columns if is_plain else self.rows
 
 
@@ -273,7 +274,7 @@ def row_block(depth: int, shapes: Shapes) -> int:
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
-    """Return how many rows a forward has statistics of at once: whole tiles, in even shares."""
+    """Return the rows of a forward's block: whole tiles, in blocks of about equal height."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
     return -(-tiles // count) * shapes.rows
@@ -344,9 +345,9 @@ class Room(NamedTuple):
 def room_inside(
     rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
 ) -> Room | None:
-    """Plan a backward inside the weight gradient, or return None if that is too small."""
+    """Return the plan of a backward inside the weight gradient, or None if it is too small."""
     step = shapes.columns
-    sums = 2 * rows if needs_hidden else 0  # columns that fp32 sums of the hidden gradient take
+    sums = 2 * rows if needs_hidden else 0  # columns whose memory holds the hidden gradient's sums
     half = vocab // 2 // step * step
     width = min((half - sums) * depth // rows // step * step, INSIDE_WIDTH // step * step)
     if width < step:
@@ -358,7 +359,7 @@ def room_inside(
 
 
 def auto_bytes(rows: sympy.Expr, width: int, tallest: int) -> sympy.Expr:
-    """Return the bytes that X may take by itself, for N rows of `width` logits.
+    """Return the bytes that X takes with an automatic workspace, for N rows of `width` logits.
 
     A block of TALL_ROWS may be a quarter of all rows if it takes at most `tallest` bytes.
     """
@@ -382,7 +383,7 @@ def hopper_rows(
     blocks: int = 0,  # tiles; at most so many to a block, if not 0
     tallest: int = AUTO_BYTES,
 ) -> int:
-    """Return how many rows a block has: whole tiles, in even shares."""
+    """Return the rows of a block: whole tiles, in blocks of about equal height."""
     width = -(-vocab // columns) * columns
     budget = workspace or int(auto_bytes(sympy.Integer(rows), width, tallest))
     fitting = max(budget // (2 * width) // tile, 1)
@@ -393,7 +394,7 @@ def hopper_rows(
 
 @lru_cache(maxsize=1024)
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
-    """Return over how many programs the sum of a tile of dE is shared.
+    """Return how many programs share the sum of one tile of dE.
 
     A tile of dE sums over the vocabulary, and a block of few rows has few of them: one program
     would be at its tile when all others are done with dC.
@@ -453,7 +454,7 @@ def filter_shapes(shapes: Shapes) -> Shapes:
 
 
 def filter_constants(shapes: Shapes) -> dict[str, Any]:
-    """Return the constants of these products, and their launch."""
+    """Return the constants and launch options of a filter's products."""
     constants = shapes.constants(shapes.columns)
     parts = 4 if shapes.columns >= 256 else 2
     return {**constants, "TILE": shapes.rows, "PARTS": parts}

@@ -1,4 +1,4 @@
-"""A head whose classes are split over ranks: what does each rank compute, and what do they merge?
+"""A head whose classes are split over ranks: the statistics of each rank, and their merging.
 
 Rank r of P has the rows of the weight that `torch.chunk` gives it. A loss per row: one op computes
 statistics of the rank's columns, k numbers per row; the statistics of all ranks are gathered, k x N
@@ -12,22 +12,24 @@ classes:
 Gradients come from `linear_cross_entropy_backward` with the log-sum-exp and entropy of all classes,
 so that its softmax is that of the whole head.
 
-A loss that is one number needs a row's softmax before it makes gradients, and no rank has it alone.
-So all ranks walk over the same blocks of rows and exchange once per block: each computes its
-logits, sends two numbers per row to the others (`call.Ranks`), and makes its gradients with theirs:
+A loss that is one number needs a row's softmax before its gradients, and no rank has all classes.
+So all ranks walk over the same blocks of rows and exchange once per block: each rank computes its
+logits, sends two numbers per row to the others (`call.Ranks`), and computes its gradients with the
+numbers of all ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
 A compiler does not see that the op in the middle gathers, and could move it past other collectives,
-differently on each rank, by its sizes. It keeps the order of collectives that it sees, so the two
-around the op, one number each, fix its position. All ranks get the first rank's total.
+differently on each rank, by its sizes. A compiler keeps the order of collectives that it sees, so a
+collective of one number before the op and one after it fix the op's position. All ranks get the
+first rank's total.
 
-Ranks gather as many rows each, so they first gather how many they have; if these differ all of them
-raise. The gathered data and the number of gathers follow from rows, the classes of all ranks,
-dtype, workspace and the kind of device; engines may differ from rank to rank. Each rank gets its
-own gradients: that of W_r, and the part of dh from W_r, which ranks have to add up.
+All ranks must have equally many rows, so they first gather their row counts; if these differ, every
+rank raises an error. The gathered data and the number of gathers follow from rows, the classes of
+all ranks, dtype, workspace and the kind of device; engines may differ from rank to rank. Each rank
+gets its own gradients: that of W_r, and the part of dh from W_r, which ranks have to add up.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ from .gradient_filter import filter_level
 from .shapes import hopper_rows, reference_rows, shapes_for_programs
 from .walk import row_results
 
-_NO_COLUMN = -100  # the target of an ignored row, to a loss per row of one rank's columns
+_NO_COLUMN = -100  # the target of an ignored row, in a loss per row over one rank's columns
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as many bits
 _ROWS_AT_A_TIME = 512
 
@@ -72,22 +74,22 @@ class Shard(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """How many classes the first ranks have; the last may have fewer."""
+        """Return how many classes each of the first ranks has; the last may have fewer."""
         return -(-self.classes // self.ranks)
 
     @property
     def first(self) -> int:
-        """The first class of this rank."""
+        """Return the first class of this rank."""
         return self.rank * self.chunk
 
     @property
     def columns(self) -> int:
-        """How many classes this rank has."""
+        """Return how many classes this rank has."""
         return max(0, min(self.chunk, self.classes - self.first))
 
     @property
     def leaves_some_empty(self) -> bool:
-        """Whether ranks are left without any class."""
+        """Return whether some rank has no class."""
         return self.chunk * (self.ranks - 1) >= self.classes
 
     def fault(self, rows: int) -> str | None:
@@ -100,7 +102,7 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as columns of this rank, and which rows have theirs here and elsewhere.
+        """Return targets as columns of this rank, and whose target is on this or another rank.
 
         Rows with a target elsewhere get any column: they count, but its logit is not used.
         """
@@ -114,7 +116,7 @@ class Shard(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A head over ranks: this rank's part, the dimension of the mesh, and the group's name."""
+    """A head split over ranks: this rank's shard, the dimension of the mesh, the group's name."""
 
     shard: Shard
     dim: int
@@ -144,7 +146,7 @@ def layout(tensor: Any) -> str:
 
 
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return this rank's part; its gradient is a part of a sum over one mesh dimension."""
+    """Return this rank's local tensor; its gradient is a partial sum over one mesh dimension."""
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial
@@ -154,7 +156,7 @@ def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
 
 
 class Part(NamedTuple):
-    """One rank's part of a loss per row."""
+    """The arguments of one rank's share of a loss per row."""
 
     whole: Operands  # of the rank's rows of the weight; targets are classes of the whole head
     settings: Settings  # of the whole head
@@ -162,23 +164,24 @@ class Part(NamedTuple):
 
     @property
     def asked(self) -> tuple[bool, ...]:
-        """Whether sums of logits, entropies and likeliest classes are among the statistics."""
+        """Return whether statistics include sums of logits, entropies and likeliest classes."""
         return self.settings.wanted[2:]
 
     @property
     def numbers(self) -> int:
-        """How many numbers a rank gives of each row: two for its likeliest class and the logit."""
+        """Return how many numbers per row a rank sends; the likeliest class needs two."""
         return 2 + sum(self.asked) + self.asked[-1]
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets as columns of this rank, and which rows have theirs here and elsewhere."""
+        """Return targets as columns of this rank, and whose target is on this or another rank."""
         return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
 
     @property
     def own_settings(self) -> Settings:
-        """The settings of the loss of this rank's columns. Each rank gets its share of the mass
-        that the filter `mass` may drop from a row.
+        """Return the settings of the loss over this rank's columns.
+
+        Each rank gets its share of the mass that the filter `mass` may drop from a row.
         """
         settings = self.settings
         ignored = None if settings.ignore_index is None else _NO_COLUMN
@@ -191,7 +194,7 @@ class Part(NamedTuple):
     def split(self, grads: RowGradients) -> RowGradients:
         """Return the gradients of this rank's results from those of the merged results.
 
-        A target on another rank is pulled up there; all ranks push all their classes down.
+        The rank that has a target pulls it up; all ranks push all their classes down.
         """
         _, here, elsewhere = self.columns
         of_lse = grads.lse + grads.nll.where(elsewhere, 0)
@@ -199,7 +202,7 @@ class Part(NamedTuple):
 
 
 def check_counts(counts: Tensor, rows: int) -> None:
-    """Refuse a rank's rows if another rank has more or fewer; all ranks raise alike."""
+    """Raise an error on every rank if ranks have different numbers of rows."""
     same = (counts == rows).all()
     said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
     needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."
@@ -230,7 +233,7 @@ def statistics(part: Part, counts: Tensor | None) -> Tensor:
 def _logits_of(part: Part, column: Tensor) -> Tensor:
     """Return the logit of one column for each row.
 
-    It is summed in one order whatever rank has it: equal classes of two ranks tie.
+    The order of the sum does not depend on the rank, so equal classes on two ranks tie.
     """
     hidden, weight, bias, *_ = part.whole
     dtype, rows = wide(hidden.dtype), column.numel()
@@ -257,7 +260,7 @@ def merge(part: Part, every: Tensor) -> RowResults:
         kept = target != settings.ignore_index
     owner = torch.where(kept, target, 0).long() // part.shard.chunk
     lse, nll = merged(every_lse, every_nll, owner)
-    share = every_lse - lse  # the logarithm of the share of a rank's classes in the softmax
+    share = every_lse - lse  # the logarithm of a rank's share of the softmax
     nothing = lse.new_empty(0)
     logit_sum, entropy, top = nothing, nothing.clone(), nothing.long()
     if settings.with_logit_sum:
@@ -281,7 +284,7 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return how many rows ranks exchange at a time: the block height of every engine."""
+    """Return how many rows ranks exchange at a time, which is the block height of every engine."""
     kind = where_it_runs(device).type
     if kind == "cuda":
         # whole tiles of `hopper`, which has one size of them
@@ -292,7 +295,7 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return a flat request as the engine of one rank takes it; `gather` is as of `Ranks`."""
+    """Return a flat request in the form for one rank's engine; `gather` is that of `Ranks`."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

@@ -2,16 +2,16 @@
 
 An engine is a module with three callables. `forward`, `backward` and `total` take a request and
 return a `Walk`: blocks of rows or of classes, and an engine's work on a block. A loss per row is
-two walks: one makes statistics, and the other computes logits again to make gradients. A loss that
-is one number needs one walk over the rows, statistics and then gradients of a block, if an engine
-has it; ranks with other classes exchange statistics between the two.
+two walks: one computes statistics, and the other computes logits again and gradients from them. A
+loss that is one number needs one walk over the rows if an engine supports it: statistics and then
+gradients of each block. Ranks with other classes exchange statistics between the two steps.
 
     engine      forward            backward                total
     reference   classes            classes                 rows
     library     classes            classes                 rows, of a frozen head with a LoRA part
     hopper      rows               rows, or classes        rows
 
-Engines are loaded when they first run: of the kernels no module is imported before.
+An engine is loaded when it first runs; before that, no module with kernels is imported.
 """
 
 from __future__ import annotations
@@ -77,13 +77,11 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A walk that makes gradients: from logits that it computed in the same block, or that it
-    recomputes.
-    """
+    """A walk that computes gradients, from its first step's logits or from recomputed ones."""
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
-        """Make the gradients of a block's logits, and add their products to the results."""
+        """Compute the gradients of a block's logits, and add their products to the results."""
 
 
 class Call(NamedTuple):
@@ -98,7 +96,7 @@ class Call(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """A module that computes calls, and the calls that it can."""
+    """A module that computes calls, and the conditions under which it can."""
 
     name: str  # of its module
     how: str
@@ -114,7 +112,7 @@ class Engine(NamedTuple):
 
     @property
     def module(self) -> Any:
-        """The module, loaded."""
+        """Import and return the module."""
         return importlib.import_module(f".{self.name}", __package__)
 
 
@@ -176,9 +174,9 @@ def engine_for(
     is_adapted: bool = False,
     is_contiguous: bool = True,
 ) -> str:
-    """Return the name of the engine that serves a call: a key of `ENGINES`.
+    """Return the name of the engine for a call: a key of `ENGINES`.
 
-    Device, dtype and depth are those of the hidden states; the others as in `Call`.
+    Device, dtype and depth are those of the hidden states; the other arguments are as in `Call`.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
     return next(name for name, engine in ENGINES.items() if engine.serves(call))
@@ -197,7 +195,7 @@ def engine_of(given: Operands, *, with_top: bool = False) -> Engine:
 
 
 def _is_read_in_tiles(weight: Tensor) -> bool:
-    """Return whether the GPU can load tiles of a weight from its memory by itself."""
+    """Return whether the GPU can load tiles of a weight through a descriptor."""
     return (
         weight.stride() == (weight.shape[1], 1)
         and weight.data_ptr() % 16 == 0
@@ -206,7 +204,7 @@ def _is_read_in_tiles(weight: Tensor) -> bool:
 
 
 def is_faster_in_one_walk(has_kernels: bool) -> bool:
-    """Return whether the gradients of a loss that is one number are best made with its statistics.
+    """Return whether a loss that is one number is faster in one walk than in two.
 
     One walk computes three products, two walks four: 46.0 and 60.9 ms at 8192 x 2304 x 256000 on an
     H200 (`nvidia-h200/gradients-in-forward.jsonl`). Without kernels the speed was not measured.
@@ -247,7 +245,7 @@ def makes_gradients_in_forward_adapted(
     trains_weight: bool,  # whether the head's own weight has a gradient
     workspace: int = 0,  # as for the op
 ) -> bool:
-    """Return whether such a loss of a head with a LoRA part is best computed in one walk.
+    """Return whether such a loss of a head with a LoRA adapter is best computed in one walk.
 
     A head's gradient would be rounded once per block, or kept in fp32. fp16 does not have the range
     for gradients that are scaled afterwards.
@@ -267,8 +265,9 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return the same for a head that is split over ranks; equal on all of them, whatever their
-    GPUs.
+    """Return whether such a loss of a head that is split over ranks is best computed in one walk.
+
+    All ranks get the same answer, whatever their GPUs.
 
     A filter chooses tiles by the softmax of the whole head, which its walk does not have.
     """
@@ -280,7 +279,7 @@ def makes_gradients_in_forward_over_ranks(
 
 
 def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
-    """Have an engine's module compute the results of every row."""
+    """Compute the results of every row with an engine."""
     with on_device(given.hidden):
         walk = engine.forward(given, settings)
         for block in walk.blocks():
@@ -297,7 +296,7 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Call an engine's module to compute the gradients that `output_mask` requests."""
+    """Compute the gradients that `output_mask` requests, with an engine."""
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
         for block in walk.blocks():
@@ -307,7 +306,7 @@ def backward(
 
 
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Have an engine's module compute one number and its gradients in one walk.
+    """Compute one number and its gradients in one walk, with an engine.
 
     A walk over ranks also has a step `meet`, which exchanges statistics of a block's rows.
     """
@@ -343,7 +342,7 @@ def row_gradients(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients that `output_mask` asks for, of flat operands."""
+    """Compute the gradients of flat operands that `output_mask` requests."""
     rows = given.target.numel()
     if rows == 0:
         return zero_gradients(given, output_mask)
@@ -372,7 +371,7 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 
 
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute the same by an engine's forward and then its backward.
+    """Compute one number and its gradients by an engine's forward and then its backward.
 
     Ranks with other classes exchange statistics in between, as often as in one walk.
     """
@@ -395,7 +394,7 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exps and losses of the whole head, met block by block in an order of rows."""
+    """Return log-sum-exps and losses of the whole head, exchanged block by block in `order`."""
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
         whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))
@@ -403,9 +402,10 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 
 
 def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
-    """Return the rows to compute on a CPU, or None if all of them are.
+    """Return the rows to compute on a CPU, or None for all rows.
 
-    Some statistics are wanted of ignored rows too. On a GPU counting rows would wait for it.
+    All rows are computed if a statistic of ignored rows is requested, and on a GPU, where counting
+    rows would make the host wait.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
     if wants_all or settings.ignore_index is None or target.device.type != "cpu":

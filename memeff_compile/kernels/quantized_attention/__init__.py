@@ -2,12 +2,15 @@
 
     quantized_attention           softmax attention: scores of int8 codes, weights and values in
                                   E4M3
-    quantized_attention_by_call   the same, at a level that depends on how often it was called
+    quantized_attention_by_call   quantized_attention at a level that depends on the number of calls
 
-8 bits are enough because means are subtracted before coding and restored afterwards: the mean of
-the keys, which changes no weight; the mean of the values, which is part of every output; and for
-4-bit codes the mean of each block of queries, whose scores are added exactly. Masks are described
-as in memeff::attention.
+8 bits are enough because means are subtracted before coding:
+
+- the mean of the keys, which changes no softmax weight;
+- the mean of the values, which is added to every output;
+- for 4-bit codes, the mean of each block of queries, whose exact scores are added.
+
+Masks are described as in memeff::attention.
 """
 
 from __future__ import annotations

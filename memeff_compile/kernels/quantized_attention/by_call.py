@@ -1,14 +1,14 @@
 """memeff::quantized_attention_by_call: attention whose level depends on how often it was called.
 
 A diffusion model calls the same graph for every time step, and early steps tolerate fewer bits than
-late ones. The op takes the levels in turn, from the start again after the last, and `counter`, a
-number on the CPU that it writes to, gives the next one: so the host chooses the kernels without
+late ones. The op uses a list of levels in turn and starts again after the last. `counter`, a CPU
+tensor that the op updates, holds the index of the next level, so the host chooses kernels without
 waiting for the GPU.
 
 A compiled graph carries its counters as buffers. If a site is compiled again, for example for other
 shapes, it gets the counter of its earlier graph, as long as the model's parameter and that graph
-live; two models count separately. Calls from several threads are counted one by one. Checkpoints
-do not recompute it, since the op runs only without gradients.
+live; two models count separately. Calls from several threads are counted one by one. Activation
+checkpoints never recompute the op, because it runs only without gradients.
 
 If you capture a CUDA graph yourself, its kernels are chosen once: then every replay uses the
 most precise level, and calls are not counted. Inductor leaves the op out of the
@@ -39,10 +39,10 @@ _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakV
 
 
 def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> Tensor:
-    """Return a site's counter: the existing one, or a new one at the first call.
+    """Return the existing counter of a site, or a new one that stands at the first call.
 
-    `site` distinguishes sites of one owner; other levels have a separate counter. When the owner
-    dies its counter is forgotten, so a new owner starts at the first call.
+    `site` distinguishes the attention calls of one owner; other levels have a separate counter. The
+    counter is dropped when its owner is freed, so a new owner starts at the first call.
     """
     key = site, tuple(levels), id(owner)
     found = _counters.get(key)
@@ -54,13 +54,13 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
 
 
 def restart() -> None:
-    """Start again with the first call, for every site."""
+    """Reset the counters of all sites to the first call."""
     for counter in list(_counters.values()):
         counter.zero_()
 
 
 def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
-    """Return the level of this call, and count it."""
+    """Return the level of this call, and increment the counter."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return max(levels, key=PRECISION.index)
     with _one_at_a_time:

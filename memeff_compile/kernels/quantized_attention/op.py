@@ -1,7 +1,7 @@
 """memeff::quantized_attention: schema, validation, engines, fake.
 
-Opaque and functional: q, k and v are read and never written to. It is for use without gradients and
-has no backward pass; asking for a gradient raises instead of silently dropping it.
+The op is opaque and functional: it never writes to q, k or v. It has no backward pass, and a
+request for a gradient raises an error instead of silently dropping the gradient.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def supports(
     granularity: str = "row",  # one of `GRANULARITIES`
     smooth: str | None = None,  # some of the letters q, k and v, or None
 ) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can."""
+    """Return a sentence that says why the op does not support these inputs, or None if it does."""
     return _unlike_settings(level, granularity, smooth) or supports_attention(
         q, k, v, key_mask, query_ids, key_ids
     )
@@ -69,7 +69,7 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Say whether weights and values are E4M3 on a device, or fp16 because it cannot."""
+    """Return whether a device multiplies E4M3; otherwise weights and values are fp16."""
     return where_it_runs(device).type != "cuda" or gpu(device).has_fp8
 
 
@@ -97,7 +97,7 @@ def _attend(given: _Call) -> tuple[Tensor, Tensor]:
     ahead, behind, scale, with_lse = given.ahead, given.behind, given.scale, given.with_lse
     factor = q.shape[3] ** -0.5 if scale is None else scale
     conditions = Conditions(*tables, ahead, behind, factor, 0.0, False)
-    if q.dtype == torch.float64:  # checks the exact formula, not the codes' result
+    if q.dtype == torch.float64:  # computes the exact formula, for tests
         out, lse = attention(q, k, v, *tables, ahead=ahead, behind=behind, scale=scale)
         return out, (lse if with_lse else lse[:, :, :0]).float()
     named = given.level, given.granularity, given.smooth

@@ -2,7 +2,7 @@
 """Kernels that turn q, k and v into codes, in four launches.
 
     _look_kernel     sums and extremes of keys and values, chunk by chunk; sums of some queries,
-                     or where these lose their mean, the mean of each block
+                         or, if queries lose their mean, the mean of each block
     _settle_kernel   means, the scales of values and the direction of queries, from the chunks
     _write_kernel    codes of k and v, and sums of values by block
     _total_kernel    the values' rounding errors, summed over all blocks up to each
@@ -11,9 +11,9 @@
 All values are read, but only every SAMPLE-th key: its mean may be approximate. Only
 `_settle_kernel` and `_total_kernel` accumulate across programs; they read the partial results.
 
-Queries that share a large part, their mean, turn the rounding of a key into the same score error
-for all of them. `_aligned` rounds keys so that this part of the error almost vanishes: in two
-channels it moves codes by whole numbers.
+If all queries have a large common mean, the rounding error of a key gives all their scores the same
+error. `_aligned` rounds keys so that this error almost vanishes: it moves the codes of two channels
+by whole numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INFINITE = tl.constexpr(float("inf"))
 LEAST_VALUE = tl.constexpr(1.0e-30)
 LARGEST_E4M3 = tl.constexpr(448.0)
 LEAST_SHARE = tl.constexpr(0.6)  # least share of the queries' energy in their mean to use it
-FINER = tl.constexpr(3.0)  # the mean's size in the first of two channels over that in the second
+FINER = tl.constexpr(3.0)  # ratio of the mean's sizes in the first and the second channel
 MOST_EVENED = tl.constexpr(3.0)  # power of two by which a channel of queries is divided
 LEAST_ENERGY = tl.constexpr(2.0**-16)  # of keys around their mean, in that with it
 MOST_STEPS = tl.constexpr(16.0)  # by which a code is moved
@@ -56,7 +56,10 @@ def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
 
 @triton.jit
 def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
-    """Look at keys from `start` to `stop`; k and v are pointers and strides of keys."""
+    """Return sums and extremes of keys and values from `start` to `stop`.
+
+    `k` and `v` are pointers and strides of keys.
+    """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     k_sum = tl.zeros((C.KEYS // C.SAMPLE, C.DEPTH_BLOCK), dtype=tl.float32)
     k_squares = tl.zeros((C.KEYS // C.SAMPLE, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -98,7 +101,7 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
 
 @triton.jit
 def _average_queries(q, mean_ptr, scale, block, queries, C: tl.constexpr):
-    """Write the mean of a block of queries and their squares around it."""
+    """Write the mean of a block of queries, and their sum of squares around the mean."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
@@ -111,7 +114,7 @@ def _average_queries(q, mean_ptr, scale, block, queries, C: tl.constexpr):
 
 @triton.jit
 def _write_signs(signs_ptr, first, C: tl.constexpr):
-    """Write some rows of the matrix of signs that turns heads."""
+    """Write some rows of the sign matrix of the Hadamard transform."""
     row = first + tl.arange(0, C.SIGN_ROWS)[:, None]
     column = tl.arange(0, C.DEPTH_BLOCK)[None, :]
     odd = row & column
@@ -150,8 +153,8 @@ def _look_kernel(
     groups,
     queries,
     keys,
-    query_blocks,  # with SMOOTH_Q all, else those that are sampled
-    stride_sampled,  # every how many blocks of queries is one
+    query_blocks,  # with SMOOTH_Q all blocks, else the sampled blocks
+    stride_sampled,  # one of this many blocks of queries is sampled
     chunk,  # keys per chunk, a multiple of KEYS
     chunks,
     looks,  # programs that look at keys and values: B * G * chunks; then come those of queries
@@ -159,7 +162,7 @@ def _look_kernel(
     C: tl.constexpr,
     # ROWS: queries per program; with SMOOTH_Q those that share a mean
     # SIGN_ROWS: rows of signs per program
-    # SAMPLE: every how many keys are looked at for their mean; divides KEYS
+    # SAMPLE: one of this many keys is read for the mean; divides KEYS
 ):
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -231,10 +234,10 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
-    """Return the divisors of queries with these squares, per channel; keys are multiplied by them.
+    """Return each channel's divisor of queries, by which keys are multiplied.
 
-    Then queries and keys have the same energy in a channel; the average stays the same. The
-    divisors are powers of two, so 16-bit numbers stay exact.
+    After that, queries and keys have the same energy in a channel, and the average is unchanged.
+    The divisors are powers of two, so 16-bit numbers stay exact.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY
@@ -251,7 +254,7 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _write_turned(x, found_ptr, signs_ptr, C: tl.constexpr):
-    """Write a vector in the basis of the codes: with TURN, its Hadamard transform."""
+    """Write a vector in the basis of the codes, which with TURN is its Hadamard transform."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     if C.TURN:
         for first in tl.static_range(0, C.DEPTH_BLOCK, C.SIGN_ROWS):
@@ -266,12 +269,13 @@ def _write_turned(x, found_ptr, signs_ptr, C: tl.constexpr):
 def _settle_channels(
     samples_ptr, sums_ptr, signs_ptr, found_ptr, samples, queries, chunks, C: tl.constexpr
 ):
-    """Write the channels' divisors, the turned mean of keys, and a direction.
+    """Write the channels' divisors, the transformed mean of keys, and a direction.
 
-    The direction is the sum of sampled queries. Stored are: the direction, the turned direction,
-    its elements in two channels, the indices of these channels, and a share. The direction is zero
-    if its share of the queries' energy is small. The first channel is the one with the largest
-    turned element; in the second one the element is about a third of that.
+    The direction is the sum of sampled queries. The kernel stores the direction, its Hadamard
+    transform, the transform's elements in two channels, the indices of these channels, and the
+    direction's share of the queries' energy. The direction is zero if this share is small. The
+    first channel is the one with the largest transformed element; in the second one the element is
+    about a third of that.
     """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     total = tl.zeros((SAMPLES_TOGETHER, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -378,7 +382,7 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
     if C.HAS_KEY_MASK:
         is_place = _is_counted(place, keys, mask_ptr, C.HAS_KEY_MASK)
         is_loaded = is_place
-    else:  # the last key is read in place of those after it; they are never used
+    else:  # positions after the last key read the last key; their codes are never used
         place = tl.minimum(place, keys - 1)
         is_loaded = place >= 0
     if C.TURN:
@@ -444,10 +448,10 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
-    """Write codes of a block of values and their weighted sum.
+    """Write codes of a block of values, and their weighted sum.
 
-    The weight is 1, or the one that the queries' mean gives the key if the queries share a large
-    part.
+    The weight is 1. If the queries have a large common mean, it is the softmax weight that this
+    mean gives the key.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests
@@ -460,7 +464,7 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
     scale_ptr += row * 2 * C.DEPTH_BLOCK
     inverse = 1.0 / tl.load(scale_ptr + depth)
     v_mean = tl.load(scale_ptr + C.DEPTH_BLOCK + depth)
-    if not C.HAS_KEY_MASK:  # the last key stands for those after it, whose weight is 0
+    if not C.HAS_KEY_MASK:  # positions after the last key read the last key, with weight 0
         place = tl.minimum(place, keys - 1)
     is_loaded = is_place if C.HAS_KEY_MASK else place >= 0
     weight = is_place.to(tl.float32)
@@ -487,7 +491,7 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
 
 @triton.jit
 def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
-    """Write the number that the keys' mean adds to every score of a query."""
+    """Write, for each query, the number that the keys' mean adds to all its scores."""
     row, group, block = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
@@ -527,7 +531,7 @@ def _write_kernel(
     programs,  # those that write k, and as many that write v; then come those of shifts
     C: tl.constexpr,
     # LIMIT: the largest code: 127 or 7
-    # KEY_STEPS: how many times the step of its block a key's own may be
+    # KEY_STEPS: the largest multiple of its block's step that a key's step may be
 ):
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -573,7 +577,7 @@ def _total_kernel(
     C: tl.constexpr,
     # TOGETHER: blocks
 ):
-    """Accumulate the values' rounding errors over blocks: one sum for all blocks up to each."""
+    """Write, for each block, the sum of the values' rounding errors over all blocks up to it."""
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -628,7 +632,7 @@ def _correct_kernel(
     C: tl.constexpr,
     # MEANS: per program
 ):
-    """Write the scores of the queries' means with the keys without theirs."""
+    """Write the scores of the queries' means with the keys minus the keys' mean."""
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

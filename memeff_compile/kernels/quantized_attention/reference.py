@@ -1,9 +1,9 @@
 """The reference: the arithmetic of the kernels in plain PyTorch, on any device.
 
-Codes are whole numbers in fp32, whose products fp32 sums exactly; weights and values are rounded to
-their format and multiplied in fp32. Weights are made tile by tile of keys with a running maximum,
-as the kernels do, because their rounding depends on it. The sums inside a tile are exact here;
-those of tensor cores have an error, a thousandth of the rounding error.
+Codes are whole numbers in fp32, so fp32 sums of their products are exact. Weights and values are
+rounded to their format and multiplied in fp32. Weights are computed for one tile of keys after the
+other with a running maximum, as in the kernels, because rounding depends on that maximum. Sums
+inside a tile are exact here; on tensor cores their error is a thousandth of the rounding error.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class Codes:
-    """q, k and v as codes, in fp32: a number is its code times its scale, plus the subtracted
-    mean.
+    """q, k and v as codes, in fp32.
+
+    A number is its code times its scale, plus the subtracted mean.
     """
 
     # (B, H, M, D) whole numbers, D padded to a power of two where heads are turned, and (B, H, M)
@@ -87,9 +88,9 @@ class Codes:
 
 
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
-    """Turn q, (B, H, M, D), and k and v, (B, G, N, D), into codes.
+    """Return codes of q, (B, H, M, D), and of k and v, (B, G, N, D).
 
-    Of the conditions the scale and the mask of keys matter here.
+    The function reads only the scale and the mask of keys among the conditions.
     """
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
@@ -113,7 +114,7 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
         q = q / q.shape[3]
     of_queries, of_keys = groups_of(settings.granularity, q, k)
     q_scale = _largest(q, of_queries) / settings.limit
-    if settings.starts:  # all scores of the mean fit into the start of a sum
+    if settings.starts:  # sums can start from any score of the mean without overflow
         least = mean.norm(dim=3) * (MOST_CODE / MOST_START)
         q_scale = q_scale.maximum(least.repeat_interleave(BLOCK, 2)[:, :, : q.shape[2]])
     k_scale = _largest(k, of_keys) / (settings.limit * settings.steps)
@@ -144,9 +145,9 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 
 
 def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return sum and mean of sampled queries (B, G, D).
+    """Return sum and mean of sampled queries, (B, G, D) each.
 
-    Zeros where little of their energy is in their mean.
+    Both are zero if little of the queries' energy is in their mean.
     """
     seen = _sampled(q, groups)
     found, count = seen.sum(2), seen.shape[2]
@@ -166,8 +167,8 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 def turned(x: Tensor) -> Tensor:
     """Return the Hadamard transform of each row of (..., D), unscaled, D padded to a power of two.
 
-    A large number in one channel is spread over many: so the codes' steps are finer. Both queries
-    and keys are turned, and their scores grow by the number of channels.
+    The transform spreads a large number in one channel over many, so the codes' steps are finer.
+    Both queries and keys are transformed, and their scores grow by the number of channels.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     signs = x.new_ones(1, 1)
@@ -179,10 +180,10 @@ def turned(x: Tensor) -> Tensor:
 def evened_by(q: Tensor, k: Tensor, whole: Tensor, *, sampled: bool = True) -> Tensor:
     """Return the divisors of queries (factors of keys) per channel: (B, G, D).
 
-    Scores do not change, and both get the same energy in a channel, estimated from sampled rows. So
-    a few channels in which one is large no longer widen the steps of all. The average stays the
-    same. The divisors are powers of two, so 16-bit numbers stay exact. `whole` is the energy of
-    sampled keys with their mean; without `sampled`, all queries are read.
+    Scores do not change, and queries and keys get the same energy in a channel, estimated from
+    sampled rows. So a few channels with large numbers no longer widen the steps of all channels.
+    The average stays the same. The divisors are powers of two, so 16-bit numbers stay exact.
+    `whole` is the energy of sampled keys with their mean; without `sampled`, all queries are read.
     """
     seen = _sampled(q, k.shape[1]) if sampled else q.reshape(*k.shape[:2], -1, q.shape[3])
     ours = seen.square().sum(2)
@@ -202,11 +203,11 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
-    """Move codes of two channels so that their distance from `x` is all but across `direction`.
+    """Return codes moved in two channels, so that their error is nearly orthogonal to `direction`.
 
-    If queries share a large part, rounding a key gives all of them the same error. Two whole
-    numbers remove most of it: steps in the channel where the direction is largest, then finer steps
-    in one where it is about a third of that.
+    If queries have a large common mean, rounding a key gives all of them the same error. Two whole
+    numbers remove most of this error: steps in the channel where the direction is largest, then
+    finer steps in a channel where it is about a third of that.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -227,9 +228,7 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return sums over all blocks of keys up to each, starting with an empty one: (B, G, blocks +
-    1, D).
-    """
+    """Return the running sums over blocks of keys, (B, G, blocks + 1, D); the first sum is zero."""
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
     sums = rest.unflatten(2, (-1, BLOCK)).sum(3).cumsum(2)
@@ -237,7 +236,7 @@ def _by_block(rest: Tensor) -> Tensor:
 
 
 def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
-    """Return ones for keys that count, (B, G, N)."""
+    """Return (B, G, N): 1 for keys that count, 0 for others."""
     found = k.new_ones(k.shape[:3])
     return found if key_mask is None else found * key_mask[:, None]
 
@@ -245,8 +244,9 @@ def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
 def means(
     k: Tensor, v: Tensor, key_mask: Tensor | None, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return the means subtracted from keys and values, (B, G, 1, D) each; zeros if not
-    subtracted.
+    """Return the means that are subtracted from keys and values, (B, G, 1, D) each.
+
+    A mean that is not subtracted is zero.
     """
     sampled = slice(None, None, SAMPLE)
     k_mean = _mean(k[:, :, sampled], None if key_mask is None else key_mask[:, sampled])
@@ -268,7 +268,7 @@ def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
 def _smooth_queries(
     q: Tensor, k: Tensor, repeat: int, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Take the mean of each block away from queries; return them, it and its scores with keys."""
+    """Return queries minus their block's mean, these means, and the means' scores with keys."""
     if "q" not in settings.smooth:
         return q, q[:, :, :0], None
     starts = range(0, q.shape[2], BLOCK)
@@ -293,7 +293,7 @@ def _largest(x: Tensor, groups: Tensor) -> Tensor:
 
 
 def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
-    """Return sizes to divide by: not 0, and nan where `total` is not finite."""
+    """Return sizes that are safe divisors: at least `least`, and nan if `total` is not finite."""
     return size.clamp_min(least) + total * 0.0
 
 
@@ -359,7 +359,7 @@ def _attend_block(
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
     """Return the mean rounding error of values, (B, G, rows, D), over the visible blocks.
 
-    The weights of a query sum to 1, so an error that all values share is also in the result.
+    The weights of a query sum to 1, so an error that is common to all values is also in the result.
     """
     assert made.rest is not None
     queries, keys = made.q.shape[2], made.k.shape[2]

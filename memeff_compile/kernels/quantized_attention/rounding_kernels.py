@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Rounding to 8 bits on the device, for the kernels that make codes and those that read them.
+"""Rounding to 8 bits on the device, for the kernels that write codes and those that read them.
 
-A number that is not finite makes its scale nan: int8 has no nan, and without that its code would
-give an ordinary weight.
+A number that is not finite gets the scale nan. int8 has no nan, so with an ordinary scale the code
+of such a number would give an ordinary weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 MAGIC = tl.constexpr(0x4B400000)  # 1.5 * 2^23: an integer added to its bits is added to its value
 MAGIC_VALUE = tl.constexpr(12582912.0)
-LEAST = tl.constexpr(1.0e-16)  # of queries and keys that are all zeros: two scales multiply
+LEAST = tl.constexpr(1.0e-16)  # the least scale, for rows of zeros; two scales are multiplied
 
 
 @triton.jit
@@ -50,13 +50,13 @@ def _whole(x):
 
 @triton.jit
 def _size_bits(x):
-    """Return the bits of |x|, which order like the numbers; nan is above infinity."""
+    """Return the bits of |x|, which are ordered like the numbers; nan is above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scale_of(size, least, limit):
-    """Return the scale of numbers up to `size`: not 0, and nan where size is not finite."""
+    """Return the scale of numbers up to `size`; never 0, and nan if `size` is not finite."""
     return (tl.maximum(size, least) + (size - size)) * (1.0 / limit)
 
 
@@ -72,7 +72,7 @@ def _codes_of_rows(x, least, LIMIT: tl.constexpr):
 def _add_turned(found, x, signs_ptr, first, C: tl.constexpr):
     """Add the Hadamard transform of channels from `first` on to `found`.
 
-    It is exact for bf16 numbers times powers of two. For others, PARTS=2 adds the remainder.
+    The sum is exact for bf16 numbers times powers of two. For others, PARTS=2 adds the remainder.
     """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     channel = first + tl.arange(0, C.TURNED)

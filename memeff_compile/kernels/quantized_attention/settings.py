@@ -1,4 +1,4 @@
-"""The op's settings for its arithmetic, and which numbers share a scale."""
+"""The settings of the op's arithmetic, and the groups of numbers that share a scale."""
 
 from __future__ import annotations
 
@@ -55,47 +55,48 @@ class Settings:
     limit: int = 127  # the largest code of queries and keys, 127 or 7
     values: str = "e4m3"  # number format of weights and values, a key of `VALUES`
     granularity: str = "row"  # one of `GRANULARITIES`
-    smooth: str = "kv"  # those of q, k and v that are coded without their means
+    smooth: str = "kv"  # which of q, k and v have their means subtracted before coding
     with_lse: bool = True  # whether the logarithms of the sums are requested
 
     @property
     def aligns(self) -> bool:
-        """Whether keys are rounded with the mean of queries in view, unlike in the paper."""
+        """Return whether keys are rounded against the mean of queries, unlike in the paper."""
         return self.granularity == "row" and "q" not in self.smooth
 
     @property
     def evens(self) -> bool:
-        """Whether channels get the same energy in queries and keys, unlike in the paper."""
+        """Return whether channels get the same energy in queries and keys, unlike in the paper."""
         return self.granularity == "row"
 
     @property
     def turns(self) -> bool:
-        """Whether queries and keys are turned by a Hadamard transform before they are coded.
+        """Return whether queries and keys are Hadamard transformed before they are coded.
 
-        Scores stay. In 8 bits steps are fine anyway, and the transform would take too much time.
+        Scores do not change. With 8 bits the steps are small enough without the transform, which
+        would take too much time.
         """
         return self.granularity == "row" and self.limit <= MOST_SMALL
 
     @property
     def steps(self) -> int:
-        """The largest whole number of block steps that a key's step may be.
+        """Return the largest multiple of its block's step that a key's step may be.
 
-        Products are of int8, whatever the codes: a 4-bit code times the key's number of steps still
-        fits. So each key has a scale, and the attention kernel reads one per block.
+        Products are computed in int8, and a 4-bit code times this multiple still fits in int8. So
+        each key has a scale, and the attention kernel reads one per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
     @property
     def starts(self) -> bool:
-        """Whether the int32 sums start from the scores of the queries' means.
+        """Return whether the int32 sums start from the scores of the queries' means.
 
-        These have to fit in int32; with codes of 8 bits they might not.
+        These scores have to fit in int32; with codes of 8 bits they might not.
         """
         return self.granularity == "row" and "q" in self.smooth and self.limit <= MOST_SMALL
 
     @property
     def restores(self) -> bool:
-        """Whether the mean rounding error of values is added back."""
+        """Return whether the mean rounding error of values is added back."""
         return self.granularity == "row" and "v" in self.smooth and self.values == "e4m3"
 
 
@@ -108,13 +109,14 @@ class Values:
 
     @property
     def offset(self) -> float:
-        """The number, in base 2, by which the running maximum is lowered so that no weight is above
-        `top`.
+        """Return the number that is subtracted from the running maximum, in base 2.
+
+        After that, no weight is above `top`.
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return fp32 `x`, at most `top` in size, as the format holds it."""
+        """Return fp32 `x`, at most `top` in size, rounded to the format."""
         if self.dtype is None:
             return x
         if self.dtype == torch.int8:
@@ -138,7 +140,7 @@ def settings_for(
     smooth: str | None = None,  # some of the letters q, k and v; None for those of the level
     *,
     with_lse: bool = True,  # whether the logarithms of the sums are wanted
-    has_fp8: bool = True,  # whether the device multiplies E4M3; fp16 stands in where it does not
+    has_fp8: bool = True,  # whether the device multiplies E4M3; if not, fp16 replaces it
 ) -> Settings:
     """Return the arithmetic of a level."""
     limit = MOST_SMALL if level == "4b" else MOST_CODE
@@ -148,7 +150,7 @@ def settings_for(
 
 
 def sampled_queries(queries: int) -> tuple[int, int, int]:
-    """Return every how many blocks of `QUERY_ROWS` is sampled, how many are, and their queries."""
+    """Return the stride of sampled blocks of `QUERY_ROWS`, their number, and their queries."""
     blocks = -(-queries // QUERY_ROWS)
     stride = max(1, -(-blocks // MOST_SAMPLES))
     samples = -(-blocks // stride)

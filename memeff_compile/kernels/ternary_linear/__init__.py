@@ -1,14 +1,15 @@
 """Linears with ternary weights in two bits, and activations in 8 or 4 (BitNet b1.58 and a4.8).
 
-A model trained with ternary weights multiplies -1, 0 and 1, one scale for the whole matrix; its
-activations are integers with one scale per token. A compiler would use dense bf16 matrices there.
+In a model trained with ternary weights, each weight matrix has entries -1, 0 and 1 and one scale,
+and activations are integers with one scale per token. A compiler would multiply dense bf16
+matrices.
 
     ternary_linear_pack              weights -> 2-bit codes, four to a byte
-    ternary_linear_repack            the layout of transformers' BitNet checkpoints -> ours
+    ternary_linear_repack            the layout of transformers' BitNet checkpoints -> 2-bit codes
     ternary_linear_quantize          tokens -> int8 codes and a scale each
     ternary_linear                   tokens through one or more packed matrices, for inference
-    ternary_linear_product           the same from codes, with gradients straight through
-    ternary_linear_product_backward  of x, weight and bias
+    ternary_linear_product           the linears from codes, with straight-through gradients
+    ternary_linear_product_backward  the gradients of x, weight and bias
 
 The integers are summed exactly.
 """

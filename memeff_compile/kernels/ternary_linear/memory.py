@@ -1,6 +1,6 @@
 """Bytes before and after, as formulas in N (rows), K (columns) of a weight and M tokens.
 
-They count the memory that a linear keeps from its forward for its backward pass.
+The formulas count the memory that the forward pass of a linear keeps for the backward pass.
 """
 
 from __future__ import annotations

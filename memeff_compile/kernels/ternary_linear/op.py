@@ -1,8 +1,8 @@
 """memeff::ternary_linear and its parts: schemas, validation, engines, fakes, gradients.
 
-Separate ops quantise activations and weights, so that linears of one input share its codes.
-`ternary_linear_product` also takes the input and the weight themselves: it does not read them, but
-gives them its gradients, as a straight-through estimator does.
+Separate ops quantise activations and weights, so that linears with one input share its codes.
+`ternary_linear_product` also takes the unquantised input and weight. The op does not read them, but
+passes gradients to them, as a straight-through estimator does.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Gradients(NamedTuple):
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
-    """Say in a sentence why a linear of x (..., K) cannot be served, or return None.
+    """Return a sentence that says why a linear of x (..., K) is not supported, or None.
 
     The weight (N, K) is None if only the packed one exists; the bias (N,) may be None.
     """
@@ -296,7 +296,7 @@ def _linear(given: _Linear) -> list[Tensor]:
     overlaps = has_kernels and starts_early(x.device)
     if has_kernels and rows.shape[0] <= MAX_VECTORS:
         coded, is_early = None, given.is_early and overlaps
-        # Else each program that multiplies quantises for itself, which saves a launch.
+        # Otherwise each program that multiplies quantises its tokens, which saves a launch.
         height = sum(weight.shape[0] for weight in packed)
         if KINDS[quantizer.kind].keeps_half or quantizes_first(packed[0].shape[1], height):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)
@@ -311,7 +311,7 @@ def _linear(given: _Linear) -> list[Tensor]:
     codes = engine.quantize(rows, quantizer, entry, is_chained=overlaps)
     for each in zip(*given[1:4], strict=True):
         found.append(engine.product(*codes, *each, **settings))
-        settings["is_chained"] = False  # the kernel before the next product is this one
+        settings["is_chained"] = False  # the next product's kernel follows this one directly
     return found
 
 
@@ -423,7 +423,7 @@ def _fake_product_backward(given: _Gradients) -> list[Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weight, codes, scale, _, packed, weight_scale, bias, biased, _, *steps = inputs
-    ctx.set_materialize_grads(False)  # a result without a gradient gives its weight no gradient
+    ctx.set_materialize_grads(False)  # a result without a gradient passes no gradient to its weight
     ctx.save_for_backward(codes, scale, *packed, *weight_scale)
     ctx.columns, ctx.steps, ctx.biased = x.shape[-1], steps, list(biased)
     ctx.dtypes = (x.dtype, [w.dtype for w in weight], [b.dtype for b in bias])
@@ -465,13 +465,13 @@ def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     nothing = [None] * count
     places: list[Any] | None = (
         None if ctx.biased else []
-    )  # as autograd takes an empty list for one of tensors
-    settings = (None,) * (len(needs) - 9)  # fewer where those at the end have their defaults
+    )  # autograd expects an empty list for an argument that is a list of tensors
+    settings = (None,) * (len(needs) - 9)  # fewer if the last arguments have their defaults
     return grad_x, grad_weight, None, None, None, nothing, nothing, of_added, places, *settings
 
 
 def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
-    """Give no gradient: quantised values are constants, their inputs get it from the product."""
+    """Return no gradient: codes are constants, and the product passes gradients to the inputs."""
     return (None,) * len(ctx.needs_input_grad)
 
 

@@ -1,6 +1,6 @@
-"""How activations become integers: one closed list, so that graphs and modules name the same thing.
+"""The quantisers of activations: a closed list, which passes over graphs and modules share.
 
-A quantiser takes a statistic of each token, makes a scale of it, and rounds. `scale` is codes per
+A quantiser computes a statistic of each token and a scale from it, and rounds. `scale` is codes per
 unit (a value is code / scale), or the size of a step if the model uses that form (code * scale).
 """
 
@@ -43,24 +43,24 @@ FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A kind and the details in which spellings of it differ."""
+    """A kind of quantiser, and the details in which models' implementations of it differ."""
 
     kind: str = "int8"  # a key of `KINDS`
     eps: float = 1e-5  # keeps the statistic above zero
-    adds_eps: bool = False  # eps is added to the statistic; otherwise it bounds it from below
+    adds_eps: bool = False  # eps is added to the statistic; otherwise eps is its lower bound
     # the scale is the size of a step, statistic / levels, and x is divided by it; otherwise it is
     # levels / statistic, and x is multiplied by it
     is_step: bool = False
     is_native: bool = False  # computed in the dtype of x, each step rounded; otherwise in float32
 
     def arguments(self) -> tuple[str, float, bool, bool, bool]:
-        """Return the arguments of the ops, in their order."""
+        """Return the fields as arguments of the ops, in order."""
         return self.kind, self.eps, self.adds_eps, self.is_step, self.is_native
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The ops on a token before it is quantised."""
+    """The ops that are applied to a token before it is quantised."""
 
     # if given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU
     up: torch.Tensor | None = None
@@ -73,12 +73,12 @@ NO_ENTRY = Entry()
 
 
 def words_for(columns: int) -> int:
-    """Return how many words hold a row of `columns` codes."""
+    """Return how many 32-bit words hold a row of `columns` codes."""
     return -(-columns // PER_WORD)
 
 
 def kept(columns: int) -> int:
-    """Return the least number of elements of a token that stay if half of it is dropped."""
+    """Return the least number of elements that remain if half of a token is dropped."""
     return max(1, columns // 2)
 
 

@@ -50,15 +50,16 @@ def unpack_codes(packed: Tensor, columns: int) -> Tensor:
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Convert the layout of transformers, (N / 4, K) uint8 with rows N / 4 apart in a byte, to this
-    one.
+    """Convert transformers' layout of packed weights to this module's.
+
+    Transformers' is (N / 4, K) uint8, with the codes of rows N / 4 apart in one byte.
     """
     codes = torch.cat([packed >> 2 * j & 3 for j in range(4)]).to(torch.int8) - 1
     return pack_codes(codes)
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Order (M, K) int8 codes like packed weights: (M, 4, 4 * words), zeros after K."""
+    """Return (M, K) int8 codes in the order of packed weights: (M, 4, 4 * words), zeros after K."""
     rows, columns = codes.shape
     words = words_for(columns)
     wide = codes.new_zeros((rows, words * PER_WORD))
@@ -67,14 +68,14 @@ def to_planes(codes: Tensor) -> Tensor:
 
 
 def from_planes(planes: Tensor, columns: int) -> Tensor:
-    """Return the (M, columns) codes of `to_planes`."""
+    """Return the (M, columns) codes from the planes of `to_planes`."""
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
     return codes[:, :columns]
 
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
-    """Round (N, K) weights, times or over one scale, to -1, 0, 1 and pack them."""
+    """Multiply or divide (N, K) weights by one scale, round them to -1, 0, 1, and pack them."""
     pieces = []
     dtype = compute_dtype(weight.dtype, is_native=is_native)
     factor = scale.reshape(()).to(dtype)
@@ -87,8 +88,9 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
 
 
 def enter(x: Tensor, entry: Entry) -> Tensor:
-    """Return the tensor to quantise: x, gated and normalised as the entry says, in the dtype of
-    x.
+    """Return the tensor to quantise: x after the gate and the norm of the entry.
+
+    The result has the dtype of x.
     """
     if entry.up is not None:
         x = x.relu().square() * entry.up
@@ -180,11 +182,11 @@ def product(
     weight_is_step: bool,  # likewise
     added: Tensor | None = None,  # of the result's shape and dtype, or None
     is_chained: bool = False,
-    leading: Sequence[int] | None = None,  # dimensions instead of M
+    leading: Sequence[int] | None = None,  # dimensions of the result instead of M
 ) -> Tensor:
     """Return (M, N) or (*leading, N): the integer products, scaled in float32, plus the bias.
 
-    It is no view: an op in place may follow.
+    The result is no view, so an in-place op may follow.
     """
     by_token = scale if is_step else 1.0 / scale
     by_weight = weight_scale.reshape(()).float()

@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels: how many rows and tokens a program takes, with how many warps."""
+"""Tiles of the Triton kernels: the rows and tokens of a program, and its warps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VectorShapes:
 class TileShapes:
     """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
 
-    `group` tiles of rows, one after the other, share a tile of tokens in cache.
+    `group` consecutive tiles of rows share a tile of tokens in the cache.
     """
 
     tokens: int
@@ -66,7 +66,7 @@ def quantizes_first(words: int, rows: int) -> bool:
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch, as `vector_shapes`, for tokens that are quantised: the best of a sweep."""
+    """Return the launch for up to 4 quantised tokens: the fastest of a sweep."""
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
         return VectorShapes(8, 4)

@@ -1,8 +1,7 @@
 """The engine `tiles`: launches of the Triton kernels. CUDA, sm_80 or later.
 
 The host never waits for the GPU or reads a value from it, so calls can be captured in CUDA graphs.
-Sums are of integers and so the same in any order: the same inputs give the same bits, whatever the
-tiles.
+Sums of integers do not depend on order: the same inputs give the same bits, whatever the tiles.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
-    """Round (N, K) weights, times or over one scale, to -1, 0, 1 and pack them."""
+    """Multiply or divide (N, K) weights by one scale, round them to -1, 0, 1, and pack them."""
     rows, columns = weight.shape
     words = words_for(columns)
     packed = weight.new_empty((rows, words), dtype=torch.int32)
@@ -128,7 +127,8 @@ def quantize(
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
 
     With `is_chained` the next kernel of the stream, which has to be a chained `product` or
-    `vectors`, may be launched before this one has ended; with `is_early` so may this one.
+    `vectors`, may be launched before this one has ended; with `is_early`, this kernel may
+    be launched before the previous one has ended.
     """
     x = _with_unit_stride(x)
     tokens, columns = x.shape
@@ -166,7 +166,7 @@ def _quantize_plan(
     is_cuda: bool,
     asked: tuple[bool, ...],
 ) -> QuantizePlan:
-    """Return the launch for so many tokens of so many columns."""
+    """Return the launch of a quantiser for these numbers of tokens and columns."""
     tokens, columns = sizes
     constants = dict(_settings(quantizer, dtype, columns, is_cuda))
     numbers = constants.pop("numbers")
@@ -185,7 +185,7 @@ _ASKED = ("HAS_UP", "HAS_NORM", "IS_CHAINED", "IS_EARLY")
 
 
 def _quantize_warps(columns: int, tokens: int) -> int:
-    """Return warps per token: many where the next kernel waits for few tokens."""
+    """Return the number of warps per token: many if there are few tokens to wait for."""
     if tokens <= MAX_VECTORS:
         return max(1, min(16, columns // 512))
     return max(1, min(16, max(4, columns // 1024), columns // 32))
@@ -207,14 +207,14 @@ def vectors(
     leading: Sequence[int] | None = None,
     shapes: VectorShapes | None = None,
 ) -> list[Tensor]:
-    """Multiply up to four tokens with up to three matrices, quantising on the way.
+    """Multiply up to four tokens with up to three matrices; quantise the tokens in the same kernel.
 
-    Results are (M, N), or (*leading, N). With `coded` the tokens are quantised already. With
+    Results are (M, N), or (*leading, N). With `coded`, `x` holds quantised tokens. With
     `is_early` the kernel may start, and read weights, while the one before it in the stream is
     still running.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
-    if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
+    if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
         alike: dict[str, Any] = {"dtype": dtype, "weight_is_step": weight_is_step}
         alike |= {"coded": coded, "leading": leading, "shapes": shapes}
         found: list[Tensor] = []
@@ -289,7 +289,7 @@ def product(
     leading: Sequence[int] | None = None,
     shapes: TileShapes | None = None,
 ) -> Tensor:
-    """Return (M, N) from quantised tokens, or (*leading, N), which are as many.
+    """Return the product (M, N) of quantised tokens, or (*leading, N) with M rows in total.
 
     With `is_chained` the kernel before this one in the stream is a chained `quantize`.
     """
@@ -343,7 +343,7 @@ def _plan(
     is_chained: bool,
     shapes: TileShapes | None,
 ) -> Plan:
-    """Return the launches for tokens, rows and bytes per row."""
+    """Return the launches of a product for these numbers of tokens, rows and bytes per row."""
     tokens, rows, width = sizes
     if shapes is None:
         is_hopper = gpu(device).is_hopper

@@ -1,1 +1,1 @@
-"""Verbs on a model's attention: calibration."""
+"""Functions for a model's attention: calibration."""

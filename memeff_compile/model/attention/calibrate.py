@@ -209,9 +209,9 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Start again with the first call, for all levels by call: after a loop that was interrupted.
+    """Reset all counts of attention calls to the first call, for use after an interrupted loop.
 
-    A table that lists levels by call is followed call by call, and from the start again after the
+    If a table lists levels by call, calls use these levels in order, and start again after the
     last. Loops that always make as many calls as calibration saw do not need this.
 
     Example: memeff_compile.restart_attention_calls()
@@ -220,7 +220,7 @@ def restart_attention_calls() -> None:
 
 
 def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return for each call of each site the first level whose worst score will do."""
+    """Return for each call of each site the first level whose worst score is at least `least`."""
     return {
         site: [
             next((level for level in levels if min(by_level[level][place]) >= least), EXACT)
@@ -231,7 +231,7 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 
 
 def _by_share(found: _Found, share: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return for each call of each site the second level for the worst of all, else the first."""
+    """Return for each call the second level if its score is among the worst, else the first."""
     low, high = levels
     worst = sorted(
         (min(scores), number, site, place)

@@ -1,4 +1,4 @@
-"""Attention in low bits, as the core sees it."""
+"""Registers low-bit attention with the core."""
 
 from __future__ import annotations
 

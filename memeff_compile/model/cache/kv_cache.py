@@ -1,8 +1,8 @@
 """A KV cache of few bits for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
 Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay exact. Layers with a
-sliding window stay exact. Without the backend a step rebuilds keys and values and is right; with
-it, attention reads the codes themselves (passes/compress_kv_cache.py).
+sliding window stay exact. Without the backend each step decodes keys and values; results are
+correct. With the backend, attention reads the codes directly (passes/compress_kv_cache.py).
 
 Needs transformers, which is imported with this module.
 """
@@ -229,8 +229,9 @@ class KVCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether every layer can remove its last tokens; transformers' layers say this from 5.17
-        on.
+        """Return whether every layer can remove its last tokens.
+
+        transformers' layers declare this from 5.17 on.
         """
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
@@ -245,12 +246,12 @@ class KVCache(Cache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no layer of this cache has tokens."""
+        """Return whether no layer of this cache has tokens."""
         return all(layer.is_empty for layer in self.layers if isinstance(layer, InPlace))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that hold keys and values."""
+        """Return the bytes of all tensors that store keys and values."""
         found = sum(tensor.nbytes for layer in self.layers for _, tensor in _tensors(layer))
         places = getattr(self._starts, "places", None)
         return found + (0 if places is None else places.nbytes)
@@ -492,7 +493,7 @@ class _Hook:
 
     @property
     def is_off(self) -> bool:
-        """Whether a switch of this package or of PyTorch turns everything off."""
+        """Return whether a switch of this package or of PyTorch turns everything off."""
         if is_disabled() or compat.compiling_is_off():
             return True
         compiled = compat.backend_of(getattr(self.model, "_compiled_call_impl", None))
@@ -536,7 +537,7 @@ class _Hook:
 
 
 def own_caches_again(model: torch.nn.Module) -> Undone:
-    """Let every model of transformers in a model make the caches that are its own, for `undo`."""
+    """Make every transformers model inside a model create its original caches again, for `undo`."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         hook = vars(module).get(_HOOK)

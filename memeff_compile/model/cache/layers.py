@@ -159,7 +159,7 @@ class InPlace(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors, without those that layers share."""
+        """Return the bytes of this layer's tensors, without those that layers share."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def keeps(self, remove: int) -> str | None:
@@ -185,7 +185,7 @@ class InPlace(CacheLayerMixin):
         return (query_length if self.is_empty else self.room), 0
 
     def get_max_length(self) -> int:
-        """Return the tokens there is room for."""
+        """Return the number of tokens for which there is room."""
         return self.max_cache_len
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -290,7 +290,7 @@ class WindowLayer(AsTheyCome):
 
     @property
     def here(self) -> int:
-        """The tokens that are here."""
+        """Return the number of tokens that this layer still stores."""
         return min(self.filled - _NONE, self.max_cache_len)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -328,7 +328,7 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """The tokens that stay when the window moves: those that the next token will see."""
+        """Return how many tokens remain when the window moves: those that the next token sees."""
         return min(self.filled - _NONE, self.window - 1)
 
     def _latest(self, kept: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The layers of a KVCache that share directions, two and two.
+"""The layers of a KVCache that share directions in pairs.
 
 The lower layer of a pair is read before the upper layer's keys and values exist. So a single token
 goes into the lower layer's window at once, and the upper layer's append merges complete groups of

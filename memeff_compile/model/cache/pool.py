@@ -43,7 +43,7 @@ class _Kept:
 
     @property
     def is_free(self) -> bool:
-        """Whether the cache that was handed out is no longer in use."""
+        """Return whether the cache that `take` returned is no longer in use."""
         return self.handed_out() is None
 
 

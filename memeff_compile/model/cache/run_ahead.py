@@ -1,4 +1,4 @@
-"""generate() that does not wait for each token: the host prepares a step while the GPU runs one.
+"""Let generate() run without a wait for each token: the host prepares a step during another.
 
 generate() asks after each token whether all sequences have ended, and waits for the GPU to know;
 then the GPU waits for the host. transformers can ask one step late (`DeferredStopCheck`) and

@@ -1,4 +1,4 @@
-"""KV caches, as the core sees them."""
+"""Registers KV caches with the core."""
 
 from __future__ import annotations
 

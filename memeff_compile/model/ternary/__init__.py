@@ -1,1 +1,1 @@
-"""Verbs that make a model's linears ternary, or pack them."""
+"""Functions that make a model's linears ternary, or pack them."""

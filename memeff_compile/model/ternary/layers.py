@@ -21,7 +21,7 @@ EPS = 1e-5
 
 
 def require_kind(kind: str) -> str:
-    """Return a known kind of quantiser, or raise."""
+    """Return a known kind of quantiser, or raise an error."""
     if kind not in KINDS:
         raise UnsupportedInputError(
             f"The kind is {kind!r}; one of {', '.join(map(repr, KINDS))} is needed."
@@ -30,7 +30,7 @@ def require_kind(kind: str) -> str:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a dense linear of this input would answer."""
+    """Return the dtype of a dense linear's result for this input."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

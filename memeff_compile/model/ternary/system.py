@@ -1,4 +1,4 @@
-"""Ternary linears, as the core sees them."""
+"""Registers ternary linears with the core."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ class TernaryStages:
 
     @property
     def stage(self) -> int:
-        """The stage that the next step belongs to: 1 or 2."""
+        """Return the stage of the next step: 1 or 2."""
         return 2 if self.done >= self.switch_after else 1
 
     def step(self) -> None:

@@ -71,7 +71,7 @@ class CompressedWeight:
 
     @property
     def _about(self) -> str:
-        """The report's text about it, without its name and bits."""
+        """Return the report's text about this weight, without its name and bits."""
         if not self.codec:
             return f"{list(self.shape)}: {self.reason}"
         how = ", rounded for inputs" if self.for_inputs else ""
@@ -79,7 +79,7 @@ class CompressedWeight:
 
     @property
     def bits(self) -> float:
-        """Bits per weight, including all parts of the code."""
+        """Return the bits per weight, including all parts of the code."""
         return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
 
 
@@ -94,32 +94,32 @@ class CompressionReport(VerbReport):
 
     @property
     def compressed(self) -> tuple[CompressedWeight, ...]:
-        """The weights that were compressed."""
+        """Return the weights that were compressed."""
         return tuple(each for each in self.weights if each.codec)
 
     @property
     def left_dense(self) -> tuple[CompressedWeight, ...]:
-        """The candidates that were left dense."""
+        """Return the candidates that were left dense."""
         return tuple(each for each in self.weights if not each.codec and not each.before)
 
     @property
     def compressed_before(self) -> tuple[CompressedWeight, ...]:
-        """The weights that were compressed already, and were not changed."""
+        """Return the weights that were compressed already, and were not changed."""
         return tuple(each for each in self.weights if each.before)
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the compressed weights in dense form."""
+        """Return the bytes of the compressed weights in dense form."""
         return sum(each.bytes_before for each in self.compressed)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of their codes."""
+        """Return the bytes of the compressed weights' codes."""
         return sum(each.bytes_after for each in self.compressed)
 
     @property
     def bits(self) -> float:
-        """Bits per weight, over all compressed weights."""
+        """Return the bits per weight, over all compressed weights."""
         return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
 
     def to_json(self, indent: int | None = None) -> str:
@@ -183,13 +183,13 @@ class _Place(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in `named_parameters()`."""
+        """Return the name in `named_parameters()`."""
         path, _, attribute = self.owners[0]
         return f"{path}.{attribute}" if path else attribute
 
     @property
     def is_of_linears(self) -> bool:
-        """Whether only linear layers hold it."""
+        """Return whether only linear layers hold it."""
         return all(isinstance(module, nn.Linear) for _, module, _ in self.owners)
 
 

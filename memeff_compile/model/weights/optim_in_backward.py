@@ -1,6 +1,6 @@
 """optim_in_backward: each weight is updated as soon as its gradient is there (LOMO).
 
-One gradient and one dense weight are alive at a time. A compressed weight is decoded, updated and
+One gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
 encoded again at once, so that its code is the only copy. The factory's optimizer computes the
 update, on the same bits as with dense weights. Plain SGD on a GPU decodes and updates in the
 gradient's memory, in one kernel, if that memory has no other owner.
@@ -88,7 +88,7 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a part of the ring for so many elements; wait until one is free."""
+        """Return a region of the ring for `count` elements; wait until one is free."""
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
                 self._settle_oldest()
@@ -124,7 +124,7 @@ class _Queue:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
-        """Have a weight moved along the gradient in a list with others, if it is expected."""
+        """Add a weight to those that one launch updates together, if its gradient is expected."""
         if id(weight) not in self._expected:
             return False
         with self.lock:
@@ -390,7 +390,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizer of each parameter, by the parameter's name."""
+        """Return the optimizer of each parameter, by the parameter's name."""
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -452,7 +452,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The states of all optimizers, by their parameters."""
+        """Return the states of all optimizers, by their parameters."""
         every = (update.optimizer.state for update in self._updates)
         return defaultdict(dict, {held: own for each in every for held, own in each.items()})
 
@@ -487,7 +487,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
 
     def remove(self) -> None:
-        """Take the hooks off: the model's backward leaves gradients again."""
+        """Remove the hooks, so that the model's backward leaves gradients again."""
         self._queue.settle()
         for hook in self._hooks.values():
             hook.remove()

@@ -85,7 +85,7 @@ class MemeffConfig(QuantizationConfigMixin):
 
     @property
     def full_codec(self) -> str:
-        """The codec's name with the lossy mode, as `compress_` passes it to kernels."""
+        """Return the codec's name with the lossy mode, as `compress_` passes it to kernels."""
         from memeff_compile.kernels.coded_weight import Format
 
         lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()

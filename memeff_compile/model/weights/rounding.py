@@ -82,7 +82,7 @@ def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor])
 
 
 def kept(x: Tensor, mantissa: int) -> Tensor:
-    """Return numbers with so many bits of mantissa, half away from zero."""
+    """Return numbers rounded to `mantissa` bits of mantissa, half away from zero."""
     fraction, exponent = torch.frexp(x)
     whole = torch.floor(fraction.abs() * 2.0 ** (mantissa + 1) + 0.5)
     return torch.ldexp(torch.sign(fraction) * whole / 2.0 ** (mantissa + 1), exponent)

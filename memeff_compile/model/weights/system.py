@@ -1,4 +1,4 @@
-"""Compressed weights, as the core sees them."""
+"""Registers compressed weights with the core."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ..graph.base import Decline, GraphPass
 from ..graph.canonical import Call, aten, read_one
 from ..graph.graph_info import GraphInfo, node_name
 
-MAX_CHAIN = 8  # steps that are followed from the operands of attention to the cache
+MAX_CHAIN = 8  # how many steps a search goes from the operands of attention to the cache
 
 
 @dataclass
@@ -44,9 +44,10 @@ def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
 
 
 def advice(*, is_one_row: bool) -> dict[str, Any]:
-    """Return how Inductor should compile the graph: with tuning, if every product has one row.
-    Libraries read the weights of such a step at three quarters of the memory's speed; as sums that
-    it writes and tunes itself, Inductor reads them faster.
+    """Return Inductor settings for the graph: autotuning, if every product has one row.
+
+    In such a step, libraries read weights at three quarters of the memory's speed. Kernels that
+    Inductor generates and tunes read the weights faster.
     """
     return {"coordinate_descent_tuning": True} if is_one_row else {}
 

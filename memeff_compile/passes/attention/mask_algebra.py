@@ -2,8 +2,8 @@
 
 A tensor is described by its shape and by one scalar, a function of the tensor's own index: integers
 are sums of axes, sizes and reads of other tensors (:class:`Linear`), truth values are formulas over
-such sums, and numbers are told apart by cases. Views, broadcasts and gathers are then substitutions
-of axes, and values of tensors are never read.
+such sums, and floating-point numbers are lists of cases. Views, broadcasts and gathers are then
+substitutions of axes, and values of tensors are never read.
 
 Every decision is proved from the sizes, symbolic ones included; :mod:`mask_forms` says which of the
 known forms a formula is.
@@ -22,7 +22,7 @@ from ... import compat
 
 Size: TypeAlias = "int | torch.SymInt"
 
-# A number added to a score masks it from here on down: the lowest number of float16.
+# A number of at most this size, added to a score, masks it: the lowest number of float16.
 MASKED = -65504.0
 
 MOST_CASES = 6
@@ -31,7 +31,7 @@ MOST_PARTS = 40
 
 @dataclass(frozen=True)
 class Axis:
-    """The index along one axis of the tensor at hand."""
+    """The index along one axis of the described tensor."""
 
     place: int
 
@@ -52,7 +52,7 @@ Term: TypeAlias = "Axis | Read"
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """A constant and whole multiples of terms. Equal when both print alike."""
+    """A constant plus integer multiples of terms. Two sums are equal if both print alike."""
 
     constant: Size = 0
     terms: Mapping[Term, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Linear:
         return self + (-other)
 
     def times(self, factor: int) -> Linear:
-        """Return the multiple."""
+        """Return the sum times a number."""
         if factor == 0:
             return Linear()
         terms = {term: times * factor for term, times in self.terms.items()}
@@ -90,7 +90,7 @@ class Linear:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is the same at every index."""
+        """Return whether the sum is the same at every index."""
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
@@ -152,7 +152,7 @@ class Flag(_OfRead):
 
 @dataclass(frozen=True)
 class Not:
-    """Negation of a flag or an equality; all other formulas are negated part by part."""
+    """Negation of a flag or an equality; negation of other formulas is moved inside them."""
 
     part: Formula
 
@@ -229,7 +229,7 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula with everything decided that the sizes alone decide."""
+    """Return the formula after conditions that follow from the sizes become TRUE or FALSE."""
     match formula:
         case AtLeastZero(total) | IsZero(total):
             low, high = total.lowest(shape), total.highest(shape)
@@ -268,7 +268,7 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return the cases: equal values joined, impossible ones removed."""
+    """Return the cases, with equal values joined and impossible cases removed."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -295,8 +295,10 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return which keys a mask keeps: where it is true, or where it adds zero and adds to all other
-    keys a number as low as `MASKED`. Return None for a bias that does more than mask.
+    """Return which keys a mask keeps: where it is true, or where it adds zero.
+
+    A mask of numbers must add a number as low as `MASKED` to all other keys. Return None for a bias
+    that does more than mask.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -315,7 +317,7 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a scalar with its sums, reads and parts changed, and decided where these decide it."""
+    """Return a scalar with `change` applied to its sums, reads and parts, and simplified."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))

@@ -28,44 +28,44 @@ class Ids:
 class Form:
     """The conditions of a mask; a key counts if all of them hold."""
 
-    causal: Size | None = None  # o where ``key <= query + o`` is asked for, None where it is not
-    window: Size | None = None  # w where ``key > query - w`` is asked for, None where it is not
-    keys: Size | None = None  # n where ``key < n`` is asked for, None where it is not
-    tables: tuple[Formula, ...] = ()  # asked of the key, and of the row of the batch (padding)
+    causal: Size | None = None  # o if the mask requires ``key <= query + o``, else None
+    window: Size | None = None  # w if the mask requires ``key > query - w``, else None
+    keys: Size | None = None  # n if the mask requires ``key < n``, else None
+    tables: tuple[Formula, ...] = ()  # conditions on the key, and on the row of the batch (padding)
     # equalities of a sum of the query's and a sum of the key's (packed sequences, chunks)
     ids: tuple[Ids, ...] = ()
     queries: tuple[Formula, ...] = ()  # conditions on the query, and on the row of the batch
     length: bool = False  # whether a tensor says how many keys there are (a static cache)
     shifted: bool = False  # whether a tensor says from which key on it is causal
     positions: bool = (
-        False  # whether it compares sums read from tensors that are no function of an index
+        False  # whether the mask compares sums read from tensors that are not functions of an index
     )
     rest: tuple[Formula, ...] = ()  # all other conditions
     empty: bool = False  # whether a query may attend to no key (true unless the contrary is proved)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the mask depends on sizes only and leaves every query a key."""
+        """Return whether the mask depends on sizes only and leaves every query a key."""
         return not (self.reads_data or self.positions or self.rest or self.empty)
 
     @property
     def reads_data(self) -> bool:
-        """Whether the mask depends on tables, or on a tensor's length."""
+        """Return whether the mask depends on tables, or on a length read from a tensor."""
         return bool(self.tables or self.ids or self.queries or self.length or self.shifted)
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row contains several sequences (packing)."""
+        """Return whether a row contains several sequences (packing)."""
         return self.positions or bool(self.ids)
 
     @property
     def padding(self) -> bool:
-        """Whether a table says which keys, or which queries, are padding."""
+        """Return whether a table says which keys, or which queries, are padding."""
         return bool(self.queries) or any(not _is_length(part) for part in self.tables)
 
     @property
     def is_sayable(self) -> bool:
-        """Whether bounds, one table of keys and one equality of ids say it all."""
+        """Return whether bounds, one table of keys and one equality of ids express the mask."""
         return (
             not (self.positions or self.shifted or self.rest)
             and len(self.ids) + bool(self.queries) <= 1
@@ -73,7 +73,7 @@ class Form:
 
     @property
     def conditions(self) -> list[str]:
-        """The conditions in words."""
+        """Return the conditions in words."""
         plain = self.causal is None or compat.statically_true(self.causal == 0)
         said = [
             (self.causal is not None, f"causal{'' if plain else ', shifted'}"),
@@ -132,7 +132,7 @@ def _with_part(form: Form, part: Formula, rank: int) -> Form:
 
 
 def _is_length(part: Formula) -> bool:
-    """Return whether a number that is read bounds an index."""
+    """Return whether a condition bounds an index by a number read from a tensor."""
     if not isinstance(part, AtLeastZero):
         return False
     terms = part.sum.terms
@@ -143,7 +143,7 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether keys count up to a number that is read, plus the query's index or at it."""
+    """Return whether a number read from a tensor bounds keys, with or without the query's index."""
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
@@ -181,7 +181,7 @@ def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
 
 
 def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
-    """Drop a bound on keys that another implies."""
+    """Drop the bound on keys that another bound implies."""
     causal, bound = form.causal, form.keys
     if causal is not None and bound is not None:
         if compat.statically_true(bound >= queries + causal):
@@ -192,7 +192,7 @@ def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
 
 
 def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether every query is proved to attend to something."""
+    """Return whether every query is proved to attend to some key."""
     if form.rest or form.positions or form.reads_data:
         return _sees_a_neighbour(formula, form, shape)
     queries, keys = shape[-2], shape[-1]

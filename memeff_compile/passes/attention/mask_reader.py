@@ -46,7 +46,7 @@ class Value:
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return a tensor, by default as large, of which each entry is this one's at an index."""
+        """Return a tensor, by default of this shape, with this tensor's entries at `index`."""
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
 
@@ -72,7 +72,7 @@ class MaskReader:
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask lets through, over axes of scores; None for a possible bias."""
+        """Return which keys a mask keeps, over the axes of scores; None if it may be a bias."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)
@@ -84,7 +84,7 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """Return, for each read of ids that count the breaks in positions, the position there."""
+        """Return the position for each read of ids that count the breaks in positions."""
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
             positions = self._counted_breaks(read_of_ids.node)
@@ -96,8 +96,9 @@ class MaskReader:
         return found
 
     def _counted_breaks(self, node: Node) -> Value | None:
-        """Return P where ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``: equal ids in a row
-        mean that P increases by one from each to the next.
+        """Return P if ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``, else None.
+
+        Equal neighbouring ids mean that P increases by one.
         """
         if node.graph is not self.info.gm.graph:
             return None if self.parent is None else self.parent._counted_breaks(node)
@@ -150,7 +151,7 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return an operand of ``reader``; memory that changes is known for that moment only."""
+        """Return an operand of ``reader``; for memory that changes, its value at that moment."""
         if not self.info.may_be_written(node):
             return self._values[node]
         return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
@@ -179,7 +180,7 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether a rule may read the node: masks hang on whole models through their inputs."""
+    """Return whether a rule may read the node; a mask's inputs may depend on a whole model."""
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
 
@@ -207,7 +208,7 @@ def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
 
 
 def _rounded(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return numbers as a tensor of this dtype holds them."""
+    """Return a scalar with its numbers rounded to this dtype."""
     if not isinstance(scalar, Cases) or not dtype.is_floating_point:
         return scalar
     with compat.outside_dispatch_modes():
@@ -244,7 +245,7 @@ class _Operands:
         return torch.fx.node.map_arg(self.given(name), _size_of)
 
     def has(self, name: str) -> bool:
-        """Whether an argument is given."""
+        """Return whether an argument is given."""
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
@@ -304,7 +305,7 @@ def _filled(fill: Any, given: _Operands) -> Value:
 
 
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
-    """Make the rule of a tensor filled with a number, by default the call's argument."""
+    """Return the rule for a tensor filled with a number, by default the call's argument."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
@@ -478,7 +479,7 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Make the rule of a comparison from its formula for ``left - right``."""
+    """Return the rule for a comparison, from its formula for ``left - right``."""
 
     def rule(given: _Operands) -> Value:
         shape, left, right = _pair(given)
@@ -537,7 +538,7 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return the one number that a sum is everywhere."""
+    """Return the number that a constant sum equals."""
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
         raise CannotRead
@@ -636,7 +637,7 @@ def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
 
 
 def _triangle(sign: int) -> Callable[[_Operands], Value]:
-    """Make the rule of tril (sign 1) or triu (-1)."""
+    """Return the rule for tril (sign 1) or triu (sign -1)."""
 
     def rule(given: _Operands) -> Value:
         value = given.value()
@@ -652,7 +653,7 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
 
 
 def _cumsum(given: _Operands) -> Value:
-    """Read the running sum of something that is the same everywhere."""
+    """Read the running sum of a value that is the same at every index."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     scalar = value.scalar
@@ -663,7 +664,7 @@ def _cumsum(given: _Operands) -> Value:
 
 
 def _diff(given: _Operands) -> Value:
-    """Read differences of neighbours that are the same everywhere, a prepended one included."""
+    """Read differences of neighbours that are equal at every index, with a prepended value."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
     _require(given.plain("n") == 1 and not given.has("append"))
@@ -743,8 +744,9 @@ def handed_over(node: Node) -> Value | None:
 
 
 def hand_over(info: GraphInfo) -> None:
-    """Record for later partitions what the sizes prove about a tensor that this one returns. Forget
-    records of memory that this partition may write to, or all records if recording fails.
+    """Record, for later partitions, the formulas of tensors that this partition returns.
+
+    Drop records of memory that this partition may write to, or all records if recording fails.
     """
     notes = compat.notes_between_pieces()
     if notes is None:

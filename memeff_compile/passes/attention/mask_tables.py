@@ -27,7 +27,7 @@ class Table:
     """A table to write: a truth value, or a sum, over the row of the batch and one more axis."""
 
     content: Formula | Linear  # a formula for truth values, a sum for integers
-    along: int  # the axis of the scores it runs along: that of the queries or of the keys
+    along: int  # the axis of the scores along which the table runs: queries or keys
     sizes: tuple[Size, Size]  # the sizes of the batch and of that axis
     device: torch.device  # where
     anchor: Node | None  # the node after which it is written; None for the beginning of the graph
@@ -49,8 +49,9 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return the node, and its level, after which a table can be written, or None. That is after
-    the last node it reads, or at the last read of memory that changes later.
+    """Return the node, and its level, after which a table can be written, or None.
+
+    It is the last node that the table reads, or the last read of memory that changes later.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info
@@ -83,7 +84,7 @@ def behind(editor: Editor, anchor: Node | None) -> Node:
 
 
 class _Writer:
-    """Writes one table: everything is (batch or 1, length or 1) until the end."""
+    """Writes one table; all intermediate tensors are (batch or 1, length or 1)."""
 
     def __init__(self, editor: Editor, table: Table) -> None:
         self.editor, self.table = editor, table
@@ -91,7 +92,7 @@ class _Writer:
         self.batch, self.length = table.sizes
 
     def write(self) -> Node:
-        """Return a fresh tensor (batch or 1, length), contiguous."""
+        """Return a new contiguous tensor, (batch or 1, length)."""
         content = self.table.content
         node = self.sum(content) if isinstance(content, Linear) else self.truth(content)
         node = self.editor.cast(node, self.table.dtype)
@@ -174,7 +175,7 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor if its axes are the table's, in order; else None."""
+        """Return the tensor if its axes are those of the table, in order; else None."""
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)
         plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))

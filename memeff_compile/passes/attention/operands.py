@@ -37,7 +37,7 @@ class Operand:
 
     @cached_property
     def value(self) -> torch.Tensor:
-        """The fake tensor that a call takes."""
+        """Return the fake tensor that a call takes."""
         value = compat.example_value(self.node)
         with torch.no_grad():
             for op, args in self.steps:
@@ -51,13 +51,13 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """The arguments of the steps."""
+        """Return the arguments of the steps."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 
     @property
     def unexpanded(self) -> Operand | None:
-        """The operand before its single head was expanded, or None if it was not."""
+        """Return the operand before its single head was expanded, or None if it was not."""
         if not self.steps or self.steps[-1][0] is not aten.expand.default:
             return None
         before = replace(self, steps=self.steps[:-1])
@@ -94,7 +94,7 @@ class Placed:
     """The operands of a chain as a call takes them."""
 
     operands: tuple[Operand, ...]
-    result_steps: tuple[Step, ...]  # from a call's result to the chain's
+    result_steps: tuple[Step, ...]  # views that turn a call's result into the chain's result
     moved: list[Node]  # nodes that only moved the axes of operands
     has_one_head: bool  # whether batch and heads in one are taken for a batch of one head
 
@@ -138,7 +138,7 @@ def placed(
 def _placed(
     info: GraphInfo, given: Given, base: Node | None, sizes: dict[str, Any]
 ) -> tuple[Operand, bool]:
-    """Return one operand, and whether it is the tensor that had batch and heads apart."""
+    """Return one operand, and whether it is the tensor with separate batch and head axes."""
     node, axes, wanted = given
     if FOLDED not in axes:
         return _arranged(Operand(node), axes, sizes, wanted), False
@@ -212,7 +212,7 @@ def permutation(node: Any, rank: int) -> list[int] | None:
 
 
 def _unfolded(info: GraphInfo, given: Given) -> Node | None:
-    """Return the tensor of four axes whose first two a view has made one, or None."""
+    """Return the tensor of four axes whose first two axes a view has joined, or None."""
     if FOLDED not in given.axes:
         return None
     call = call_of(given.node, *_VIEWS)
@@ -224,7 +224,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
 
 def folds(wide: torch.Tensor | None, narrow: torch.Tensor | None) -> bool:
-    """Return whether the second tensor is the first with its first two axes made one."""
+    """Return whether the second tensor is the first one with its first two axes joined."""
     if wide is None or narrow is None or (wide.dim(), narrow.dim()) != (4, 3):
         return False
     batch, heads, *rest = wide.shape

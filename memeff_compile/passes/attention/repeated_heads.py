@@ -16,7 +16,7 @@ REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of a chain 
 
 
 def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
-    """Return the nodes that repeat heads and end in ``node``, the repeated node, and the count."""
+    """Return the nodes up to ``node`` that repeat heads, the node they repeat, and the count."""
     call = read_one(node)
     if call is None:
         return None

@@ -40,7 +40,7 @@ class Site:
     key: Operand
     value: Operand
     mask: Node | None = None
-    takes_away: bool = False  # whether it is true where a key is taken away, as in ``masked_fill``
+    takes_away: bool = False  # whether the mask is true for hidden keys, as in ``masked_fill``
     # the number that masked scores become; None if the mask is added or is the call's
     fill: float | None = None
     masked_in: torch.dtype | None = None  # the dtype in which a chain adds its mask or fills it in
@@ -48,12 +48,12 @@ class Site:
     causal: bool = False
     scale: Any = None
     grouped: bool = False
-    # whether the mask is of scores whose batch and heads are one axis
+    # whether the mask is for scores with batch and heads in one axis
     mask_is_folded: bool = False
     # views that give a call's result the axes of the chain's
     result_steps: tuple[Step, ...] = ()
     product: Node | None = None  # the chain's first product; None for a call
-    unread: Node | None = None  # the operand that baddbmm does not add to the product
+    unread: Node | None = None  # the operand of baddbmm that beta = 0 leaves out
     between: list[Node] = field(default_factory=list)  # the nodes of the chain; empty for a call
     # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
     # scale, the softcap and the dropout of a config are symbols
@@ -66,12 +66,12 @@ class Site:
 
     @property
     def inputs(self) -> list[Node]:
-        """The operands' nodes, and the mask if there is one."""
+        """Return the operands' nodes, and the mask if there is one."""
         return [*(operand.node for operand in self.operands), *_nodes(self.mask)]
 
     @property
     def chain(self) -> str:
-        """The names of the chain's calls."""
+        """Return the names of the chain's calls."""
         assert self.product is not None
         capped = "tanh, " if self.softcap else ""
         return f"{node_name(self.product)}, {capped}softmax, {node_name(self.node)}"
@@ -135,7 +135,7 @@ class _Walk:
     apart: list[Sequence[Any]] = field(default_factory=list)
 
     def moves(self, step: Node, call: Call | None, *, is_backward: bool) -> bool:
-        """Note how a view moves the axes; return False if it does more than move them."""
+        """Record how a view moves the axes; return False if it does more than move them."""
         if call is None or call.op.overloadpacket not in _VIEWS:
             return False
         order = permutation(step, len(self.axes))
@@ -149,7 +149,7 @@ class _Walk:
         if wide is None:
             return False
         pair, one = BATCH + HEADS, FOLDED
-        is_wide = (wide is after) == is_backward  # whether they are apart on this side of the view
+        is_wide = (wide is after) == is_backward  # separate batch and heads on this side
         if not self.axes.startswith(pair if is_wide else one):
             return False
         self.axes = self.axes.replace(*((pair, one) if is_wide else (one, pair)))
@@ -221,7 +221,7 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
 def _site(
     info: GraphInfo, softmax: Node, sizes: dict[str, Any], scores: _Scores, weights: _Weights
 ) -> Site | Decline:
-    """Return the site of a chain, or why it cannot be one."""
+    """Return the site of a chain, or why the chain is no attention that can be rewritten."""
     given, walks = (scores.query, scores.key, weights.value), (scores.walk, weights.walk)
     kind = kind_among(each.node for each in given)
     if kind:
@@ -259,7 +259,7 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether a mask is one for the whole batch, so that it fits with one more axis, too."""
+    """Return whether all sequences share a mask, so that it also broadcasts over one more axis."""
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
 
@@ -322,7 +322,7 @@ def _passes_on(node: Node, weights: Node, walk: _Walk) -> bool:
 
 
 def _alike(info: GraphInfo, node: Node) -> list[Node]:
-    """Return users whose results have the same last two sizes: steps that may be anything."""
+    """Return users whose results have the same last two sizes, whatever their op."""
     return [user for user in node.users if _is_floating(user) and _same_pairs(info, node, user)]
 
 
@@ -433,7 +433,7 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The facts about scores that were read so far, backwards from the softmax."""
+    """The facts about scores that are known so far; reading goes backwards from the softmax."""
 
     casts: list[torch.dtype]
     masking: _Masking = field(default_factory=lambda: _Masking())
@@ -510,7 +510,7 @@ class _Read:
 class _Factors:
     """The numbers between a product and its mask, read backwards: cap, tanh, and the scale.
 
-    They are noted without their signs, which tanh passes on.
+    They are recorded without their signs, because tanh is odd.
     """
 
     cap: float | None = None
@@ -519,7 +519,7 @@ class _Factors:
     is_negative: bool = False
 
     def add(self, factor: float, *, is_division: bool) -> None:
-        """Note one more factor."""
+        """Record one more factor."""
         (self.divided if is_division else self.multiplied).append(abs(float(factor)))
         self.is_negative ^= factor < 0
 
@@ -533,12 +533,12 @@ class _Factors:
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return the product of all factors up to here; under a tanh that is the cap."""
+        """Return the product of all factors read so far, which under a tanh is the cap."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
 def _leads_to_product(info: GraphInfo, node: Any) -> bool:
-    """Return whether a product is found going back, over steps that scores may have."""
+    """Return whether a node leads back to a product, over steps that scores may have."""
     seen: set[Node] = set()
     stack = [(node, 0)]
     while stack:
@@ -623,7 +623,7 @@ def _unknown_step(node: Node) -> Decline:
 
 
 def subclass(kind: str, node: Node | None = None) -> Decline:
-    """Return the answer where an operand is a subclass of tensors."""
+    """Return the decline for an operand that is a tensor subclass."""
     if kind == "Tensor":  # neither a subclass nor fake: one that torch.func has wrapped
         said = (
             "torch.func (vmap, grad, jvp) transforms this attention; this pass has no rule for it"
@@ -635,7 +635,7 @@ def subclass(kind: str, node: Node | None = None) -> Decline:
 
 
 def have_one_size(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether all have four axes, one batch, and heads of one size."""
+    """Return whether query, key and value have four axes, one batch size and one head size."""
     q, k, v = query.shape, key.shape, value.shape
     return len(q) == len(k) == 4 and same_shape((*k, q[0], q[3]), (*v, k[0], k[3]))
 

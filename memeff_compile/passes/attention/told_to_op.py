@@ -5,11 +5,11 @@
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
 The op takes bounds between query and key, one table of keys, one equality of ids, and a softcap. A
-mask is passed this way only if the arguments mean the same in every cell. A query without keys gets
-the original's result; otherwise the pass declines.
+mask is passed this way only if the arguments select the same keys for every query. A query without
+keys gets the original's result; otherwise the pass declines.
 
-Any other mask of a call is read when the kernel runs, tile by tile: one that arrives as an input,
-one that adds numbers. The GPU determines which tiles are empty, once per mask for all layers.
+Any other mask of a call, such as an input or a mask that adds numbers, is read tile by tile when
+the kernel runs. The GPU determines which tiles are empty, once per mask for all layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .mask_reader import Mask, handed_over
 from .mask_tables import Table, behind, place_for
 from .sites import Site, have_one_size
 
-FEWEST_QUERIES = 16  # fewer are a step of decoding: a tile of queries would be nearly empty
+FEWEST_QUERIES = 16  # with fewer queries, as in a decoding step, a tile would be nearly empty
 # Scores below this disappear when they are added to the number that masks them.
 _SAME_AT_LEAST = 2.0**100
 
@@ -49,7 +49,7 @@ class Said:
     """The arguments of the op."""
 
     ahead: Size | None = None  # how far ahead of a query a key may be; None for no bound
-    behind: Size | None = None  # how far before it
+    behind: Size | None = None  # how far before a query a key may be; None for no bound
     key_mask: Table | None = None  # which keys count
     ids: tuple[Table, Table] | None = None  # tables that must be equal for a query and its key
     softcap: float = 0.0  # the cap of the scores; 0 for no cap
@@ -58,8 +58,9 @@ class Said:
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
-    """Return the op's arguments that replace a mask, or why there are none: a sentence if the mask
-    is the reason, a decline if its empty rows are.
+    """Return the op's arguments that replace a mask, or why there are none.
+
+    The reason is a sentence for the mask itself, and a decline for queries without keys.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can say it"
@@ -229,7 +230,7 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a node at its level and, if it is passed in, at the levels around."""
+    """Return a node at its level and, if it is passed in, at the enclosing levels."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -293,9 +294,7 @@ def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
 
 
 def _with_four_axes(editor: Editor, node: Node) -> Node:
-    """Return a mask over batch, heads, queries and keys; axes that it is expanded over have
-    size 1.
-    """
+    """Return a mask over batch, heads, queries and keys; expanded axes have size 1."""
     while compat.example_value(node).dim() < 4:
         node = editor.call(aten.unsqueeze.default, node, 0)
     for place, stride in enumerate(compat.example_value(node).stride()):
@@ -316,7 +315,7 @@ def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
-    """Return the report's sentence: the recovered operation, and the tensors that are not built."""
+    """Return the report's sentence: the recovered operation, and the tensors that it avoids."""
     query, key, result = site.query.value, site.key.value, info.value(site.node)
     ids = said.ids[0] if said.ids else None
     told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]

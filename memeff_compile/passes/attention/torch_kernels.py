@@ -128,12 +128,12 @@ _KEEPS_LAYOUT = named(
     "transpose permute unsqueeze squeeze slice select alias detach expand to clone"
 )
 
-# Ops whose result lies in memory as it does whatever their input's layout.
+# Ops whose result has the same memory layout for every layout of their input.
 _BLIND_TO_LAYOUT = named("contiguous reshape flatten linear matmul mm bmm addmm")
 
 
 def _depends_on_layout(node: Node) -> bool:
-    """Return whether a view, or the world outside the graph, may see the layout of a result."""
+    """Return whether a view, or a reader outside the graph, may see the layout of a result."""
     return any(_sees_layout(user) for user in node.users)
 
 

@@ -22,8 +22,9 @@ from .graph_info import GraphInfo, node_name
 
 @dataclass(frozen=True)
 class Decline:
-    """A match that a pass declined: the code, a sentence, a way out, and the node. Equal declines
-    become one record if ``sites`` counts them.
+    """A match that a pass declined: the code, a sentence, a remedy, and the node.
+
+    Equal declines become one record if ``sites`` counts them.
     """
 
     code: str
@@ -34,19 +35,19 @@ class Decline:
     action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
-        """Return the answer as that of one block of many: equal ones are one record of all."""
+        """Return the answer for one of many equal blocks; equal answers become one record."""
         return replace(self, node=node, sites=1)
 
 
 def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
-    """Return the answer for an in-place write to memory that a rewrite would read later."""
+    """Return the decline for an in-place write to memory that a rewrite would read later."""
     sentence = f"`{node_name(write)}` writes in place to {what}"
     return Decline("mutated", sentence, "use the out-of-place form", node)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Bytes of the tensors a rewrite removes, before and after, as formulas with their sizes."""
+    """Bytes of the tensors that a rewrite removes, before and after it, as formulas in sizes."""
 
     before: sympy.Expr
     after: sympy.Expr
@@ -63,7 +64,7 @@ NOTED = (
 
 @dataclass
 class Done:
-    """Result of a rewrite: entries for the report, and what the backend has to do for the graph.
+    """Result of a rewrite: entries for the report, and tasks of the backend for the graph.
     Equal matches that ``sites`` counts become one record. ``inductor`` holds Inductor settings that
     suit the graph; the user's own settings override them.
     """
@@ -79,7 +80,7 @@ class Done:
 
 
 class GraphPass(ABC):
-    """One entry of the compiler: finds places, judges each, rewrites the good ones.
+    """A pass: finds matches in a graph, checks each, and rewrites those that pass the check.
 
     ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline
     verifies the result and rolls the match back when an edit is refused. A match is what ``find``
@@ -99,7 +100,7 @@ class GraphPass(ABC):
 
     @abstractmethod
     def find(self, info: GraphInfo) -> Iterable[Any]:
-        """Yield matches, and Declines for candidates that cannot be served."""
+        """Yield matches, and Declines for candidates that cannot be rewritten."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
         """Return why ``match`` must not be rewritten, or None."""
@@ -130,9 +131,10 @@ class GraphPass(ABC):
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:
-        """Return whether the nodes that the rewrite of ``match`` inserts wait for other processes.
-        An error there has to end the run: if one process skipped the rewrite, the others would wait
-        for it.
+        """Return whether the nodes that this rewrite inserts wait for other processes.
+
+        An error in such a rewrite must end the run: if one process skipped the rewrite, the others
+        would wait forever.
         """
         return False
 
@@ -141,9 +143,11 @@ class GraphPass(ABC):
         return ()
 
     def identity(self) -> str:
-        """Return a key that identifies this pass, and its version, in caches on disk. It is made of
-        the source of its classes and its attributes. Override it if a rewrite depends on more. A
-        pass without a source file is identified within its own process only.
+        """Return a key that identifies this pass, and its version, in caches on disk.
+
+        The key contains the source of the pass's classes and its attributes. Override this method
+        if a rewrite depends on more. A pass without a source file has a key for its own process
+        only.
         """
         kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
         try:
@@ -155,6 +159,6 @@ class GraphPass(ABC):
         return hashlib.sha256(repr((said, settings)).encode()).hexdigest()[:16]
 
     def skipped(self, info: GraphInfo, node: Node) -> str:
-        """Return the module path of ``node`` where ``memeff.skip`` names it, or ""."""
+        """Return the module path of ``node`` if ``memeff.skip`` names it, else ""."""
         paths = info.module_names(node)
         return next((p for p in paths if p and info.options.skips(self.name, p)), "")

@@ -1,13 +1,13 @@
 """One form for every node: reads a Dynamo node as the equivalent ATen calls.
 
-Dynamo records what the user typed: ``x.float()``, ``x.to(torch.float32)`` and ``x.to(dtype=...)``
-are three different nodes. Every pass reads through :func:`read`, which gives the pre-dispatch ATen
-calls with arguments bound by schema name and defaults filled, so a pass needs to know one spelling
-only.
+Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32)`` and
+``x.to(dtype=...)`` are three different nodes. Every pass reads nodes through :func:`read`, which
+returns the pre-dispatch ATen calls with arguments bound by schema name and defaults filled in, so a
+pass handles only one form.
 
-Reading never changes the graph. Two tiers: a table (names, then schemas) that costs microseconds,
-and :func:`trace`, which runs the one node on fake operands under ``make_fx`` and which the tests
-compare the table with. A node that neither tier can read gives None, and the caller declines.
+Reading never changes the graph. There are two tiers. A table (names, then schemas) takes
+microseconds. :func:`trace` runs the node on fake operands under ``make_fx``; the tests compare the
+table with it. For a node that neither tier can read the result is None, and the caller declines.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ aten = torch.ops.aten
 
 
 def named(words: str) -> frozenset[Any]:
-    """Return ATen ops by name: an overload for ``add.Tensor``, all of them for ``add``."""
+    """Return the ATen ops of these names: one overload for ``add.Tensor``, all for ``add``."""
     return frozenset(operator.attrgetter(name)(aten) for name in words.split())
 
 
 class _Previous:
-    """Stands for the result of the call before, inside a reading of several calls."""
+    """Placeholder for the result of the previous call, in a reading of several calls."""
 
     def __repr__(self) -> str:
         return "PREVIOUS"
@@ -112,7 +112,7 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Follow calls of some ops back to their first operand; the nodes passed join ``way``."""
+    """Follow calls of these ops back to their first operand; append the nodes to ``way``."""
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
             way.append(node)
@@ -121,7 +121,7 @@ def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = N
 
 
 class _CannotBind(Exception):
-    """The arguments do not fit the schema."""
+    """Raised if arguments do not fit the schema."""
 
 
 def _require(holds: Any) -> None:
@@ -134,7 +134,7 @@ _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "s
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an op's schema; PyTorch is asked once per op."""
+    """One argument of an op's schema; the schema is read once per op."""
 
     name: str
     kind: Any  # its type
@@ -252,7 +252,7 @@ def _plain(name: str) -> _Reader:
 
 
 def _sized(name: str, size_keyword: str = "") -> _Reader:
-    """Read ``x.view(a, b)`` and ``x.view((a, b))`` alike, and ``x.permute(1, 0)``."""
+    """Read ``x.view(a, b)`` like ``x.view((a, b))``; also ``x.permute(1, 0)``."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         if len(args) > 1 and not isinstance(args[1], (list, tuple, torch.dtype)):
@@ -265,7 +265,7 @@ def _sized(name: str, size_keyword: str = "") -> _Reader:
 
 
 def _cast(dtype: torch.dtype) -> _Reader:
-    """Read ``x.float()`` and its kin as ``x.to(dtype)``."""
+    """Read ``x.float()`` and similar casts as ``x.to(dtype)``."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         _require(len(args) == 1 and not kwargs)
@@ -287,7 +287,7 @@ def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _loss(op: OpOverload, *smoothing: str) -> _Reader:
-    """Read a loss of torch.nn.functional, whose reduction is a name or older arguments."""
+    """Read a loss of torch.nn.functional, whose reduction is a name or deprecated arguments."""
     names = "input target weight size_average ignore_index reduce reduction".split()
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
@@ -300,7 +300,7 @@ def _loss(op: OpOverload, *smoothing: str) -> _Reader:
 
 
 def _by_name(names: Sequence[str], required: int, args: _Args, kwargs: _Kwargs) -> _Kwargs:
-    """Return arguments by name, of which the first few are required."""
+    """Return positional and keyword arguments by name; the first `required` ones must be given."""
     _require(len(args) <= len(names) and not set(kwargs) - set(names))
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     _require(given.keys() >= set(names[:required]) and not given.get("inplace"))
@@ -481,7 +481,7 @@ def is_several(value: Any) -> bool:
 
 
 def _part(parted: Node, index: Any) -> Call:
-    """Read ``x.chunk(4)[1]`` as the slice of x it is, and ``x.unbind()[1]`` as the row."""
+    """Read ``x.chunk(4)[1]`` as the equivalent slice of x, and ``x.unbind()[1]`` as a select."""
     parts = compat.example_value(parted)
     call = read_one(parted)
     if call is None or not isinstance(index, int) or not -len(parts) <= index < len(parts):
@@ -640,8 +640,10 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 
 
 def trace(node: Node) -> Reading | None:
-    """Read ``node`` by running it alone on fake operands, in milliseconds, or return None: the
-    table's test oracle, and the fallback for nodes without an entry.
+    """Read ``node`` by running it alone on fake operands, or return None.
+
+    This takes milliseconds. It is the fallback for nodes without an entry in the table, and the
+    tests compare the table with it.
     """
     value = compat.example_value(node)
     if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):
@@ -667,7 +669,7 @@ def trace(node: Node) -> Reading | None:
         with torch.no_grad():
             graph = make_fx(run, pre_dispatch=True)(*values).graph  # composite ops kept whole
     except Exception:
-        # Whatever a lone node cannot do (data-dependent sizes, missing context) means: unread.
+        # Any error of a node that runs alone (data-dependent sizes, missing context) means: unread.
         return None
     return _reading_of_trace(graph, operands)
 

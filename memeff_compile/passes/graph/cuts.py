@@ -64,7 +64,7 @@ _CROSSES = (torch.Tensor, torch.SymInt)
 
 
 def candidates(info: GraphInfo) -> list[Node]:
-    """Return the nodes that a partition may hold; none where a size is known only at run time."""
+    """Return the nodes that a partition may contain; none if a size is known only at run time."""
     nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
     return [] if any("unbacked_bindings" in node.meta for node in nodes) else nodes
 
@@ -75,7 +75,7 @@ def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
     """
     found = set()
     outside = info.region.grad, info.region.inference
-    tied = -1  # up to here a value is needed that cannot cross: it is no tensor
+    tied = -1  # until here a value is needed that is no tensor and so cannot cross a cut
     for node in nodes:
         region = info.regions[node]
         if tied < info.positions[node] and (region.grad, region.inference) == outside:
@@ -128,8 +128,8 @@ class Piece:
     """A partition of a graph."""
 
     graph: GraphModule
-    takes: tuple[Node, ...]  # its input nodes, in the whole graph
-    gives: tuple[Node, ...]  # and those that it returns
+    takes: tuple[Node, ...]  # the partition's inputs, as nodes of the whole graph
+    gives: tuple[Node, ...]  # the nodes that the partition returns
 
 
 def compiled_in_pieces(
@@ -145,7 +145,7 @@ def compiled_in_pieces(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
     pieces = split(gm, set(cuts))
-    if not all(piece.gives for piece in pieces):  # one that is there for its effects alone
+    if not all(piece.gives for piece in pieces):  # a partition that runs only for its side effects
         return compile_one(gm, example_inputs)
     steps: list[tuple[Callable[..., Any], Piece, list[Node]]] = []
     last_use = {node: place for place, piece in enumerate(pieces) for node in piece.takes}
@@ -212,7 +212,7 @@ def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
         needed = dict.fromkeys([*sizes, *(each for n in group for each in n.all_input_nodes)])
         outside = [n for n in needed if n.op != "get_attr" and place.get(n, -1) < number]
         takes = tuple(n for n in outside if not enters_autocast(n))
-        # a user without a place is the output
+        # a user without an index is the output
         used = [n for n in group if any(place.get(u, end) > number for u in n.users)]
         gives = tuple(n for n in used if not enters_autocast(n))
         found.append(Piece(_piece(gm, group, takes, gives, entered[number]), takes, gives))

@@ -1,7 +1,7 @@
-"""The one way a pass changes a graph: every edit keeps metadata, is verified, and can be undone.
+"""The only means by which passes change a graph: edits keep metadata, are verified, can be undone.
 
 New nodes are calls to op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``
-filled: AOTAutograd's cache refuses graphs with holes in the first, and reports read the others.
+filled: AOTAutograd's cache refuses graphs without the first, and reports read the other two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """An edit would have changed a value that a consumer can see; the match is rolled back."""
+    """Raised if an edit would change a value that a consumer can see; the match is rolled back."""
 
 
 class Editor:
@@ -40,14 +40,14 @@ class Editor:
 
     @property
     def graph(self) -> Graph:
-        """The graph being edited."""
+        """Return the graph that this editor changes."""
         return self.info.gm.graph
 
     @contextlib.contextmanager
     def at(
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
-        """Insert before ``node``; new nodes take source line and module path of ``like``.
+        """Insert the next nodes before ``node``, with the source line and module path of ``like``.
         ``region`` gives the autograd and autocast state there (default: that of ``node``); inserted
         nodes may switch gradients off.
         """
@@ -70,7 +70,7 @@ class Editor:
         return node if is_same else self.call(torch.ops.aten.to.dtype, node, dtype)
 
     def hold(self, name: str, tensor: torch.Tensor) -> Node:
-        """Insert a tensor that the graph keeps, and may write to: a buffer of the outermost one."""
+        """Insert a tensor that the graph keeps and may write to: a buffer of the outer graph."""
         if self.info.parent is not None:
             return self.bring_in(self.around().hold(name, tensor))
         gm, first = self.info.gm, _first_call(self.graph)
@@ -107,8 +107,9 @@ class Editor:
         return node
 
     def size(self, value: int | torch.SymInt) -> int | Node:
-        """Return a size as an argument: a number, or the node that computes it; else
-        EditRefused.
+        """Return a size as an argument: a number, or the node that computes the size.
+
+        Raise EditRefused if no node computes the size.
         """
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 
@@ -208,12 +209,13 @@ class Editor:
         self._touched[node] = None
 
     def keep(self, kept: Mapping[Node, str]) -> None:
-        """Let the checkpoint of this body keep results of calls, in the form of `compat`."""
+        """Let the checkpoint of this body keep the results of some calls."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Check the edited nodes, which can fail, then erase unused nodes of ``dead`` permanently.
-        The whole graph is linted once, after all passes.
+        """Check the edited nodes, then erase unused nodes of ``dead`` permanently.
+
+        The check can fail. The whole graph is linted once, after all passes.
         """
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"

@@ -25,7 +25,7 @@ from .module_names import ModuleNames, module_stack
 
 @dataclass(frozen=True)
 class Region:
-    """Which of autograd, autocast and inference mode are switched on around a node."""
+    """The states of autograd, autocast and inference mode around a node."""
 
     grad: bool
     inference: bool
@@ -55,13 +55,13 @@ class GraphInfo:
     called_by: Node | None = None
     regions: dict[Node, Region] = field(default_factory=dict)
     positions: dict[Node, int] = field(default_factory=dict)
-    # Results that a pass has computed and wants to find again, until the graph changes.
+    # Results that a pass has computed and reuses until the graph changes.
     notes: dict[str, Any] = field(default_factory=dict)
     # Nodes that edits have replaced, with their replacements.
     replaced: dict[Node, Node] = field(default_factory=dict)
     # Nodes that edits have inserted for several matches, by the key that describes them.
     shared: dict[Hashable, Node] = field(default_factory=dict)
-    candidate: Node | None = None  # the node that the running search is looking at
+    candidate: Node | None = None  # the candidate of the running search
     left_out: set[Node] = field(default_factory=set)  # candidates at which that search has failed
     # Names of modules; the infos of bodies share it.
     names: ModuleNames = field(default_factory=ModuleNames)
@@ -73,7 +73,7 @@ class GraphInfo:
         """Walk the graph again: after an edit positions and regions have changed."""
         self.notes.clear()
         for name in self.__dict__.keys() - self.__dataclass_fields__.keys():
-            del self.__dict__[name]  # the result of a cached_property, which is no field
+            del self.__dict__[name]  # the stored result of a cached_property
         self.regions, self.positions = {}, {}
         stack: list[tuple[Node, Region]] = []
         current = self.region
@@ -114,12 +114,12 @@ class GraphInfo:
 
     @cached_property
     def placeholders(self) -> list[Node]:
-        """The graph's inputs, in the order of its arguments."""
+        """Return the graph's inputs, in the order of its arguments."""
         return [n for n in self.gm.graph.nodes if n.op == "placeholder"]
 
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
-        """The inputs that contain a symbolic size: its formula, and a node or a tensor's
+        """Return the inputs that contain a symbolic size, by formula: a node or a tensor's
         dimension.
         """
         said: dict[Any, Node | tuple[Node, int]] = {}
@@ -134,7 +134,7 @@ class GraphInfo:
         return held | said
 
     def says(self, size: int | torch.SymInt) -> bool:
-        """Return whether a size is a number, or made from sizes of the inputs."""
+        """Return whether a size is a number, or can be computed from sizes of the inputs."""
         return isinstance(size, int) or self._says(compat.size_formula(size))
 
     def _says(self, formula: Any) -> bool:
@@ -144,7 +144,7 @@ class GraphInfo:
 
     @property
     def is_called_once(self) -> bool:
-        """Whether one call alone runs this body."""
+        """Return whether exactly one call runs this body."""
         if self.parent is None or self.called_by is None:
             return False
         body: Any = self.called_by.args[0]
@@ -153,8 +153,9 @@ class GraphInfo:
 
     @property
     def checkpoints_for_nothing(self) -> bool:
-        """Whether this is a checkpoint's body with gradients on, in a graph whose outputs need no
-        gradient.
+        """Return whether this is a checkpoint's body with gradients on, in a graph without them.
+
+        No output of that graph needs a gradient.
         """
         *_, root = self.outward()
         results = compat.pytree.tree_leaves(root.output.args[0])
@@ -163,17 +164,17 @@ class GraphInfo:
 
     @property
     def output(self) -> Node:
-        """The output node."""
+        """Return the output node."""
         return self.gm.graph.output_node()
 
     @cached_property
     def needs_grad(self) -> bool:
-        """Whether a backward pass may follow: gradients are on, and a result needs one."""
+        """Return whether a backward may follow: gradients are on, and a result needs one."""
         values = map(self.tensor, self.placeholders)
         return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
     def outward(self) -> Iterator[GraphInfo]:
-        """Yield this level and those around it, from the inside out."""
+        """Yield this level and the enclosing levels, from the inside out."""
         yield self
         if self.parent is not None:
             yield from self.parent.outward()
@@ -186,8 +187,9 @@ class GraphInfo:
 
     @property
     def has_checkpoint_policy(self) -> bool:
-        """Whether a checkpoint around this level has a ``context_fn``, which chooses the saved
-        tensors.
+        """Return whether a checkpoint around this level has a ``context_fn``.
+
+        That function chooses the saved tensors.
         """
         return any(compat.has_checkpoint_policy(level.gm) for level in self.outward())
 
@@ -248,7 +250,7 @@ class GraphInfo:
 
     @cached_property
     def writes(self) -> list[Write]:
-        """Every in-place write of this graph, in order."""
+        """Return every in-place write of this graph, in order."""
         writes = (Write(node, place, written_by(node)) for node, place in self.positions.items())
         return [write for write in writes if write.targets]
 
@@ -278,11 +280,12 @@ class GraphInfo:
         return any(self.may_share_memory(t, node) for node in nodes for t in write.targets)
 
     def may_share_memory(self, a: Node, b: Node) -> bool:
-        """Return whether the two may overlap: one fake storage, or two inputs of unknown memory.
+        """Return whether the memory of two nodes may overlap.
 
-        Inputs of different dtypes are assumed apart: a key/value cache is not the mask. With
-        ``inner="eager"`` they are not: AOTAutograd also assumes that different storages are
-        different memory, but eager reads the memory as it is.
+        It may if they have one fake storage, or are two inputs of unknown memory. Inputs of
+        different dtypes are assumed not to overlap: a key/value cache is not the mask. This is not
+        assumed with ``inner="eager"``. AOTAutograd assumes that different storages are different
+        memory; eager does not.
         """
         if a is b:
             return True
@@ -310,7 +313,9 @@ class GraphInfo:
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
-        """Written memory: its storages, whether some is unknown, dtypes of the user's memory."""
+        """Return the written storages, whether some written memory is unknown, and the dtypes of
+        written user memory.
+        """
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
         keys = set(map(storage_of, values))
@@ -323,7 +328,7 @@ class GraphInfo:
 
     @cached_property
     def _inputs_by_storage(self) -> dict[int, bool]:
-        """The memory of every input, and whether it is the user's: no parameter or buffer."""
+        """Return the storage of every input, and whether the input is no parameter or buffer."""
         found: dict[int, bool] = {}
         for placeholder in self.placeholders:
             held = self.tensor(placeholder)
@@ -348,7 +353,7 @@ def _short_path(path: str) -> str:
 
 
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
-    """Return the region that holds for the nodes after ``node``."""
+    """Return the region of the nodes after ``node``."""
     if node.op != "call_function" or isinstance(node.target, OpOverload):
         return current
     name = getattr(node.target, "__name__", "")
@@ -375,7 +380,7 @@ def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) 
 
 
 def ambient_region() -> Region:
-    """Return the region the backend was called in: the caller's."""
+    """Return the caller's region, in which the backend was called."""
     return Region(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
@@ -467,7 +472,7 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return what the body may write to: no node for a body without writes, else every operand."""
+    """Return the operands that a body may write to: all if it has any write, else none."""
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]
@@ -478,7 +483,7 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
 
 
 def levels_of(gm: GraphModule) -> list[GraphModule]:
-    """Return a graph and those inside it."""
+    """Return a graph and its nested graphs."""
     return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
@@ -497,7 +502,7 @@ def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def node_name(node: Node) -> str:
-    """Return the name by which a reader knows the operation."""
+    """Return the name of the operation for reports."""
     if isinstance(node.target, str):
         return node.target
     if isinstance(node.target, OpOverload):
@@ -512,5 +517,5 @@ def storage_of(value: torch.Tensor) -> int | None:
     except (
         RuntimeError,
         NotImplementedError,
-    ):  # the errors that torch raises for sparse and wrapped tensors
+    ):  # torch raises these for sparse and wrapped tensors
         return None

@@ -1,6 +1,6 @@
 """Names of modules as in `named_modules()` of the compiled model, found by identity.
 
-Dynamo names a module by the way it was reached: `L['self'].__dict__['_modules']['base_model']` in a
+Dynamo names a module by its access path: `L['self'].__dict__['_modules']['base_model']` in a
 model of PEFT, `L['trainer'].model.lm_head` in a method of a trainer, `L['self'].lm_head` in a part
 of a model after a graph break. The keys of its stacks are the numbers of the modules.
 """
@@ -30,7 +30,7 @@ def clean_module_path(path: str) -> str:
 
 
 def module_stack(node: Node) -> list[tuple[str, str]]:
-    """Return numbers and Dynamo's paths of the modules of ``node``, the outermost first."""
+    """Return ids and Dynamo's paths of the modules of ``node``, the outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
     return [
         (str(key).partition("@")[0], entry[0] if isinstance(entry, tuple) else str(entry))
@@ -47,7 +47,7 @@ class ModuleNames:
         self._running: list[nn.Module] | None = None
 
     def of(self, number: str, path: str) -> tuple[str, ...]:
-        """Return every name that a module goes by, the one for reports first."""
+        """Return all names of a module, the name for reports first."""
         if (number, path) not in self._found:
             self._found[number, path] = tuple(dict.fromkeys(self._names(number, path)))
         return self._found[number, path]
@@ -79,7 +79,7 @@ class ModuleNames:
             yield first
 
     def _table(self, root: nn.Module) -> dict[str, list[str]]:
-        """Return the names of all modules of a model, by their numbers."""
+        """Return the names of all modules of a model, by module id."""
         if id(root) not in self._tables:
             table: dict[str, list[str]] = {}
             for name, module in root.named_modules(remove_duplicate=False):
@@ -89,7 +89,7 @@ class ModuleNames:
 
 
 def _first_module(path: str) -> nn.Module | None:
-    """Return the first module on a path of Dynamo's."""
+    """Return the first module on one of Dynamo's paths."""
     value: Any = compat.frame_variables().get(path[:1])
     for step in _STEP.findall(path[1:]):
         try:

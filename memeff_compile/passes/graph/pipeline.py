@@ -29,7 +29,7 @@ from .render import render
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_MOST_FAILURES = 32  # candidates that one search leaves out
+_MOST_FAILURES = 32  # how many failing candidates one search may leave out
 
 # The name of a graph's report among the artifacts that TORCH_TRACE and tlparse show.
 TRACE_NAME = "memeff_report"
@@ -59,11 +59,11 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
                 state.apply(graph_pass, level)
         edited = [module for module, _ in state.snapshot]
         for module in [gm, *edited] if options.passes else edited:
-            # a user-defined pass that edits without the editor is detected only here
+            # this is the only check that detects a user-defined pass that edits without the editor
             module.graph.lint()
         state.note_unused_skips(info)
     except MemeffError:
-        raise  # other processes would wait for the node that this one left out
+        raise  # other processes would wait for the node that this process did not insert
     except Exception as error:  # not the fault of a match: an undo failed
         state.give_up(error)
     if state.changed:
@@ -130,9 +130,7 @@ class _Run:
             self.records += _said((), lambda: _notes(graph_pass, info))
 
     def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
-        """Return the matches of a pass; a candidate at which the search raises is left out of a new
-        one.
-        """
+        """Return a pass's matches; if the search raises, repeat it without that candidate."""
         info.left_out.clear()
         while True:
             found: list[Any] = []
@@ -153,7 +151,7 @@ class _Run:
                 self._append(record, is_counted=True)
 
     def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
-        """Serve one match, or its parts one by one if that fails; return whether all went well."""
+        """Rewrite one match, or its parts one by one if that fails; return whether all worked."""
         editor = Editor(info)
         try:
             self._serve(graph_pass, info, found, editor)
@@ -214,7 +212,7 @@ class _Run:
         self.records.extend(notes)
 
     def _keep(self, info: GraphInfo) -> None:
-        """Copy the graphs that an edit at this level may touch, once."""
+        """Copy, once, the graphs that an edit at this level may change."""
         for level in info.outward():  # an edit of a checkpoint's body may give it more arguments
             if not any(module is level.gm for module, _ in self.snapshot):
                 self.snapshot.append((level.gm, compat.copy_graph(level.gm)))
@@ -245,7 +243,7 @@ class _Run:
 
 
 def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) -> Record:
-    """Return a record of several places with the modules of all of them."""
+    """Return a record of several matches with the modules of all of them."""
     paths = dict.fromkeys(filter(None, map(info.module_path, places if record.sites > 1 else ())))
     return replace(record, also=tuple(path for path in paths if path != record.module))
 
@@ -304,7 +302,7 @@ def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[st
 
 
 def _sentence(text: str) -> str:
-    """Write ``text`` as a sentence: a capital at the front, a full stop at the end."""
+    """Return ``text`` as a sentence, with a capital letter and a full stop."""
     if not text:
         return text
     first = text.split(" ")[0].rstrip(",:;")
@@ -336,7 +334,7 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise if a pass in ``memeff.strict`` declined a match, or found none in training."""
+    """Raise an error if a pass in ``memeff.strict`` declined a match, or found none in training."""
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]
         fired = any(r.action in CHANGES for r in mine)

@@ -1,4 +1,4 @@
-"""One spelling for products of batches of matrices: ``@``, bmm, baddbmm, and einsum of two tensors.
+"""One form for products of batches of matrices: ``@``, bmm, baddbmm, and einsum of two tensors.
 
     q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
     torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"
@@ -104,7 +104,7 @@ def spelled_out(equation: str, dims: Sequence[int]) -> tuple[list[str], str]:
         dim - len(each.replace("...", "")) if "..." in each else 0
         for each, dim in zip(operands, dims, strict=True)
     ]
-    # Those of operands with fewer are the last ones, as in broadcasting.
+    # Operands with fewer axes have the last ones, as in broadcasting.
     shared = [unused[len(unused) - count :] for count in (*counts, max(counts))]
     if not arrow:
         once = [letter for letter in set(inputs) - {".", ","} if inputs.count(letter) == 1]

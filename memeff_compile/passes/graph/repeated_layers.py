@@ -1,8 +1,8 @@
-"""Repeated layers of a graph: each distinct one is compiled once.
+"""Repeated layers of a graph: each distinct layer is compiled once.
 
-A model of 26 layers is captured as one graph in which the same layer comes 26 times, with other
-weights. Compilers compile it 26 times. Here the graph is cut between layers; partitions that are
-equal share one compiled function, in the forward and in the backward pass.
+A model of 26 layers is captured as one graph with 26 copies of a layer, and compilers compile each
+copy. This module cuts the graph between layers; equal partitions share one compiled function, in
+the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ LEAST = 4
 
 @dataclass(frozen=True)
 class Repeated:
-    """Where a graph is cut between layers, or why it is not."""
+    """The positions at which a graph is cut between layers, or why it is not cut."""
 
-    starts: tuple[Node, ...] = ()  # first nodes of partitions, but for the first partition
+    starts: tuple[Node, ...] = ()  # the first node of each partition except the first
     layers: int = 0  # partitions that share a compiled function with others
-    kinds: int = 0  # compiled functions that these share
+    kinds: int = 0  # the number of compiled functions that they share
     why_not: str = ""  # a code; empty for graphs with few layers
 
 
 def repeated_layers(info: GraphInfo) -> Repeated:
-    """Find the equal layers of a whole graph as the passes left it."""
+    """Find the equal layers of a whole graph after the passes."""
     options = info.options
     if options.regions == "off" or options.inner == "eager" or info.parent is not None:
         return Repeated()
@@ -70,7 +70,7 @@ def _borders(info: GraphInfo) -> list[Node]:
     last = max((place for place, (_, block) in enumerate(blocks) if block), default=-1)
     found, current = [], ""
     for place, (node, block) in enumerate(blocks):
-        # What the model does between two layers belongs to the one before.
+        # Nodes between two layers belong to the previous layer.
         if (block and block != current) or place == last + 1:
             current = block
             if place and node in allowed:
@@ -140,7 +140,7 @@ WHY_NOT = {
 
 
 def said(found: Repeated) -> Record | None:
-    """Say how many layers share how many compiled functions, or why none do."""
+    """Return a note on how many layers share how many compiled functions, or why none do."""
     if found.why_not:
         why, hint = WHY_NOT[found.why_not]
         return Record("backend", "declined", found.why_not, f"each layer is compiled: {why}", hint)
@@ -152,7 +152,7 @@ def said(found: Repeated) -> Record | None:
 
 
 def undecided(error: Exception) -> Record:
-    """Say that the graph stays whole because the search for layers failed."""
+    """Return a note that the graph is not cut because the search for layers failed."""
     why = f"searching for repeated layers failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph is compiled whole. Please report it."
     return Record("backend", "internal_error", "layers_failed", why, hint)

@@ -1,4 +1,4 @@
-"""The structure of a graph and its inputs, as a key: equal keys, equal compiled code.
+"""The structure of a graph and its inputs as a key: equal keys mean equal compiled code.
 
 Two layers of a model are captured as two partitions that differ in node names and in weights. One
 compiled function serves both if everything that a compiler may look at is equal: operations,
@@ -81,7 +81,7 @@ def _input(value: Any, storages: dict[int, int]) -> Hashable:
         return _subclass(value, storages)
     if value.layout is not torch.strided:
         return ("object", id(value))
-    # Inputs that share memory are compiled otherwise if one of them is written.
+    # Inputs that share memory are compiled differently if the graph writes to one of them.
     shared = storages.setdefault(compat.storage_key(value), len(storages))
     offset = value.storage_offset()
     return (

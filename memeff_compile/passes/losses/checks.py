@@ -59,7 +59,7 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
     how: dict[str, Any] = {"dtype": head.compute_dtype}
     how["gradient_filter"] = info.options.linear_cross_entropy
     how["workspace"] = info.options.linear_cross_entropy_workspace
-    for tail in site.tails:  # the op itself is asked
+    for tail in site.tails:  # the op's own check
         dtype = torch.int64 if tail.target is None else info.value(tail.target).dtype
         target = rows.new_empty(rows.shape, dtype=dtype)
         bias = None if head.bias is None else compat.local_part(info.value(head.bias))
@@ -127,7 +127,7 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Metrics may be cut off from the gradient; a loss is not, and no tail is cut off in part."""
+    """Return a decline for a detached loss, or a partly detached tail; metrics may be detached."""
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:
         return None

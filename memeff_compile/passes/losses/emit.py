@@ -60,8 +60,9 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
-    """Serve statistics of many parts of the rows, as of chunks, by one call over all rows, unless
-    the parts are less than half of these.
+    """Join statistics of many parts of the rows, such as chunks, into one call over all rows.
+
+    They are not joined if the parts have less than half of the rows.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -92,7 +93,7 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     is_own_sum = reads_sum(tail) and tail.kind != "loss"
     if is_own_sum and (first.ignore_index is not None or first.class_weight is not None):
         return False  # the op's sums leave out ignored rows, and may be weighted by class
-    if tail.kind in STATISTICS:  # of all rows, of which the tail's own are then taken
+    if tail.kind in STATISTICS:  # of all rows; the tail's rows are then selected
         return tail.chain.is_of(first.chain)
     return (
         first.kind not in STATISTICS
@@ -123,8 +124,9 @@ _TARGET_MOVES = named(
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes to compute again if one op call for ``group`` runs before its first tail.
-    Return None if that is unsafe. Targets made later (a shift after a z-loss) are integer views and
-    copies of inputs that no node writes to, so they cost almost no time.
+
+    Return None if that is unsafe. Targets that are computed later, such as a shift after a z-loss,
+    are integer views and copies of inputs that no node writes to, so they cost almost no time.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -220,8 +222,9 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 
 
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
-    """Return whether one number is all that a call's losses give: its gradients can then be made in
-    the forward. Not in an activation checkpoint, whose forward runs twice.
+    """Return whether a call's losses give only one number, so that the forward computes gradients.
+
+    Return False in an activation checkpoint, whose forward runs twice.
     """
     tail = group[0]
     hidden = info.tensor(tail.chain.head.hidden)
@@ -250,7 +253,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Name the per-row values that a call gathers if ranks hold parts of the classes."""
+    """Return the names of the per-row values that a call gathers over ranks with other classes."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -258,7 +261,7 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how often ranks with parts of the classes gather numbers of a call's rows."""
+    """Return how often ranks with other classes gather per-row numbers in a call."""
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -340,7 +343,7 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert the op, or the one of ranks that have some of the classes each."""
+        """Insert the op, or the op for classes that are split over ranks."""
         e, split = self.editor, self.split
         if split is None:
             whole, adapted = op_folder.linear_cross_entropy, op_folder.linear_cross_entropy_adapted
@@ -455,7 +458,7 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the op's results as the tail at hand may read it."""
+        """Return one of the op's results in the form for the current tail."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:
@@ -498,7 +501,7 @@ class GroupEmitter:
         e = self.editor
         rows = partial(e.call, aten.select.int, self.hidden, -1, 0)
         if self.with_target is None or self.with_target.target is None:
-            # Only logsumexp is asked for: any class will do.
+            # Only logsumexp is requested, so any class is a valid target.
             return e.call(aten.zeros_like.default, rows(), dtype=torch.int64)
         shape = self.info.value(self.hidden).shape[:-1]
         target = self._as_wide(self.with_target.target, shape, rows)
@@ -510,7 +513,7 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Give ``node`` a shape: that of the node that ``like`` makes if sizes are not known."""
+        """Reshape ``node``, if sizes are unknown to the shape of the node from ``like``."""
         if same_shape(shape, self.info.value(node).shape):
             return node
         if all(isinstance(size, int) for size in shape):

@@ -42,7 +42,7 @@ from ..graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 from ..graph.products import spelled_out
 from . import shards
 
-SMALLEST_VOCABULARY = 32  # fewer classes than this make logits too small to matter
+SMALLEST_VOCABULARY = 32  # logits with fewer classes are too small to matter
 _HEAD_WIDTH = 4  # a head is wider than this times its input
 
 
@@ -54,11 +54,11 @@ class LowRank:
     up: Node
     transposed: bool  # up is (R, V)
     scale: float
-    dtype: torch.dtype  # in which the product runs
+    dtype: torch.dtype  # dtype in which the product runs
     links: tuple[
         Node, ...
     ]  # the nodes that scale and cast the product, last first, and the product
-    symbols: tuple[Node, ...] = ()  # numbers of the user's in the scale, held constant
+    symbols: tuple[Node, ...] = ()  # user numbers in the scale, guarded as constant
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class Head:
     compute_dtype: torch.dtype
     parts: tuple[LowRank, ...] = ()
     summed: tuple[Node, ...] = ()  # the nodes of the products that ``node`` adds, in order
-    casts: tuple[Node, ...] = ()  # of the weight and the bias, which the op's call casts itself
+    casts: tuple[Node, ...] = ()  # casts of weight and bias, which the op's call repeats
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The products and the nodes that add them, in order."""
+        """Return the products and the nodes that add them, in order."""
         return (*self.summed, self.node)
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """The dtype in which low-rank products run: the head's or, next to 16 bits, fp32."""
+        """Return the dtype of low-rank products: the head's, or fp32 if they differ."""
         if all(part.dtype == self.compute_dtype for part in self.parts):
             return self.compute_dtype
         return wide(self.compute_dtype)
@@ -106,7 +106,7 @@ class Vector:
     """A vector over the vocabulary that is added to the logits, and its later steps."""
 
     node: Node
-    classes: tuple[int, int] | None = None  # those of its classes that are left in the end
+    classes: tuple[int, int] | None = None  # its classes that remain at the end
     factors: tuple[Factor, ...] = ()  # the scales of the logits after it was added
 
 
@@ -133,7 +133,7 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Equal for row steps that do the same to the same rows, wherever they stand."""
+        """Return a key that is equal for row steps with the same effect on the same rows."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -147,46 +147,47 @@ class Chain:
 
     @property
     def row_steps(self) -> tuple[Step, ...]:
-        """The steps that touch leading dimensions."""
+        """Return the steps that change leading dimensions."""
         return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Equal for chains whose rows are the same rows in the same order: one entry per row step,
-        up to the last one that selects or reorders rows.
+        """Return a key that is equal for chains with the same rows in the same order.
+
+        It has one entry per row step, up to the last step that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether these rows are those of another chain of this head, or some of them."""
+        """Return whether these rows are all or some of the rows of another chain of this head."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
     @property
     def classes(self) -> tuple[int, int] | None:
-        """The first kept class of the head and the one after the last; None for all."""
+        """Return the first kept class of the head and the one after the last; None for all."""
         return _left(self.steps)
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """The tensors that scale the logits."""
+        """Return the tensors that scale the logits."""
         return tuple(s.value for s in self.steps if s.kind == "factor")
 
     @property
     def moved(self) -> bool:
-        """Whether the class dimension is dimension 1 instead of the last."""
+        """Return whether the class dimension is dimension 1 instead of the last."""
         return any(s.kind == "move" for s in self.steps)
 
     @property
     def detached(self) -> bool:
-        """Whether no gradient passes through."""
+        """Return whether the chain blocks the gradient."""
         return any(s.kind == "detach" for s in self.steps)
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """The tensors besides the logits that the steps read: row indices and vectors."""
+        """Return the other tensors that the steps read: row indices and vectors."""
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
         flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
         vectors = [s.value for s in self.steps if s.kind == "bias"]
@@ -196,7 +197,7 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the classes that are left after some steps, counted from before them."""
+    """Return the classes that remain after some steps, as indices before these steps."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
@@ -246,7 +247,7 @@ class HeadReader:
         return self.extend(Chain(head, (), node), upwards[::-1])
 
     def is_wide(self, head: Head) -> bool:
-        """Return whether a linear layer is a head by its shape, and no wide one inside a model."""
+        """Return whether a linear layer's shape is that of a head, not of an inner layer."""
         weight, hidden = self.info.tensor(head.weight), self.info.tensor(head.hidden)
         if weight is None or hidden is None or not self._is_of_weights(head.weight):
             return False
@@ -318,7 +319,7 @@ class HeadReader:
         return None
 
     def product(self, node: Node) -> Head | None:
-        """Return the head that a node is by itself, or None."""
+        """Return the head whose product is this node, or None."""
         head = self._head(node)
         return head if isinstance(head, Head) else None
 
@@ -330,7 +331,7 @@ class HeadReader:
             return None
         for base, other in ((left, right), (right, left)):
             part = self._low_rank(other)
-            # In a residual stream the search would go on and on.
+            # In a residual stream the search would not end.
             if part is None or not self._is_narrow(part.low, shapes[2][-1]):
                 continue
             head, casts = self._cast_head(base)
@@ -338,7 +339,7 @@ class HeadReader:
             if head is None or not self._is_narrow(part.low, depth):
                 continue
             before = (*head.nodes, *casts, *part.links)
-            # Parts without a gradient in a sum that has one would get one.
+            # In the op, a term without a gradient would get one from the sum.
             is_alike = all(self.info.regions[n] == self.info.regions[node] for n in before)
             head = replace(head, node=node, parts=(*head.parts, part))
             dtype = self.info.value(node).dtype
@@ -376,7 +377,7 @@ class HeadReader:
         return None
 
     def _cast_head(self, node: Node) -> tuple[Head | None, list[Node]]:
-        """Read a head whose result was at most cast, and the casts."""
+        """Return a head whose result is only cast, and the casts."""
         casts: list[Node] = []
         node = back_over(node, (aten.to.dtype,), casts)
         if not all(self.info.value(cast).dtype.is_floating_point for cast in casts):
@@ -487,8 +488,9 @@ class HeadReader:
     def _is_scale(
         self, left: Node, left_value: torch.Tensor, right: Node, right_value: torch.Tensor
     ) -> bool:
-        """Return whether, of a product, the first operand scales and the second is the logits: the
-        wider one, or of two as wide that which comes from a head.
+        """Return whether the first operand of a product is a scale and the second one the logits.
+
+        The logits are the wider operand; of two equally wide ones, the one that comes from a head.
         """
         if same_shape(left_value.shape, right_value.shape):
             return self._products < _MAX_PRODUCTS and self._comes_second(left, right)

@@ -33,7 +33,7 @@ from .head import POINTWISE, SAME_OPS, Chain, Head, HeadReader, Step, fold, repl
 
 NAME = NOTED
 _SCALES = aten.mul.Tensor, aten.mul.Scalar
-_MANY = 8192  # features of a layer from which its results may be logits
+_MANY = 8192  # from this number of features on, a layer's results may be logits
 
 STALE_SENTENCE = (
     "out.logits is computed when first read; reading it after the weights changed raises "
@@ -93,7 +93,7 @@ def returned_logits(info: GraphInfo, *, narrow: bool = False) -> list[Returned]:
 
 
 def is_deferrable(info: GraphInfo, match: Returned) -> bool:
-    """Return whether the pass will defer these logits."""
+    """Return whether `defer_logits` will defer these logits."""
     is_on = not info.options.switched_off(NAME)
     return is_on and is_unused(info, match) and check_returned(info, match) is None
 
@@ -284,7 +284,7 @@ class _Layout:
 
     @property
     def back(self) -> tuple[int, ...]:
-        """The order of the base's dimensions in memory."""
+        """Return the order of the base's dimensions in memory."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property
@@ -309,7 +309,7 @@ def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Say whether a tensor is contiguous, without a guard."""
+    """Return whether a tensor is contiguous, without adding a guard."""
     strides = zip(value.shape, value.stride(), value.new_empty(value.shape).stride(), strict=True)
     return all(
         compat.statically_true(size == 1) or compat.statically_true(stride == dense)

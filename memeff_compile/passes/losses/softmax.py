@@ -36,7 +36,7 @@ class Soft:
 
     chain: Chain
     through: tuple[Node, ...]
-    sign: int = 1  # -1 for minus log-probabilities, where these are asked for
+    sign: int = 1  # -1 for negative log-probabilities, if the caller accepts them
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Peak:
     """
 
     logits: Node
-    node: Node  # the maximum as it was computed
+    node: Node  # the node that computes the maximum
     trains: bool
     dim: int  # of the logits, over which it was taken
     through: tuple[Node, ...]
@@ -60,7 +60,7 @@ class Peak:
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether adding one maximum cancels subtracting the other, in the gradient too."""
+        """Return whether adding one maximum cancels subtracting the other, also in gradients."""
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
 
@@ -89,7 +89,7 @@ class SoftmaxReader:
         return self._read(node, self._start_of_log_probs)
 
     def signed_log_probs(self, node: Any) -> Soft | Decline | None:
-        """Read log-probabilities, or minus these, with the sign taken before or after row moves."""
+        """Read log-probabilities or their negatives, with the sign before or after row moves."""
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:

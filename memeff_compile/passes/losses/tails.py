@@ -43,8 +43,8 @@ class Tail:
     reduction: int = 0
     ignore_index: int | None = None
     label_smoothing: float = 0.0
-    through: tuple[Node, ...] = ()  # the nodes between the chain and this one
-    symbols: tuple[Node, ...] = ()  # settings that dynamic=True made symbols of
+    through: tuple[Node, ...] = ()  # the nodes between the chain and this node
+    symbols: tuple[Node, ...] = ()  # settings that are symbols under dynamic=True
     keepdim: bool = False  # a statistic without a target keeps the class dimension, of size 1
     factors: tuple[Node, ...] = ()  # the node that an entropy multiplies
     wraps: bool = False  # targets count modulo the classes, as in take_along_dim
@@ -55,12 +55,12 @@ class Tail:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """The tensors besides the logits that the loss reads."""
+        """Return the tensors that the loss reads in addition to the logits."""
         return tuple(n for n in (self.target, self.class_weight) if n is not None)
 
     @property
     def name(self) -> str:
-        """The kind's name in reports."""
+        """Return the kind's name in reports."""
         if self.kind in ENTROPIES:
             return "entropy"
         return "argmax" if self.kind == "top" else node_name(self.node)
@@ -102,7 +102,7 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """The fields of a tail that describe its kind."""
+        """Return the fields of a tail that describe its kind."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -223,7 +223,7 @@ class TailReader:
             yield Decline("setting_not_constant", f"{said}call to call", hint, node)
             return
         symbols = tuple(s for s in settings if isinstance(s, Node))
-        if hot is not None:  # of each row the mean divides by one, whatever its targets sum to
+        if hot is not None:  # the mean divides by one per row, whatever the sum of its targets
             classes = compat.known_size(self.info.value(a["self"]).shape[-1]) or 1
             yield Tail(
                 node,
@@ -314,7 +314,7 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return why single entries of log-probabilities by index are not served."""
+        """Return why indexed single entries of log-probabilities are not supported."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
@@ -389,7 +389,7 @@ class TailReader:
             return
 
     def _divergence(self, node: Node) -> Iterable[Decline]:
-        """Name a divergence of a head's log-probabilities from others, which no op serves."""
+        """Return a decline for a divergence of log-probabilities, which no op supports."""
         given = node.args[0] if node.args else node.kwargs.get("input")
         soft = self.softmax.log_probs(given)
         if isinstance(soft, Soft):
@@ -650,7 +650,7 @@ def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
 
 
 def _same_logits(a: Chain, b: Chain) -> bool:
-    """Return whether two chains are the same numbers in the same places, gradients aside."""
+    """Return whether two chains have equal values in the same positions, gradients aside."""
     left, right = fold(a), fold(b)
     return (
         a.head.node is b.head.node
@@ -681,8 +681,9 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Remove tails that only other tails read, such as a normalisation's logsumexp; losses come
-    first.
+    """Return the tails without those that only other tails read, losses first.
+
+    An example of a removed tail is a normalisation's logsumexp.
     """
     inner = {node for tail in tails for node in tail.through}
     known = inner | {tail.node for tail in tails}

@@ -69,7 +69,7 @@ class OneHot:
 
 
 def read_one_hot(info: GraphInfo, node: Node, reader: Node) -> OneHot | None:
-    """Return the one-hot form that ``node`` has for ``reader``, if it has no other reader."""
+    """Return ``node`` as a one-hot form, if ``reader`` is its only reader."""
     found = _one_hot(info, node, reader)
     if found is None or not all(
         user in found.nodes or user is reader for each in found.nodes for user in each.users
@@ -126,12 +126,12 @@ def _one_hot(info: GraphInfo, node: Node, reader: Node) -> OneHot | None:
     return None
 
 
-# Of whole numbers these stay whole.
+# Integer operands give integer results here.
 _WHOLE = named("mul.Tensor mul.Scalar add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar")
 
 
 def _constant(node: Any) -> float | None:
-    """Return the number that every entry of a new tensor is."""
+    """Return the number that fills a new tensor."""
     name = node_name(node) if isinstance(node, Node) else ""
     if name in _FILLED:
         return _FILLED[name]
@@ -149,7 +149,7 @@ _FILLED |= dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0)
 def _scattered(
     info: GraphInfo, node: Node, a: Any, base: float, nodes: tuple[Node, ...]
 ) -> OneHot | None:
-    """Read one number per row that is put at the row's target."""
+    """Read a scatter of one number per row to the row's target."""
     value, index, number = info.tensor(node), a["index"], a["value"]
     places = info.tensor(index)
     if value is None or places is None or not isinstance(number, (int, float)):

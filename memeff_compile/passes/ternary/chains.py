@@ -27,20 +27,20 @@ from ..graph.canonical import PREVIOUS, Call, aten, back_over, call_of, read, re
 from ..graph.graph_info import node_name
 from .masks import behind_item, read_larger_half
 
-_STEPS = 16  # nodes looked back over when asking whether something rounds on the way
+_STEPS = 16  # how many nodes back the search for a rounding goes
 Unread: TypeAlias = Decline  # why a chain cannot be served
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A value that is another one, quantised and scaled back."""
+    """A value that is the quantised and dequantised form of another tensor."""
 
     source: Node  # the quantised tensor
-    quantizer: Quantizer  # how a token is; for a weight, its eps and details alone count
+    quantizer: Quantizer  # how tokens are quantised; for a weight, only eps and details matter
     is_weight: bool  # the scale is one for the whole tensor and the codes are -1, 0, 1
     is_straight: bool  # the gradient passes through unchanged
     chain: tuple[Node, ...]  # nodes between the source and the value, the value included
-    numbers: tuple[Node, ...] = ()  # nodes of numbers read: the answer holds as long as they stay
+    numbers: tuple[Node, ...] = ()  # nodes of numbers that must not change
 
 
 @dataclass
@@ -66,7 +66,7 @@ class _Chain:
 
 
 class _Misfit(Exception):
-    """The chain is not one that this module reads."""
+    """Raised for a chain that this module cannot read."""
 
     def __init__(self, code: str, sentence: str, hint: str = "") -> None:
         super().__init__(sentence)
@@ -249,7 +249,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
 
 
 def _hands_gradient_on(graph: Any) -> bool:
-    """Return whether a backward pass only returns its argument or a copy of it."""
+    """Return whether a backward graph only returns its argument or a copy of it."""
     result = graph.output_node().args[0]
     while isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]
@@ -463,7 +463,7 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
 
 
 def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
-    """Follow casts that keep every bit, and detaches, back."""
+    """Return the node before detaches and casts that keep every bit."""
     while (call := call_of(node, aten.to.dtype, aten.detach.default)) is not None:
         held, cast = (compat.example_value(each).dtype for each in (call.args["self"], node))
         if cast not in (held, torch.float32) or held == torch.float64 != cast:

@@ -34,7 +34,7 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     count = compat.known_number(ranked.args["k"])
     is_half = isinstance(columns, int) and count == max(1, columns // 2)
     is_whole = _is_last(ranked.args["dim"], source) and ranked.args["largest"]
-    if is_by_place and not ranked.args["sorted"]:  # any of them may stand last
+    if is_by_place and not ranked.args["sorted"]:  # any of them may be last
         return None
     if not is_half or not is_whole or _absolute(ranked.args["self"], chain) is not source:
         return None

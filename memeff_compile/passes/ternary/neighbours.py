@@ -28,7 +28,7 @@ class Entering:
     up: Node | None = None  # the other factor of a squared-ReLU gate, or None
     norm: Node | None = None  # the weight of an RMS norm, or None
     eps: Any = 0.0  # the norm's eps as in the graph: a number, or the node of one
-    chain: tuple[Node, ...] = ()  # nodes from the linear's input back, the input first
+    chain: tuple[Node, ...] = ()  # nodes from the linear's input backwards, starting with the input
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:

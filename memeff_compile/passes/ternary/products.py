@@ -1,6 +1,6 @@
 """Reads calls of `memeff::ternary_linear_product`, made by `ternarize_`'s linears.
 
-Each quantises its input separately; those of one input can be one call.
+Each linear quantises its input separately; linears with one input can share one call.
 """
 
 from __future__ import annotations
