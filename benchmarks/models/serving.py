@@ -44,50 +44,6 @@ with other work.
 `memory`: objects alive after 10 to 200 calls of other lengths, batches and numbers of new tokens:
 tensors and the bytes of their memory, objects of Python, the bytes of CUDA's allocator, recordings.
 
-    python benchmarks/models/serving.py --part check
-    python benchmarks/models/serving.py --part time --paths eager static verb-4 all
-    python benchmarks/models/serving.py --part host
-    python benchmarks/models/serving.py --part memory --paths verb-static verb-4
-
-`check`: a small model; what is generated with steps replayed as CUDA graphs, twice, against the
-same compiled steps that are not, in a loop that waits for each token, for `--kinds`: other lengths
-and batches, ends at several tokens, left padding, logits kept over all steps, from a thread, with
-beams. Prints a line per case and ends with an error where one differs.
-
-`time`: random weights in the widths of a model (`--size`), greedy, in bf16. A streamer notes when
-each token is on the host. The first call compiles (`first_call_s`, of it our passes `passes_s`);
-`step_ms` is of the last call; `host_ms` is what the host spends in the model's call of a step, and
-`waiting_step_ms` a step of a loop that waits for each token, as generate() itself does.
-
-    eager          transformers' growing cache, nothing compiled
-    gpt-fast       a loop by hand over a StaticCache: the prompt eagerly, a step with its choice
-                   under Inductor's reduce-overhead; each token is read while the next step runs
-    torchao-int8, torchao-int4
-                   the same loop over torchao's weights of so many bits (4: in groups of 128)
-    inductor       StaticCache, which generate() compiles by itself: Inductor, reduce-overhead
-    static-config  StaticCache, CompileConfig(backend="memeff", memeff.mode=reduce-overhead)
-    static         StaticCache, model.compile(backend="memeff")
-    kv4-config, kv4, kv4-mode
-                   KVCache of 4 bits: by CompileConfig, in place, in place with the mode
-    verb-static, verb-4
-                   memeff_compile.compile(model, kv_cache="static"), kv_cache=4
-    verb-merged    KVCache of 4 bits whose layers share directions
-    verb-windows, verb-windows-4
-                   the verb, every other layer sees 64 tokens (`check` alone)
-    win4           compressed weights and StaticCache, in place
-    all            compressed weights, KVCache of 4 bits, attention in 8 bits, by the verb
-
-Each path in each of `--batch` and `--prompt`, one model after the other; `read_gb` is what a step
-has to read: weights and the tokens that are there, in the bits that they are held in. Where several
-processes share a GPU, `--turns FILE` has one of them on it at a time; they compile beside one
-another, so that `compile_s` is longer than alone. `--brief` leaves out the loops behind `step_ms`.
-
-`host`: what the host spends on one step besides generate()'s own loop: calls in a row while the GPU
-is busy with something else.
-
-`memory`: what is alive after 10 to 200 calls of other lengths, batches and numbers of new tokens:
-tensors and the bytes of their memory, objects of Python, what CUDA's allocator holds, recordings.
-
 `--size tiny` runs everything on the CPU in seconds; there nothing is recorded.
 """
 
