@@ -42,7 +42,7 @@ def gathering_ops() -> tuple[Any, Any]:
 
 
 def ignores_gradients(hook: Any) -> bool:
-    """Return whether a tensor hook, as FSDP2's, does not read the gradient but marks the time."""
+    """Return whether a tensor hook is one of FSDP2's, which do not read the gradient."""
     owner = getattr(hook, "__self__", None)
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return states is not None and isinstance(owner, states.FSDPState)

@@ -83,7 +83,7 @@ def _loss_of(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def _unserved(head: Any, *tensors: Tensor) -> str | None:
-    """Return the reason why torchtitan computes this projection, or None."""
+    """Return the reason why this projection and its loss stay with torchtitan, or None."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"the output projection is a {type(head).__name__}, and no plain linear layer"
     mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) else None

@@ -155,7 +155,7 @@ class _OpByOp(Interpreter):
         self.wide = wide
 
     def run_node(self, n: Node) -> Any:
-        """Run one node; in a wide run, see to it that its result is wide."""
+        """Run one node; in a float64 run, widen a narrower result."""
         result = super().run_node(n)
         if not self.wide or n.op not in ("call_function", "call_method", "get_attr"):
             return result

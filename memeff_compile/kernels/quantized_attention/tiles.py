@@ -239,7 +239,7 @@ def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: S
 
 
 def packed(made: reference.Codes, settings: Settings) -> Packed:
-    """Lay codes that PyTorch made out as the attention kernel reads them."""
+    """Bring codes that PyTorch computed into the layout that the attention kernel reads."""
     wide = depth_block(made.v.shape[3], NARROWEST)
     missing = wide - made.v.shape[3]
     after = tiles_of(made.k.shape[2], BLOCK) * BLOCK - made.k.shape[2]

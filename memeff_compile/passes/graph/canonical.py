@@ -106,7 +106,7 @@ def _written_where_true(target: Any, index: Any, value: Any) -> Call:
 
 
 def call_of(node: Any, *ops: OpOverload) -> Call | None:
-    """Read ``node`` as exactly one call of one of some ops, or None."""
+    """Return the call if ``node`` is exactly one call of one of ``ops``, else None."""
     call = read_one(node)
     return call if call is not None and call.op in ops else None
 

@@ -655,7 +655,7 @@ class HeadReader:
         return False
 
     def _vector_source(self, node: Node) -> Node:
-        """Follow a vector through views and moves that keep its values to its source."""
+        """Return the source of a vector, before views and moves that keep its values."""
         while (call := call_of(node, *_VECTOR_VIEWS)) is not None:
             before, dtype = self.info.tensor(call.args["self"]), self.info.value(node).dtype
             if before is None or before.dtype != dtype or not _is_vector(before):
