@@ -86,7 +86,9 @@ def _inner(trip: Trip) -> Callable[..., Any]:
         return compat.compile_with_inductor(gm, example_inputs, trip.inductor_patches, tag)
 
     if trip.cuts:
-        return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one)
+        # A CUDA graph of Inductor's keeps the addresses of weights, so each layer needs its own.
+        shares = not trip.reuses_memory
+        return compiled_in_pieces(gm, trip.example_inputs, trip.cuts, compile_one, shares=shares)
     return compile_one(gm, trip.example_inputs)
 
 

@@ -235,7 +235,9 @@ def card_text(name: str) -> str:
     products = "int8 and E4M3" if kind.has_fp8 else "int8, and fp16 for weights and values"
     found = [
         Finding("what it has", "kernels", says),
-        Finding("what it has", "speed measured", f"{measured}; the choices else are a roofline's"),
+        Finding(
+            "what it has", "speed measured", f"{measured}; other choices follow a roofline model"
+        ),
     ]
     if kind.runs_kernels:
         found.append(Finding("what it has", "attention=8b", f"multiplies {products}"))

@@ -82,6 +82,6 @@ def compile_in_place(model: nn.Module, request: Request) -> bool:
                 "%s is compiled already, with other options; they stay.", type(model).__name__
             )
         return False
-    model.compile(**request.arguments())
+    compat.compile_in_place(model, request.arguments())
     _asked[model] = request
     return True

@@ -82,7 +82,7 @@ class Moment:
 
     place: str
     parts: Parts
-    # what runs then: "block", "outside" of blocks, or "end": what is before the first block
+    # what runs then: "block", "outside" of blocks, or "end": the part before the first block
     runs: str = "outside"
 
     @property

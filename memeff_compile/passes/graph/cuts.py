@@ -137,10 +137,13 @@ def compiled_in_pieces(
     example_inputs: Sequence[Any],
     cuts: Sequence[Node],
     compile_one: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    *,
+    shares: bool = True,
 ) -> Callable[..., Any]:
     """Compile each partition between the cuts; return a function of the whole graph.
 
-    Partitions that are equal in structure and inputs share the compiled code of the first one.
+    If `shares`, partitions that are equal in structure and inputs share the compiled code of the
+    first one.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     known = dict(zip(placeholders, example_inputs, strict=True))
@@ -154,7 +157,7 @@ def compiled_in_pieces(
     made: dict[Hashable, Callable[..., Any]] = {}
     for place, piece in enumerate(pieces):
         inputs = [known.get(node, compat.example_value(node)) for node in piece.takes]
-        key = structure(piece.graph, inputs)
+        key = structure(piece.graph, inputs) if shares else place
         if key not in made:
             with compat.apart_in_tracing():
                 made[key] = compile_one(piece.graph, inputs)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile import compat
+from memeff_compile.backend.trip import Trip
 from memeff_compile.passes.graph import repeated_layers
 from memeff_compile.passes.graph.structure import structure
 
@@ -267,6 +268,24 @@ def test_layers_are_compiled_with_the_whole_unless_asked(compilations: list[int]
     )
     assert records() == {}
     assert len(compilations) == 1
+
+
+def test_cuda_graphs_of_inductor_keep_layers_apart(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a graph keeps the addresses of one layer's weights."""
+    monkeypatch.setattr(Trip, "reuses_memory", True)
+    x = torch.randn(3, WIDTH)
+    gradients(Net(alike()), x, "auto")
+    assert "a CUDA graph of its own" in records()["cuda_graphs_of_inductor"]
+    assert len(compilations) == 1
+    for reuses_memory, count in ((True, BLOCKS + 2), (False, 3)):
+        monkeypatch.setattr(Trip, "reuses_memory", reuses_memory)
+        compilations.clear()
+        model = Net(alike())
+        memeff_compile.optim_in_backward(model, torch.optim.SGD, lr=0.1)
+        gradients(model, x, "off")
+        assert len(compilations) == count
 
 
 def _llama(**more: Any) -> Any:
