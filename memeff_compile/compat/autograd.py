@@ -18,7 +18,7 @@ from .tensors import outside_dispatch_modes
 
 
 def has_checkpoint_policy(gm: GraphModule) -> bool:
-    """Return whether the body of a checkpoint has a ``context_fn``, which decides what is saved."""
+    """Return whether the body of a checkpoint has a ``context_fn``, which chooses saved tensors."""
     return gm.meta.get("_checkpoint_context_fn") is not None
 
 
