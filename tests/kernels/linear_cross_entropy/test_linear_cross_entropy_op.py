@@ -176,6 +176,9 @@ def test_distributed_data_parallel_sees_the_gradient() -> None:
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(head)
         wrapped(inputs.hidden, inputs.target).backward()
+        # DDP must not be the last owner of the group: it would join Gloo's threads, which may wait
+        # for the interpreter's lock, without giving up that lock.
+        del wrapped
         assert torch.equal(head.weight.grad, expected)
     finally:
         dist.destroy_process_group()
