@@ -46,12 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def add(name: str, does: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=does, description=does, formatter_class=_Help)
 
-    doctor = add("doctor", "what this machine can run, and what is missing")
+    doctor = add("doctor", "check this machine: which engines run, which packages are missing")
     doctor.add_argument("--json", action="store_true", help="print JSON, for a report of a bug")
-    said = "what another GPU would get, by its name, such as rtx4090"
+    said = "check another GPU by its name, such as rtx4090"
     doctor.add_argument("--gpu", metavar="NAME", help=said)
-    explain.add_arguments(add("explain", "what would happen to a model, and its memory"))
-    fit.add_fit_arguments(add("fit", "which settings train or serve a model on a GPU"))
+    explain.add_arguments(
+        add("explain", "show the rewrites and the memory of a model without running it")
+    )
+    fit.add_fit_arguments(add("fit", "list the settings with which a model fits on a GPU"))
     options.add_arguments(add("options", "every option, or all about one"))
     demo = add("demo", "train a small Llama with and without the backend")
     demo.add_argument("--steps", type=int, default=30, help="of training")

@@ -265,7 +265,7 @@ def _require_settings(
     if odd:
         sentence = f"{odd[0]} is {numbers[odd[0]]!r}; a number is needed."
     elif no_tensors:
-        sentence = f"{no_tensors[0]} is a {type(tensors[no_tensors[0]]).__name__}, and no tensor."
+        sentence = f"{no_tensors[0]} is a {type(tensors[no_tensors[0]]).__name__}, not a tensor."
     elif reduction not in _REDUCTIONS:
         sentence = f"reduction is {reduction!r}; use 'mean', 'sum' or 'none'."
     elif not (ignore_index is None or isinstance(ignore_index, int)):

@@ -270,7 +270,7 @@ def _check_passes(key: str, value: Any) -> object:  # noqa: ANN401
         if not name.isidentifier() or name in (*PASS_NAMES, "backend") or names.count(name) > 1:
             raise OptionError(
                 f"{key} has a pass called {name!r}; the name of a pass is an identifier that no "
-                "other pass has, ours included."
+                "other pass has, the built-in ones included."
             )
     return found
 
@@ -516,7 +516,7 @@ class Options:
         "Whether linears with weights that `memeff_compile.compress_` compressed run as "
         "one op that keeps no decoded weight for the backward. `off`: each is decoded and kept. A "
         "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
-        "`torch.compile`, whose backends see no models, refuses it.",
+        "`torch.compile` refuses it, because a backend does not see the model.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),
@@ -579,8 +579,8 @@ class Options:
     regions: str = _choice(
         "off auto",
         "`auto` compiles each distinct layer of a model once: the graph is cut between layers, and "
-        "equal ones share what one of them is compiled to (docs/use/start.md). First calls "
-        "take a fraction of the time; fusions across two layers are lost.",
+        "equal layers share one compiled function (docs/use/start.md). First calls take a fraction "
+        "of the time; fusions across two layers are lost.",
     )
     mode: str | None = _option(
         None,
@@ -676,8 +676,8 @@ class Options:
                 wanted = " or ".join(map(repr, modes))
                 raise OptionError(
                     f"{PREFIX}linear_cross_entropy.{knob} is {value!r}, but "
-                    f"{PREFIX}linear_cross_entropy is {self.linear_cross_entropy!r}, which has no "
-                    f"such knob. Set it to {wanted}, or leave the knob out."
+                    f"{PREFIX}linear_cross_entropy is {self.linear_cross_entropy!r}, which does "
+                    f"not use it. Set {PREFIX}linear_cross_entropy to {wanted}, or leave this out."
                 )
 
     def _store(self, name: str, value: object) -> None:
@@ -780,8 +780,9 @@ def _field_of(key: str) -> str:
     keys = _by_key()
     if key == PREFIX + "kv_cache":
         raise OptionError(
-            f"{key} is no option of a backend, which sees graphs and not what generate() makes. "
-            "Call memeff_compile.compile(model, kv_cache=...), or memeff_compile.use_kv_cache_."
+            f"{key} is not an option of the backend, because generate() creates its cache outside "
+            "the graph. Call memeff_compile.compile(model, kv_cache=...), or "
+            "memeff_compile.use_kv_cache_."
         )
     if key not in keys:
         raise OptionError(f"{key!r} is not an option of memeff.{_suggest_of_all(key, keys)}")

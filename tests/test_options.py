@@ -442,7 +442,7 @@ def test_any_input_parses_or_raises_our_error(options: dict[str, object]) -> Non
     ],
 )
 def test_knob_of_a_filter_that_is_not_on_is_refused(mode: str, knob: str, value: object) -> None:
-    with pytest.raises(OptionError, match="which has no such knob"):
+    with pytest.raises(OptionError, match="which does not use it"):
         parse(**{"linear_cross_entropy": mode, f"linear_cross_entropy.{knob}": value})
 
 

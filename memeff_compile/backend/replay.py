@@ -256,7 +256,7 @@ class _Buffers:
         """Refuse a step that wrote to an input that it was expected only to read."""
         for place, buffer in self.tensors.items():
             if not torch.equal(buffer, args[place]):
-                raise _Unfit("it writes to an input that comes anew with each call")
+                raise _Unfit("it writes to an input that is a new tensor in each call")
 
     def given_back(self, found: Any, args: Sequence[Any]) -> Any:
         """Return the step's results, with the original arguments in place of buffers."""

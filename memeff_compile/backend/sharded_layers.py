@@ -44,12 +44,12 @@ def left_out(weights: Sequence[Tensor]) -> Record | None:
         return None
     counted = " and ".join(f"{count} {name}" for name, count in Counter(named).items())
     sentence = (
-        f"{counted} run op by op: no graph has their weights. FSDP2 has hooks around each, where "
-        "Dynamo ends a graph, and inside a checkpoint that stands around the hooks it gives up."
+        f"{counted} run op by op: no graph has their weights. Dynamo ends a graph at the hooks "
+        "that FSDP2 puts around each of them, and skips a layer whose checkpoint wraps them."
     )
     hint = (
-        "Compile by memeff_compile.compile(model), behind fully_shard and with checkpointing on: "
-        "it compiles such layers one by one. Or call layer.compile(backend='memeff') on each."
+        "Call memeff_compile.compile(model) after fully_shard and with checkpointing on: it "
+        "compiles such layers one by one. Or call layer.compile(backend='memeff') on each."
     )
     return Record("backend", "declined", "layers_left_out", sentence, hint, sites=len(named))
 

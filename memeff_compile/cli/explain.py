@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--in-backward", action="store_true", help=said)
     said = "compress_ has compressed the linear layers' weights; trained with --in-backward alone"
     add("--weights", default=None, metavar="CODEC", help=said)
-    said = "fp32 weights and states beside 16-bit ones"
+    said = "fp32 weights and states next to 16-bit ones"
     add("--master-weights", action="store_true", help=said)
     add("--gpus", type=int, default=1, help="how many share the batch")
     said = "of one GPU, with its unit, such as 80GB or 79.3GiB: asks for the largest batch"

@@ -155,8 +155,8 @@ class _Defer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_spread:
             raise ShardedLogitsError(
-                "A gradient came back through deferred logits of a head that is split over ranks, "
-                "which have none: the loss that the model returns has all of its own. Compile with "
+                "A gradient reached deferred logits of a head that is split over ranks. Such "
+                "logits take no gradient: only the returned loss has one. Compile with "
                 'options={"memeff.logits": "eager"}.'
             )
         hidden, weight, bias, *vectors = ctx.saved_tensors

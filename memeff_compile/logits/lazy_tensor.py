@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 _NO_DATA = (
-    "a {} was assigned to the .data of another tensor, or another one to its .data; it is computed "
-    "when it is read and has no memory to hand over. Copy the values, tensor.copy_(logits), or "
+    "a {} was assigned to the .data of another tensor, or another one to its .data. It is computed "
+    "when it is read and has no memory to share. Copy the values, tensor.copy_(logits), or "
     'compile with options={{"memeff.logits": "eager"}}.'
 )
 

@@ -320,9 +320,9 @@ class _Kept(NamedTuple):
         """
         if self.view is None:
             raise DoubleBackwardError(
-                "linear_cross_entropy: create_graph=True was asked of a loss outside the graph "
-                "whose backward has run before, without it; the op has only a first derivative. "
-                "Ask for it the first time, or compile with "
+                "linear_cross_entropy: backward was called with create_graph=True on a loss "
+                "outside the graph whose backward already ran without it. The op has only a first "
+                "derivative. Pass create_graph=True the first time, or compile with "
                 "options={'memeff.linear_cross_entropy': 'off'}."
             )
         # They may have been written to since; eager would have the values that its loss saved.

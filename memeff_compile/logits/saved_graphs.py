@@ -57,7 +57,7 @@ class SavedGraph:
             around = pickle.dumps(fn.around)
         except Exception as error:
             raise MemeffError(
-                "The compiled graph cannot be saved: what makes its deferred logits cannot be "
+                "The compiled graph cannot be saved: the recipe of its deferred logits cannot be "
                 f"pickled ({type(error).__name__}: {error}). Compile it with "
                 'options={"memeff.logits": "eager"}.'
             ) from error
@@ -71,8 +71,8 @@ class SavedGraph:
         versions, artifact, around = pickle.loads(data)
         if versions != compat.op_fingerprint():
             raise MemeffError(
-                "The compiled graph was saved with another version of memeff_compile, whose "
-                "operators are others. Compile and save it again."
+                "The compiled graph was saved by another version of memeff_compile, which has "
+                "other operators. Compile and save it again."
             )
         inner, made = compat.deserialized(artifact), pickle.loads(around)
         return cls(made.put_around(inner), inner, made)

@@ -52,7 +52,7 @@ class CompressKVCache(cached.CachedPass):
         """Yield every attention over a dense view, and every view that no attention reads."""
         for keeper in _keepers(info):
             if not keeper.has_codes:
-                hint = "leave the request for few bits out: a window bounds what a layer keeps"
+                hint = "do not ask for few bits here: windows bound the tokens that a layer keeps"
                 yield Decline("exact_layers", keeper.kept_exact, hint, _first_call(info))
         views = [node for node in info.visit(info.gm.graph.nodes) if _is_view(node)]
         if not views:
@@ -206,8 +206,8 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
     if seen is None or not is_whole or not compat.statically_true(seen.shape[3] == limit):
         return Decline(
             "mask_form",
-            "the mask is not boolean with four dimensions, the last as long as the cache: what is "
-            "added to scores is not served",
+            "the mask is not boolean with four dimensions, the last as long as the cache; masks "
+            "that are added to scores are not served",
             "give a boolean mask of (batch or 1, 1, 1, cache length)",
         )
     held: Any = match.tensors(info)
@@ -229,7 +229,7 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
         if not _leads_to(user, match.node):
             return Decline(
                 f"view_used({node_name(user)})",
-                f"the dense view is also used by `{node_name(user)}`, so it has to be there",
+                f"the dense view is also used by `{node_name(user)}`, so it has to be computed",
                 "do not ask for attention weights, nor read the cache inside the model",
             )
     pool = [node for node in match.view.args[:_POOL] if isinstance(node, Node)]

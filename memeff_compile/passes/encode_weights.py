@@ -99,7 +99,7 @@ class EncodeWeights(GraphPass):
         if codecs[0] != "win4":
             return f"{codecs[0]} is not multiplied while it is decoded"
         if any(out is None or out.requires_grad for out in outs):
-            return "they are trained, or what comes before them is"
+            return "they are trained, or an earlier layer is"
         if len(group) == op_folder.MAX_TOGETHER:
             return f"one launch serves {op_folder.MAX_TOGETHER}"
         if not all(info.positions[n] < info.positions[first.node] for n in needed):
@@ -126,15 +126,15 @@ class EncodeWeights(GraphPass):
         if compat.is_dtensor(compat.example_value(site.weight)):
             return Decline(
                 "distributed_linear",
-                "DTensors are multiplied, and PyTorch decodes what this process holds of the "
-                "weight in each call, and keeps it decoded if the backward needs it",
-                "cut the model by transformers' DistributedConfig(tp_size=), whose linears are of "
-                "plain tensors where nothing is trained",
+                "the operands are DTensors: PyTorch decodes this process's part of the weight in "
+                "each call, and keeps it decoded if the backward needs it",
+                "split the model by transformers' DistributedConfig(tp_size=), whose linears use "
+                "plain tensors if the model is not trained",
             )
         kind = kind_among((site.x, site.bias))
         if kind:
             said = f"an operand of the linear is a {kind}, which this op does not take"
-            return Decline(f"subclass_operand({kind})", said, "hand the linear a plain tensor")
+            return Decline(f"subclass_operand({kind})", said, "pass a plain tensor to the linear")
         dtype = info.value(site.node).dtype
         if dtype == torch.bfloat16:
             return None

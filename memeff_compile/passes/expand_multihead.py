@@ -224,7 +224,7 @@ def _unserved(match: Multihead) -> Decline | None:
     held = [given[name] for name in ("bias_k", "bias_v", "static_k", "static_v")]
     if given["add_zero_attn"] or any(node is not None for node in held):
         own = "(add_bias_kv, add_zero_attn, static_k, static_v)"
-        said = f"the module has keys or values of its own {own}"
+        said = f"the module adds its own keys or values {own}"
         return Decline("keys_of_its_own", said, "leave them out")
     for user in match.node.users if match.builds_weights else ():
         if user is match.output:

@@ -330,7 +330,7 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
         return _spread(said, anchor)
     if found.summed is not None and match.heads:
         return _spread(
-            "a head reads the table of the embedding, whose ids ranks have parts of", anchor
+            "a head reads the table of the embedding, and each rank has a part of the ids", anchor
         )
     if not found.is_by_rows:
         return None

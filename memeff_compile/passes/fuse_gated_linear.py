@@ -187,6 +187,6 @@ def _sentence(info: GraphInfo, match: Gated) -> str:
     return (
         f"linear({match.activation}(gate) * up) -> memeff::gated_linear, whose backward writes the "
         f"gradients over gate and up; engine {name}: {op_folder.ENGINES[name]}. While a block's "
-        f"gradients are computed it holds {held} in the place of {was}: {after} bytes for "
+        f"gradients are computed, it holds {held} instead of {was}: {after} bytes instead of "
         f"{before}, with N = {sizes[n]}, I = {sizes[i]}; one block at a time"
     )

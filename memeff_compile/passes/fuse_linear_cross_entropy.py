@@ -258,7 +258,7 @@ class FuseLinearCrossEntropy(GraphPass):
             name += "_total" if is_all_totals else ""
             is_timed = is_all_totals and match.head.compute_dtype == torch.bfloat16
             cost = "took 1.1 times Inductor's time where it was timed (8192 x 4096 x 128256, H100)"
-            engine += f"; beside an adapter it {cost if is_timed else 'was not timed'}"
+            engine += f"; with an adapter it {cost if is_timed else 'was not timed'}"
         sentence = (
             f"{head} + {' + '.join(dict.fromkeys(spellings))} -> memeff::{name}{times}{apart}; "
             f"{engine}"

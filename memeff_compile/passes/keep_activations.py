@@ -150,7 +150,7 @@ class KeepActivations(GraphPass):
         )
         what = " and ".join([", ".join(others), last] if others else [last])
         sentence = (
-            f"the checkpoint keeps what {what} returned for the backward, {format_bytes(kept)} a "
+            f"the checkpoint keeps the results of {what} for the backward, {format_bytes(kept)} a "
             "call, and computes the rest again"
         )
         return Done(match[0].nodes[0], sentence, sites=1)
@@ -175,7 +175,7 @@ def _unserved(info: GraphInfo) -> Decline | None:
     if info.has_checkpoint_policy:
         return Decline(
             "selective_checkpoint",
-            "the checkpoint, or one around it, has a policy (context_fn) of its own",
+            "the checkpoint, or one around it, already has a policy (context_fn)",
             "leave context_fn out, or memeff.recompute at 'as_written'",
         )
     if info.writes:
@@ -188,7 +188,7 @@ def _unserved(info: GraphInfo) -> Decline | None:
     for node in info.gm.graph.nodes:
         if not compat.may_be_under_policy(node.target):
             said = f"`{node.name}` is an operation on graphs, which PyTorch's policies do not serve"
-            hint = "checkpoint what is around it apart, or leave memeff.recompute at 'as_written'"
+            hint = "checkpoint its neighbours separately, or leave memeff.recompute at 'as_written'"
             return Decline("higher_order", said, hint)
     return None
 

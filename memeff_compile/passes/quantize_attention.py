@@ -184,7 +184,7 @@ def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline |
         return Decline("dropout", "attention drops weights", "call model.eval()", node)
     if given["attn_mask"] is not None:
         said = "attention has a mask that stays as it is, and the op takes none"
-        hint = "what recover_attention says of the mask tells why"
+        hint = "the record of recover_attention about the mask says why"
         return Decline("dense_mask", said, hint, node)
     operands = (given["query"], given["key"], given["value"])
     if any(info.tensor(each) is None for each in operands):
@@ -198,7 +198,7 @@ def _asked_of_op(call: Node) -> Asked | Decline:
     if settings.get("softcap"):
         return Decline("softcap", "the scores are capped by tanh, which the op does not", "", call)
     if settings.get("empty_rows", "zeros") != "zeros":
-        said = "a query that attends to nothing gets the mean of all values, which the op does not"
+        said = "here a query without keys gets the mean of all values; the op gives zeros"
         hint = "use attn_implementation='sdpa', where such a query gets zeros"
         return Decline("empty_rows", said, hint, call)
     q, k, v, *tables = (*call.args, None, None, None)[:6]
@@ -320,12 +320,12 @@ def _without_gain(
 
 def _too_few(node: Node, length: Any, least: int, source: str) -> Decline:
     few = compat.size_hint(length)
-    why = f"{few} queries or keys are fewer than {least}, from which on low bits pay by {source}"
+    why = f"{few} queries or keys are fewer than {least}, where low bits start to pay by {source}"
     return _not_faster(node, why)
 
 
 def _not_faster(node: Node, why: str) -> Decline:
-    hint = "set memeff.attention.length to have it all the same"
+    hint = "set memeff.attention.length to use low bits anyway"
     return Decline("not_faster", f"{why}: kept exact", hint, node)
 
 
@@ -359,7 +359,7 @@ def _sentence(info: GraphInfo, site: Site) -> str:
         parts.append("this GPU does not multiply E4M3: weights and values in fp16")
     if len(site.levels) > 1:
         parts.append("calls are counted while the model runs")
-    parts += [f"{level} {NEVER_FASTER[level]}: exact in its place" for level in site.left_out]
+    parts += [f"{level} {NEVER_FASTER[level]}: exact is used instead" for level in site.left_out]
     if not was_measured(query.device, "quantized_attention"):
         parts.append("speed not measured on this GPU")
     return "; ".join(parts)

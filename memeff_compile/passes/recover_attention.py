@@ -251,7 +251,7 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     shape = (*site.query.value.shape[:-1], site.key.value.shape[-2])
     mask = _read_mask(info, site.mask, shape, is_folded=site.mask_is_folded)
     if mask is None:
-        said = "the mask adds to the scores something else than zero or minus infinity, or may"
+        said = "the mask adds, or may add, values other than zero and minus infinity"
         return Decline("mask_is_bias", said, node=site.node)
     if site.takes_away:
         mask = replace(mask, formula=negated(mask.formula))

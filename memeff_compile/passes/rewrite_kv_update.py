@@ -318,9 +318,9 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
     if len(match.caches) < 2:
         return Decline(
             "cache_form",
-            "between the cache and attention stands more than a repetition of its heads, such as "
-            "a cast, a slice or a dequantisation",
-            "keep the cache in the dtype of the queries and hand it over whole",
+            "between the cache and attention there is more than a repetition of heads, such as a "
+            "cast, a slice or a dequantisation",
+            "keep the cache in the dtype of the queries and pass it whole",
         )
     key, value = match.caches
     query, taken = info.tensor(args["query"]), info.tensor(args["key"])
@@ -339,8 +339,8 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
     if match.visible is None:
         return Decline(
             "mask_form",
-            "the mask is neither a comparison of places with positions nor boolean and alike for "
-            "all heads: what a float mask hides is not known when compiling",
+            "the mask is neither a comparison of slots with positions nor boolean and equal for "
+            "all heads; which keys a float mask hides is not known when compiling",
             "give a boolean mask of (batch or 1, 1, queries or 1, cache length)",
         )
     keys, values = info.tensor(key.node), info.tensor(value.node)

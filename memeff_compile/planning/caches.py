@@ -196,8 +196,8 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:
     dtype = next((p.dtype for p in model.parameters()), torch.bfloat16)
     if any(window >= most for window in others):
         raise ExplainError(
-            f"{type(text).__name__} has layers that keep both keys of all tokens and a state; what "
-            f"these take is not known. Fill a KVCache {_INSTEAD}"
+            f"{type(text).__name__} has layers that keep both keys of all tokens and a state; "
+            f"their size is not known. Fill a KVCache {_INSTEAD}"
         )
     # Without a length: a state, or no tensor at all, if the layer reads another layer's keys.
     windows = tuple(window for window in others if 0 <= window < most)
@@ -264,8 +264,8 @@ def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
         notes.append(f"The states of {shape.states} layers without keys and values are left out.")
     if shape.pairs:
         notes.append(
-            f"{2 * shape.pairs} layers share the directions of their older tokens two and two, at "
-            "16 bits too; what that loses depends on the model (fidelity_report)."
+            f"{2 * shape.pairs} layers share the directions of their older tokens in pairs, at 16 "
+            "bits too; the loss depends on the model (fidelity_report)."
         )
     return coded, tuple(notes)
 

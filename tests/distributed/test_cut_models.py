@@ -233,7 +233,7 @@ def what_is_refused() -> None:
 
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     ternary = parallelize_module(memeff_compile.ternarize_(two()), mesh(), plan)
-    with pytest.raises(UnsupportedInputError, match="was cut over processes"):
+    with pytest.raises(UnsupportedInputError, match="was split over processes"):
         ternary(torch.ones(2, 32))
     with pytest.raises(OptionError, match="has hooks"):
         memeff_compile.ternarize_(parallelize_module(two(), mesh(), plan))

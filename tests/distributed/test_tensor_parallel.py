@@ -400,7 +400,7 @@ def logits_beside_the_loss() -> None:
     whole_logits = logits.full_tensor()
     torch.testing.assert_close(whole_logits, kept)
     assert torch.equal(logits.argmax(-1), whole_logits.argmax(-1))  # there by now
-    with pytest.raises(ShardedLogitsError, match="A gradient came back"):
+    with pytest.raises(ShardedLogitsError, match="A gradient reached"):
         whole_logits.square().mean().backward(retain_graph=True)
     loss.backward()
     assert_same_gradients(gradients(many), gradients(one))

@@ -189,12 +189,12 @@ NOT_FOLDED: dict[str, tuple[Function, str, str]] = {
     "each class": (
         lambda h, w, b, y: loss_of(b * head(h, w), y),
         "scale_not_constant",
-        "each class of the logits by a number of its own",
+        "each class of the logits by a different number",
     ),
     "each class, with a bias": (
         lambda h, w, b, y: loss_of(b * (head(h, w) + b), y),
         "scale_not_constant",
-        "each class of the logits by a number of its own",
+        "each class of the logits by a different number",
     ),
     "each logit": (
         lambda h, w, b, y: loss_of(head(h, w).detach().sin() * head(h, w), y),

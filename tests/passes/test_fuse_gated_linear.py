@@ -145,7 +145,7 @@ def test_every_block_is_rewritten_and_recorded_once() -> None:
     assert (record.module, record.sites) == ("blocks.0.down", 3)
     text = " ".join(report.details().split())
     assert "fuse_gated_linear in blocks.0.down and 2 more" in text
-    assert "holds 768 bytes in the place of 1.5 KiB" in text
+    assert "holds 768 bytes instead of 1.5 KiB" in text
 
 
 class Block(nn.Module):

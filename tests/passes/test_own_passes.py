@@ -178,7 +178,7 @@ def test_an_error_costs_its_place_alone_and_is_reported(stage: str) -> None:
     assert sorted(r.action for r in records) == ["internal_error", "rewrote"]
     (error,) = (r for r in records if r.action == "internal_error")
     assert f"KeyError: 'broken in {stage}'" in error.sentence
-    assert "none of ours" in error.hint
+    assert "not built in" in error.hint
     assert "test_own_passes.py" in error.source
 
 
@@ -236,7 +236,7 @@ def test_what_is_no_pass_is_refused(given: Any, words: str) -> None:
 def test_the_name_of_one_of_ours_is_refused() -> None:
     taken = example()
     taken.name = "recover_attention"
-    with pytest.raises(OptionError, match="ours included"):
+    with pytest.raises(OptionError, match="built-in ones included"):
         memeff_compile.Options(passes=[taken])
 
 

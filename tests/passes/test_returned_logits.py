@@ -145,7 +145,7 @@ LEFT_ALONE: dict[str, tuple[Function, set[str], str]] = {
     "cut": (
         cut,
         {"graph_break_between", "logits_not_deferrable"},
-        "which Dynamo had to cut",
+        "Dynamo ended the graph here",
     ),
 }
 

@@ -93,7 +93,7 @@ UNFUSED: dict[str, tuple[Function, str, str]] = {
     "scaled by class and returned": (
         lambda m, h, y: m.vector * m.head(h),
         "logits_not_deferrable",
-        "scales each class of the logits by a number of its own",
+        "scales each class of the logits by a different number",
     ),
 }
 

@@ -160,8 +160,8 @@ def _unlike_mask(q: Tensor, k: Tensor, mask: Tensor | None, codes: Tensor | None
     if codes is None or (codes.dtype == torch.uint8 and codes.shape == table_shape(mask)):
         return None
     return (
-        f"mask_tiles is {short(codes.dtype)} of {tuple(codes.shape)}; what "
-        f"attention_mask_tiles(mask) gives is needed, uint8 of {table_shape(mask)}."
+        f"mask_tiles is {short(codes.dtype)} of {tuple(codes.shape)}; the result of "
+        f"attention_mask_tiles(mask) is needed, uint8 of {table_shape(mask)}."
     )
 
 
@@ -310,6 +310,6 @@ attention_mask_tiles = library.op(
 )
 _gradients_once = library.only_first(
     attention_backward,
-    "attention: a second derivative of the fused attention was asked for, and the op has only a "
+    "attention: a second derivative of the fused attention was requested, but the op has only a "
     "first one. Compile with options={'memeff.attention': 'off'}.",
 )

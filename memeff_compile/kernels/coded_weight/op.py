@@ -47,9 +47,9 @@ def supports_weight(
         return "it is not a plain strided tensor"
     if weight.dtype != torch.bfloat16:
         return (
-            f"its dtype is {str(weight.dtype).removeprefix('torch.')}; bfloat16 is what is coded "
-            "(its exponents hold the redundancy, which is under a sixth of fp16 and fp32); load "
-            "the model with dtype=torch.bfloat16 to compress it, which rounds its weights"
+            f"its dtype is {str(weight.dtype).removeprefix('torch.')}; only bfloat16 is coded, "
+            "because its exponents are redundant (those of fp16 and fp32 save less than a sixth). "
+            "Load the model with dtype=torch.bfloat16 to compress it; this rounds its weights"
         )
     if weight.device.type == "meta" and not is_loaded_later:
         return "it is on the meta device and holds no values yet"
@@ -366,7 +366,7 @@ class _Multiply(torch.autograd.Function):
 
 _gradients_once = library.only_first(
     _gradients,
-    "coded_weight_linear: a second derivative of a linear with a coded weight was asked for, and "
+    "coded_weight_linear: a second derivative of a linear with a coded weight was requested, but "
     "the op has only a first one. Decompress the model for it.",
 )
 

@@ -180,8 +180,8 @@ class UnsettledTogether:
 
 def _not_encoded(what: str, error: BaseException) -> CodedWeightError:
     return CodedWeightError(
-        f"what is new of {what} could not be encoded ({error}). It is kept, dense, and encoded "
-        "when a weight is next read; if memory ran out, free some on the GPU and the host, or "
+        f"the new values of {what} could not be encoded ({error}). They are kept dense and encoded "
+        "when a weight is next read. If memory ran out, free some on the GPU and the host, or "
         "train with smaller batches."
     )
 
@@ -739,8 +739,8 @@ def _share_memory(weight: CodedWeight) -> CodedWeight:
 
 def _no_address(weight: CodedWeight, *_: object) -> NoReturn:
     raise CodedWeightError(
-        f"the address of a compressed weight of {tuple(weight.shape)} was asked for, and its dense "
-        "values are nowhere in memory. weight.decode() returns them as a plain tensor; or call "
+        f"a compressed weight of {tuple(weight.shape)} has no address, because its dense values "
+        "are not in memory. weight.decode() returns them as a plain tensor; or call "
         "memeff_compile.decompress_(model)."
     )
 
@@ -752,9 +752,10 @@ def _takes_data(weight: CodedWeight, new: Tensor) -> bool:
     if weight.grad is None and not compat.tensor_hooks(weight):
         return False  # the module gets a new parameter
     raise CodedWeightError(
-        f"a compressed weight of {tuple(weight.shape)} with a gradient or hooks was to be cast or "
-        "emptied while an autograd graph or compiled code holds it. Drop the gradient and the loss "
-        "first, remove() what optim_in_backward returned, or call torch._dynamo.reset()."
+        f"a compressed weight of {tuple(weight.shape)} has a gradient or hooks and cannot be cast "
+        "or emptied while an autograd graph or compiled code holds it. Drop the gradient and the "
+        "loss first, call remove() on the result of optim_in_backward, or call "
+        "torch._dynamo.reset()."
     )
 
 
@@ -993,6 +994,6 @@ def _write_error(writer: str) -> CodedWeightError:
             "dense model again, use memeff_compile.decompress_(model)."
         )
     return CodedWeightError(
-        f"{seen} Call memeff_compile.decompress_(model) first, as before merging adapters "
-        f"(merge_and_unload), and compress_(model) again behind it. To train it, use {train}."
+        f"{seen} Call memeff_compile.decompress_(model) before it (as before merge_and_unload of "
+        f"adapters) and compress_(model) after it. To train it, use {train}."
     )

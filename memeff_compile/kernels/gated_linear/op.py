@@ -178,7 +178,7 @@ def _gradients(
 
 _gradients_once = library.only_first(
     _gradients,
-    "gated_linear: a second derivative of the fused linear was asked for, and the op has only a "
+    "gated_linear: a second derivative of the fused linear was requested, but the op has only a "
     "first one. Compile with options={'memeff.gated_linear': 'off'}.",
 )
 

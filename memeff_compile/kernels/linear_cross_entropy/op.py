@@ -626,7 +626,7 @@ _RESULTS = "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor to
 _LOW_RANK = "Tensor? low=None, Tensor? up=None"
 _refuse = library.refusing(
     DoubleBackwardError,
-    "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
+    "linear_cross_entropy: a second derivative of the fused loss was requested, but the op has "
     "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}.",
 )
 linear_cross_entropy = library.op(

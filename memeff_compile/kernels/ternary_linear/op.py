@@ -255,12 +255,14 @@ def _unlike_linear(given: _Linear) -> str | None:
             return f"the bias is {tuple(bias.shape)}; ({rows},) is needed."
     up, norm, added = given.up, given.norm, given.added
     if up is not None and (up.shape != x.shape or up.dtype != x.dtype):
-        return f"up has shape and dtype of its own; those of x, {tuple(x.shape)}, are needed."
+        return f"up has another shape or dtype than x; {tuple(x.shape)} in {x.dtype} is needed."
     if norm is not None and (norm.shape != x.shape[-1:] or norm.dtype != x.dtype):
         return f"the norm's weight is not ({x.shape[-1]},) in the dtype of x, {x.dtype}."
     result = (*x.shape[:-1], packed[0].shape[0])
     if added is not None and (len(packed), added.dtype, added.shape) != (1, given.dtype, result):
-        return "what is added has to have the shape and dtype of the one result."
+        return (
+            "the tensor to add must have the shape and dtype of the result, of which there is one."
+        )
     return None
 
 

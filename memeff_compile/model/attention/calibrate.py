@@ -155,8 +155,8 @@ def calibrate_attention(
     runs = runs_of(inputs)
     if runs is None:
         raise CalibrationError(
-            f"inputs is {inputs!r}; a list of what the model is called with is needed, an entry "
-            "for each run."
+            f"inputs is {inputs!r}; a list is needed, with the model's arguments for one run in "
+            "each entry."
         )
     run = run or call
     found: _Found = {}
@@ -202,8 +202,8 @@ def _levels(
         )
     if share is not None and (len(levels) != 2 or levels[0] == EXACT):
         raise CalibrationError(
-            f"levels is {levels!r}; with share two are needed, that of most calls and then that of "
-            "the worst, such as ('4b', '8b') or ('8b', 'exact')."
+            f"levels is {levels!r}; share needs two: first the level of most calls, then the level "
+            "of the worst, such as ('4b', '8b') or ('8b', 'exact')."
         )
     return levels
 

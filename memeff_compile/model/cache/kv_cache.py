@@ -317,9 +317,9 @@ def _keeps(layer: Untyped, remove: int) -> str | None:
     if getattr(layer, "is_croppable", False) and hasattr(layer, "crop"):
         return None
     return (
-        f"crop was asked to remove {remove} tokens, and a {type(layer).__name__} "
-        "cannot give back those that its window or state has left behind. reset() the cache and "
-        "give it the tokens that stay."
+        f"crop was asked to remove {remove} tokens, but a {type(layer).__name__} cannot restore "
+        "the tokens that its window or state has dropped. Call reset() on the cache and give it "
+        "the tokens that stay."
     )
 
 
@@ -599,15 +599,15 @@ def use_kv_cache_(
         )
     if inner.config.is_encoder_decoder:
         refuse(
-            f"{type(inner).__name__} is an encoder-decoder, and its generate() keeps what it made "
-            "of the encoder's tokens beside its own. Compile it without kv_cache, or give generate "
+            f"{type(inner).__name__} is an encoder-decoder: its generate() also caches keys and "
+            "values of the encoder's tokens. Compile it without kv_cache, or give generate "
             f"{CACHE_NAME}=EncoderDecoderCache(KVCache(model.config, tokens), DynamicCache())."
         )
     takes_caches = getattr(inner, "_supports_default_dynamic_cache", None)
     if takes_caches is not None and not takes_caches():
         refuse(
-            f"{type(inner).__name__} has a state or a cache of its own, and generate() gives it no "
-            "other; compile it without kv_cache."
+            f"{type(inner).__name__} brings its own state or cache, and generate() does not "
+            "replace it; compile it without kv_cache."
         )
     tried = KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now, not later
     hook = _Hook(inner, bits, max_cache_len, settings, inner.__dict__.get(_HOOK))

@@ -354,9 +354,9 @@ class WindowLayer(AsTheyCome):
         """Refuse more tokens than fit, if the cache is not longer than the window."""
         there = self.total - _NONE
         if self.holds_all and there + new > self.max_cache_len:
-            behind = f"{there} tokens and {new} more" if there else f"{new} tokens"
+            counted = f"{there} tokens and {new} more" if there else f"{new} tokens"
             refuse(
-                f"{behind} were given to a cache of max_cache_len={self.max_cache_len}. Make a "
+                f"{counted} were given to a cache of max_cache_len={self.max_cache_len}. Make a "
                 "longer one."
             )
 
@@ -383,9 +383,9 @@ class WindowLayer(AsTheyCome):
         if self.total - _NONE == self.here or self.here - remove >= self.window - 1:
             return None
         return (
-            f"crop was asked to remove {remove} tokens, and a window of {self.window} can give "
-            f"back {max(0, self.here - self.window + 1)}: what was before them has left it. "
-            "reset() the cache and give it the tokens that stay."
+            f"crop was asked to remove {remove} tokens; a window of {self.window} can remove "
+            f"{max(0, self.here - self.window + 1)}, because it has dropped the tokens before "
+            "them. Call reset() on the cache and give it the tokens that stay."
         )
 
     def remove_last(self, remove: int) -> None:

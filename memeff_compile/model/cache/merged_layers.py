@@ -101,8 +101,8 @@ class MergedLayer(CodedLayer):
             first, second = self.pair.numbers
             refuse(
                 f"layers {first} and {second} have keys of {self.pair.shape} and {shape} (batch, "
-                "heads, depth); layers that are merged need the same. Set MiniCache(start_layer=) "
-                "behind them."
+                "heads, depth); merged layers need equal shapes. Set MiniCache(start_layer=) to a "
+                "later layer."
             )
         self._make(self, own)
         self.span = self.pair.span

@@ -76,9 +76,9 @@ class TernaryLinear(nn.Linear):
         weight, bias = self.weight, self.bias
         if hasattr(weight, "placements"):  # a DTensor; FSDP2 gathers weights before
             raise UnsupportedInputError(
-                "A ternary linear was cut over processes, and its scale, as those of its tokens, "
-                "is of all it is made of. Leave it out of parallelize_module's plan; fully_shard "
-                "(FSDP2), which gathers weights whole, is served."
+                "A ternary linear was split over processes, but its scale needs the whole weight, "
+                "and those of its tokens whole tokens. Leave it out of parallelize_module's plan; "
+                "fully_shard (FSDP2) is supported, because it gathers whole weights."
             )
         quantizer = Quantizer(self.kind).arguments()
         dtype = result_dtype(input)
@@ -139,8 +139,8 @@ class PackedTernaryLinear(nn.Module):
         """Explain the way out if a model reads the weight without calling the linear."""
         if name == "weight":
             raise AttributeError(
-                "A packed ternary linear has no weight in full precision, and this model reads it "
-                "past the linear, as T5 does to learn its dtype. Leave such linears dense: name "
+                "A packed ternary linear has no weight in full precision, and this model reads "
+                "`linear.weight` itself, as T5 does for its dtype. Leave such linears dense: name "
                 "them in ternarize_(model, skip=[...]) before packing."
             )
         return super().__getattr__(name)

@@ -110,9 +110,9 @@ def ternarize_(
         _require_replaceable(path, linear)
         if isinstance(modules[path.rpartition(".")[0]], nn.TransformerEncoderLayer):
             raise OptionError(
-                f"{path} is part of an nn.TransformerEncoderLayer, which in eval mode reads its "
-                "weight and not the layer: it would be dense there. Name it in skip, or use a "
-                "block of your own."
+                f"{path} is part of an nn.TransformerEncoderLayer, which reads its weight directly "
+                "in eval mode: it would be dense there. Name it in skip, or write the block "
+                "yourself."
             )
     made: dict[nn.Module, TernaryLinear] = {}
     for linear, kind in chosen.values():
@@ -215,8 +215,8 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
         if role := _ROLE_OF.get(".".join(parts[start:])):
             return by_role[role]
     raise OptionError(
-        f"The recipe {recipe!r} treats projections by what they do, and the name {path!r} does not "
-        f"say it; known are {', '.join(_ROLE_OF)}. Give it a "
+        f"The recipe {recipe!r} needs the role of each projection and finds none in the name "
+        f"{path!r}; known names are {', '.join(_ROLE_OF)}. Give it a "
         f"kind, as in kinds={{{path!r}: 'int8'}}, or name it in skip."
     )
 

@@ -409,8 +409,8 @@ def dense_again(model: nn.Module) -> Undone:
             left[place.name] = f"rounded to {codec}, so its bits are gone: load the model again"
         elif compat.tensor_hooks(coded):
             left[place.name] = (
-                "hooks are registered on it, which would be lost: call remove() on what "
-                "optim_in_backward returned, and undo again"
+                "hooks are registered on it, which would be lost: call remove() on the result of "
+                "optim_in_backward, and undo again"
             )
         elif not _put_local(place, dense := shard.decode().clone(), coded.requires_grad):
             left[place.name] = "FSDP has gathered it: call reshard() on the model, and undo again"
@@ -444,14 +444,14 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
     runs = list(runs_of(inputs) or ())
     if not runs:
         raise OptionError(
-            f"compress_: inputs is {inputs!r}; a list of what the model is called with is needed, "
-            "an entry for each run, one at least."
+            f"compress_: inputs is {inputs!r}; a list with at least one entry is needed, each with "
+            "the model's arguments for one run."
         )
     cut = next((place.name for place in chosen if compat.is_dtensor(place.parameter)), None)
     if cut is not None:
         raise OptionError(
-            f"compress_: {cut} is cut over processes, and inputs are of whole weights. Round and "
-            "save the model before it is cut, or leave the inputs out."
+            f"compress_: {cut} is split over processes, but inputs= needs whole weights. Round and "
+            "save the model before it is split, or leave the inputs out."
         )
     return runs
 
@@ -562,7 +562,7 @@ def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
         )
     ranks = weight.device_mesh.size()  # type: ignore[attr-defined]
     if local.shape[1:] != weight.shape[1:] or local.shape[0] * ranks != weight.shape[0]:
-        return "it is not cut into equal shards of whole rows, which a coded shard has to be"
+        return "it is not split into equal shards of whole rows, as coded weights need"
     return _unfit_shard(weight, codec, min_size)
 
 
@@ -652,8 +652,8 @@ def _put(place: _Place, value: nn.Parameter) -> None:
     """Replace a parameter by another, in every module that has it."""
     if compat.tensor_hooks(place.parameter):
         raise CodedWeightError(
-            f"hooks are registered on {place.name} and would be lost; remove them first, those of "
-            "optim_in_backward with the remove() of what it returned."
+            f"hooks are registered on {place.name} and would be lost. Remove them first; if they "
+            "belong to optim_in_backward, call remove() on its result."
         )
     compat.drop_empty_hooks(place.parameter)
     _keep_attributes(place.parameter, value)
@@ -804,8 +804,8 @@ def put_coded(
     expected = module._parameters[attribute]
     if is_updated_in_backward(expected):
         raise CodedWeightError(
-            "optim_in_backward trains this model, and a loaded weight would take the place of the "
-            "one it updates. Call remove() on what it returned, load, and call it again."
+            "optim_in_backward trains this model, and a loaded weight would replace the one that "
+            "it updates. Call remove() on its result, load the weights, and call it again."
         )
     value = nn.Parameter(coded, requires_grad=requires_grad)
     if expected is not None:

@@ -53,8 +53,7 @@ class Join(ConversionOps):
         if len(parts) != len(wanted) or not wanted:
             raise CodedWeightError(
                 f"{full_layer_name}: the checkpoint holds the parts {', '.join(sorted(found))}, "
-                f"and {', '.join(wanted) or 'no code'} are what config.json names. Save the model "
-                "again."
+                f"but config.json names {', '.join(wanted) or 'no code'}. Save the model again."
             )
         if f"{checksum([part.cpu() for part in parts]):08x}" != crc32:
             raise CodedWeightError(

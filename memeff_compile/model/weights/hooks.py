@@ -20,10 +20,10 @@ class WeightHooks(Hooks):
     def refuse(self, options: Options) -> None:
         if options.weights in CODECS:
             raise OptionError(
-                f"memeff.weights is {options.weights!r}, and a backend cannot compress a model: it "
-                "sees graphs, which other instances of a class run too, and not who owns their "
-                f"weights. Call memeff_compile.compress_(model, {options.weights!r}) before "
-                f"torch.compile, or memeff_compile.compile(model, weights={options.weights!r}), "
+                f"memeff.weights is {options.weights!r}, but a backend cannot compress a model: it "
+                "sees graphs, which several models of a class may share, and not the model that "
+                f"owns the weights. Call memeff_compile.compress_(model, {options.weights!r}) "
+                f"before torch.compile, or memeff_compile.compile(model, weights={options.weights!r}), "
                 "which does so; memeff.weights itself is 'exact' or 'off'."
             )
 

@@ -312,9 +312,9 @@ def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
     needs = [p.name for p in asked if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if needs:
         raise OptionError(
-            f"optim_in_backward: {type(optimizer).__name__}.step() needs {', '.join(needs)}, and a "
-            "weight is updated in the middle of a backward, with its gradient alone. Take an "
-            "optimizer whose step() needs nothing, such as torch.optim.AdamW."
+            f"optim_in_backward: {type(optimizer).__name__}.step() needs {', '.join(needs)}, but "
+            "each weight is updated during the backward, where only its gradient is known. Use an "
+            "optimizer whose step() takes no arguments, such as torch.optim.AdamW."
         )
 
 
@@ -413,9 +413,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
-                    f"optim_in_backward: FSDP2 holds another parameter than {update.name} was, and "
-                    "nothing updates that. Call optim_in_backward after what replaces parameters, "
-                    "such as load_state_dict(..., assign=True)."
+                    f"optim_in_backward: the parameter {update.name} of FSDP2 was replaced, and "
+                    "the new one would not be updated. Call optim_in_backward after every call "
+                    "that replaces parameters, such as load_state_dict(..., assign=True)."
                 )
             if update.seen or update.parameter.grad is None:
                 continue
@@ -560,8 +560,8 @@ def optim_in_backward(
     updates = [_Update(name, p, factory, queue, shards.get(id(p))) for name, p in trained]
     if not updates:
         raise OptionError(
-            "optim_in_backward: no parameter of the model requires gradients; set requires_grad "
-            "on what is to be trained (lossy compressed weights cannot be)."
+            "optim_in_backward: no parameter of the model requires gradients. Set requires_grad on "
+            "those to train (lossy compressed weights cannot be trained)."
         )
     return BackwardOptimizer(updates, accumulate, max_norm, queue)
 
@@ -583,8 +583,8 @@ def _with_settings(factory: Factory | type[Optimizer], settings: dict[str, Any])
 def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:
     if is_updated_in_backward(parameter):
         raise OptionError(
-            f"optim_in_backward: {name} is updated by an earlier optim_in_backward. Call remove() "
-            "on what that returned, and then this again."
+            f"optim_in_backward: an earlier optim_in_backward updates {name}. Call remove() on the "
+            "result of that call first."
         )
     if isinstance(parameter, CodedWeight) and not parse(parameter.codec).is_lossless:
         raise OptionError(
@@ -598,14 +598,14 @@ def _refuse_what_others_update(
 ) -> None:
     if shard is not None and shard.is_on_host:
         raise MemeffError(
-            f"optim_in_backward: FSDP2 keeps the shard of {name} in memory of the host, where its "
-            "gradient may arrive behind the update. Train without CPUOffloadPolicy, or with an "
+            f"optim_in_backward: FSDP2 keeps the shard of {name} in host memory, where its "
+            "gradient may arrive after the update. Train without CPUOffloadPolicy, or with an "
             "ordinary optimizer."
         )
     if compat.is_sharded_by_fsdp(parameter):
         raise MemeffError(
-            f"optim_in_backward: {name} is gathered at the moment, and what is updated is its "
-            "shard. Call reshard() of the model first; FSDP1 is not served, fully_shard is."
+            f"optim_in_backward: {name} is gathered at the moment, but its shard has to be "
+            "updated. Call reshard() on the model first. FSDP1 is not served; fully_shard is."
         )
     distributed = torch.distributed
     is_running = distributed.is_available() and distributed.is_initialized()

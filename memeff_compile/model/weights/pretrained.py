@@ -374,7 +374,7 @@ def _offloads(hook: Theirs) -> bool:
 
 def _refuse_offloading(what: str) -> None:
     raise CodedWeightError(
-        f"from_pretrained was to keep {what or 'the model'} on the disk or in memory of the host "
-        "and to bring it to another device in each call, which compressed weights do not allow. "
-        "Give a device_map without 'disk', and without 'cpu' next to GPUs, or a smaller codec."
+        f"the device_map keeps {what or 'the model'} on the disk or in host memory and moves it to "
+        "another device in each call, which compressed weights do not support. Use a device_map "
+        "without 'disk', and without 'cpu' next to GPUs, or a smaller codec."
     )

@@ -238,7 +238,7 @@ def _site(
         return axes_order(softmax, "the mask is added to scores with batch and heads in one axis")
     found = placed(info, given, weights.axes, sizes, may_split=fits_both)
     if found is None:
-        return axes_order(softmax, "the sizes of queries, keys and values do not go together")
+        return axes_order(softmax, "the sizes of queries, keys and values do not match")
     query, key, value = found.operands
     site = Site(
         weights.node,
@@ -373,7 +373,7 @@ def weights_used(user: Node, hint: str) -> Decline:
     """Return the decline if a node other than the product with the values reads the weights."""
     if written_by(user):
         return _unknown_step(user)
-    said = f"the attention weights are also used by `{node_name(user)}`, so they have to be there"
+    said = f"the attention weights are also used by `{node_name(user)}` and must be computed"
     return Decline(f"weights_used({node_name(user)})", said, hint)
 
 
@@ -426,7 +426,7 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
         if written_by(user) and is_before and not user.users:
             return _unknown_step(user)
         name = node_name(user)
-        said = f"the attention scores are also used by `{name}`, so they have to be there"
+        said = f"the attention scores are also used by `{name}` and must be computed"
         return Decline(f"scores_used({name})", said)
     return sorted(others, key=info.positions.__getitem__, reverse=True)
 
@@ -458,7 +458,7 @@ class _Read:
     def _scaled(self, walk: _Walk, node: Node, by: Any, *, is_division: bool) -> Decline | None:
         factor = compat.known_number(by)
         if not factor or not math.isfinite(factor):
-            what = "zero" if factor == 0 else "something else than a number"
+            what = "zero" if factor == 0 else "a value that is not a number"
             said = f"`{node_name(node)}` scales the scores by {what}"
             return Decline("scale_not_constant", said, "scale the queries instead")
         walk.numbers += _nodes(by)

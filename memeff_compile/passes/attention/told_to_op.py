@@ -63,14 +63,14 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
     The reason is a sentence for the mask itself, and a decline for queries without keys.
     """
     if not form.is_sayable:
-        return "neither PyTorch's call nor memeff::attention can say it"
+        return "neither PyTorch's call nor memeff::attention can express it"
     ahead = form.causal
     behind = None if form.window is None else form.window - 1
     if not all(info.says(size) for size in (ahead, behind) if size is not None):
         return "its bounds are not known from the inputs of the graph"
     tables = _tables(info, site, form)
     if tables is None:
-        return "something may write to what it is computed from, or it is on another device"
+        return "its inputs may be written to, or it is on another device"
     empty_rows = _empty_rows(info, site, form, mask)
     if isinstance(empty_rows, Decline):
         return empty_rows
@@ -208,7 +208,7 @@ def why_not_added(info: GraphInfo, site: Site) -> str:
     computes and adds (ALiBi, T5) usually hides no key, so that no tile could be skipped.
     """
     if _input_behind(info, site.mask) is None:
-        return "the graph computes what is added, and PyTorch's kernels add it as fast"
+        return "the graph computes the mask to add, and PyTorch's kernels add it as fast"
     return ""
 
 

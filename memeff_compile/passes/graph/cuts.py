@@ -110,8 +110,8 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
     """Report that the graph is compiled in partitions."""
     total = format_bytes(sum(_updated(info).values()))
     sentence = (
-        f"compiled in {len(at) + 1} pieces, cut between blocks of the model, for its weights are "
-        f"updated in the backward: {total} of gradients come and go block by block"
+        f"compiled in {len(at) + 1} pieces, cut between blocks of the model, because its weights "
+        f"are updated in the backward: {total} of gradients are made and freed block by block"
     )
     return Record("backend", "note", "in_pieces", sentence)
 

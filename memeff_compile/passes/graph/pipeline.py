@@ -117,7 +117,7 @@ class _Run:
         for each in sorted(patterns):
             hint = f"Compare {each!r} of memeff.skip with the names in model.named_modules()."
             if not any(Options(skip={"*": (each,)}).skips("*", path) for path in paths):
-                said = f"memeff.skip names {each!r}, and no module of this graph has such a path."
+                said = f"memeff.skip names {each!r}, but no module of this graph has such a path."
                 self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
 
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
@@ -143,7 +143,7 @@ class _Run:
             except Exception as error:
                 node = info.candidate
                 if node is None or len(info.left_out) == _MOST_FAILURES:
-                    what = "what this pass had not found yet"
+                    what = "all that this pass had not found yet"
                     self._append(_internal_error(graph_pass.name, error, what), is_counted=False)
                     return found
                 info.left_out.add(node)
@@ -162,10 +162,10 @@ class _Run:
             if is_match and _said(False, lambda: graph_pass.joins_ranks(info, found)):
                 option, off = SWITCHES.get(graph_pass.name, ("memeff.passes", ()))
                 raise MemeffError(
-                    f"{graph_pass.name} failed on this process while it rewrote what is split over "
-                    f"several: {type(error).__name__}: {error}. To go on without it would have the "
-                    f"others wait. Please report it; with options={{{option!r}: {off!r}}} every "
-                    "process leaves it as it was."
+                    f"{graph_pass.name} failed on this process while it rewrote a tensor that is "
+                    f"split over several: {type(error).__name__}: {error}. If this process went on "
+                    "without the rewrite, the others would wait for it. Please report this; with "
+                    f"options={{{option!r}: {off!r}}} no process rewrites."
                 ) from error
             parts: Sequence[Any] = _said((), lambda: graph_pass.parts(found) if is_match else ())
             went_well = [self._try(graph_pass, info, p) for p in (parts if len(parts) > 1 else ())]
@@ -287,7 +287,7 @@ def _internal_error(
     log.warning(text, name, what, exc_info=True)
     hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
     if name not in (*PASS_NAMES, "backend"):
-        hint = "mend the pass, which is none of ours; the log of memeff_compile has the traceback"
+        hint = "fix the pass, which is not built in; the log of memeff_compile has the traceback"
     said = _sentence(f"an internal error left {what} as it was: {type(error).__name__}: {error}")
     return Record(name, "internal_error", "internal_error", said, hint, *where)
 
@@ -342,7 +342,7 @@ def enforce_strict(options: Options, report: GraphReport) -> None:
         expected = report.training and name not in MAY_FIND_NOTHING
         if left or (expected and not fired):
             reasons = "\n".join(f"  - {r.code}: {r.sentence} {r.source}" for r in left)
-            reasons = reasons or "  - nothing in this training graph looks like what it rewrites"
+            reasons = reasons or "  - this training graph has no place that looks like its pattern"
             raise StrictError(
                 f"memeff.strict names {name}, which did not rewrite everything it found in "
                 f"{report.name}:\n{reasons}\nRemove the name from memeff.strict to compile anyway, "

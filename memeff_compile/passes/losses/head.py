@@ -554,7 +554,7 @@ class HeadReader:
             return Step(node, kind, classes=classes, whole=whole)
         if "move" in kinds:
             if kinds - {"move", "same"} or classes is not None:
-                hint = "move the classes in a call of its own, after the rows"
+                hint = "move the classes in a separate call, after the rows"
                 return Decline("unknown_step", f"{_describe(node)} mixes moves", hint, node)
             return Step(node, "move")
         if "detach" in kinds:
@@ -632,7 +632,7 @@ class HeadReader:
         if all(compat.statically_true(size == 1) for size in value.shape):
             return Step(node, "factor", Factor(factor, is_divisor))
         if _is_vector(value):
-            said = f"{verb} scales each class of the logits by a number of its own"
+            said = f"{verb} scales each class of the logits by a different number"
             hint = "scale the rows of the weight: F.linear(hidden, scale[:, None] * weight)"
             return Decline("scale_not_constant", said, hint, node)
         if moved or not compat.statically_true(value.shape[-1] == 1):

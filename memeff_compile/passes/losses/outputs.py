@@ -114,7 +114,7 @@ def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
 def _why_no_loss(info: GraphInfo, match: Returned) -> str:
     """Return why no loss outside the graph could use the op, or ""."""
     if compat.feeds_resumed_code(info.gm):
-        return "the function goes on behind this graph, which Dynamo had to cut"
+        return "Dynamo ended the graph here, and the function goes on after it"
     chains = [output.chain for output in match.outputs]
     if chains[0].head.parts:
         return "the head has an adapter, and a loss outside the graph has no op for it"
@@ -226,8 +226,8 @@ def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] |
     """Return A and B of the head's low-rank parts, and the adapter steps with which deferred logits
     get the model's exact bits; or why that is not possible.
     """
-    said = "what an adapter of the head adds to them is not a number times B(A(hidden states))"
-    said += ", as where a dropout stands before A"
+    said = "the adapter of the head does not add a number times B(A(hidden states)) to them"
+    said += ", for example because of a dropout before A"
     if any(call_of(node, aten.to.dtype) for node in head.summed):
         return "a product of the head or of its adapter is cast"
     found: list[tuple[Node, Node, Adapter]] = []
@@ -305,7 +305,7 @@ def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
     for order in (tuple(dims), tuple(by_stride)):
         if order[-1] == dims[-1] and _is_dense(value.permute(order)):
             return _Layout(base, order)
-    return "their memory is not one row of logits behind the other"
+    return "their rows do not follow each other in memory"
 
 
 def _is_dense(value: torch.Tensor) -> bool:

@@ -145,7 +145,7 @@ def _own_function(info: GraphInfo, node: Node) -> Decline | None:
         others = [v for v in trained if v is not weight]
         if any(compat.statically_true(v.shape[-1] == features) for v in others):
             said = f"an autograd function takes hidden states and a weight of {rows} classes, and "
-            said += "computes their loss by itself, as losses by chunks do"
+            said += "computes their loss by itself, as chunked losses do"
             hint = (
                 "compute the loss by the head and F.cross_entropy, which needs no chunks here; in "
             )

@@ -228,7 +228,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
     if not _hands_gradient_on(backward):
         raise _Misfit(
             "backward_form",
-            "the backward of the function that quantises it does more than hand the gradient on",
+            "the backward of the function that quantises it does more than pass the gradient on",
             "return grad_output itself, or its clone",
         )
     result: Any = forward.output_node().args[0]
@@ -270,7 +270,7 @@ def _fake_quantized(
     if kept is None:
         return source, how, is_weight
     if is_weight or how.kind != "int8":
-        raise _Misfit("unknown_range", "the larger half is kept of something else than INT8 tokens")
+        raise _Misfit("unknown_range", "the larger half is kept of values that are not INT8 tokens")
     if not _is_same(_behind_exact_casts(chain, source), _behind_exact_casts(chain, kept)):
         raise _Misfit("other_source", "the half that is kept is that of another tensor")
     return source, replace(how, kind="topk8"), False
@@ -453,7 +453,7 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
     """
     ends = [_behind_exact_casts(chain, node) for node in (value, measured)]
     if ends[0] is not ends[1]:
-        said = "its scale is that of another tensor than the one that is quantised"
+        said = "its scale is computed from another tensor than the quantised one"
         raise _Misfit("other_source", said)
     dtypes = [compat.example_value(n).dtype for n in (value, measured)]
     held = compat.example_value(ends[0]).dtype

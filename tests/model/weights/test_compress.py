@@ -437,7 +437,7 @@ def test_merging_adapters_into_a_compressed_weight_is_refused() -> None:
     before = model(input_ids=IDS).logits
     with pytest.raises(CodedWeightError, match=r"decompress_.* To train it") as raised:
         model.merge_and_unload()
-    assert "(merge_and_unload)" in str(raised.value)
+    assert "merge_and_unload" in str(raised.value)
     assert torch.equal(model(input_ids=IDS).logits, before)
     decompress_(model)
     assert not compressed_weights(model.merge_and_unload())
@@ -466,7 +466,7 @@ def test_safetensors_gets_dense_values_or_refuses(tmp_path: Path) -> None:
     save_file(dict(model.state_dict()), tmp_path / "dense.safetensors")
     loaded = load_file(tmp_path / "dense.safetensors")
     assert torch.equal(loaded["weight"], model.weight.decode())
-    with pytest.raises(CodedWeightError, match="address of a compressed weight"):
+    with pytest.raises(CodedWeightError, match="compressed weight of .* has no address"):
         save_file({"weight": model.weight.detach()}, tmp_path / "coded.safetensors")
 
 

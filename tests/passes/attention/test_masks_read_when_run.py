@@ -237,7 +237,7 @@ KEPT: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor], str, str]] = 
         DECLINED["mask_is_bias"],
         lambda: shown(B, S),
         "mask_is_bias",
-        "the graph computes what is added",
+        "the graph computes the mask to add",
     ),
     "spelled out": (
         spelled_out,
