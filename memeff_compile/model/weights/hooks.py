@@ -23,8 +23,8 @@ class WeightHooks(Hooks):
                 f"memeff.weights is {options.weights!r}, but a backend cannot compress a model: it "
                 "sees graphs, which several models of a class may share, and not the model that "
                 f"owns the weights. Call memeff_compile.compress_(model, {options.weights!r}) "
-                f"before torch.compile, or memeff_compile.compile(model, weights={options.weights!r}), "
-                "which does so; memeff.weights itself is 'exact' or 'off'."
+                "before torch.compile, or let memeff_compile.compile(model, "
+                f"weights={options.weights!r}) call it; memeff.weights itself is 'exact' or 'off'."
             )
 
     def wants(self, request: Request) -> bool:
