@@ -189,7 +189,10 @@ def test_attention_is_kept_and_computed_once(kind: type[Block]) -> None:
     records, saved, called = compiled(Blocks(kind(), kind()), "attention")
     (record,) = records
     assert (record.action, record.sites) == ("rewrote", 2)
-    assert f"the results of 1 attention for the backward, {OUT / 1024:.1f} KiB a call" in record.sentence
+    assert (
+        f"the results of 1 attention for the backward, {OUT / 1024:.1f} KiB a call"
+        in record.sentence
+    )
     assert sorted(saved) == sorted(2 * FUSED)
     assert not attentions(called)
 

@@ -466,7 +466,7 @@ def test_safetensors_gets_dense_values_or_refuses(tmp_path: Path) -> None:
     save_file(dict(model.state_dict()), tmp_path / "dense.safetensors")
     loaded = load_file(tmp_path / "dense.safetensors")
     assert torch.equal(loaded["weight"], model.weight.decode())
-    with pytest.raises(CodedWeightError, match="compressed weight of .* has no address"):
+    with pytest.raises(CodedWeightError, match=r"compressed weight of .* has no address"):
         save_file({"weight": model.weight.detach()}, tmp_path / "coded.safetensors")
 
 
