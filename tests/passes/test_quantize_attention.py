@@ -373,7 +373,7 @@ def test_levels_of_a_table_that_were_never_faster_stay_exact() -> None:
     (fired,) = [r for r in records if r.action == "rewrote"]
     assert "level by call: 8b x 1, exact x 1," in fired.sentence
     assert "8b+f16 was slower" in fired.sentence
-    assert fired.sentence.endswith("exact in its place.")
+    assert fired.sentence.endswith("exact is used instead.")
     assert sum(r.sites for r in records if r.code == "not_faster") == 2
 
 
