@@ -24,10 +24,10 @@ from .shrink import shrink
 from .worker import PARTS, work
 
 _HANGS = 600
-"""Seconds behind which a program that is still running counts as a crash."""
+"""Seconds after which a program that is still running counts as a crash."""
 
 _YOUNG = 300
-"""CPU seconds behind which a process is replaced: compilers keep some of what they were given."""
+"""CPU seconds after which a process is replaced: compilers keep some of what they were given."""
 
 _ON_GPU = {"a", "b", "c"}
 
