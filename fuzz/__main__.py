@@ -79,7 +79,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _watch(part: str, options: argparse.Namespace) -> Tally:
-    """Run one part, in another process behind each crash, until its time is spent."""
+    """Run one part, in a new process after each crash, until its time is spent."""
     with tempfile.TemporaryDirectory(prefix="memeff-fuzz-") as name:
         folder, tally, shown = Path(name), Tally(part), 0
         while tally.cpu_seconds < options.seconds:

@@ -76,7 +76,7 @@ def judge(program: Program) -> Verdict:
 
 
 def judge_again() -> Callable[[Program], Verdict]:
-    """Return a judge that keeps what a setup has compiled, for bodies that are tried behind it.
+    """Return a judge that keeps what a setup has compiled, for bodies that are tried after it.
 
     Its verdict on the last one wants to be confirmed by `judge`.
     """
@@ -131,7 +131,7 @@ def _verdict(program: Program, eager: World, ours: World) -> Verdict:
 
 
 _STALE = ("modified by an inplace operation", "its base has been modified inplace")
-"""How autograd calls what was written to behind what it had noted of it."""
+"""How autograd calls a tensor that was written to after it was saved."""
 
 
 def _why_no_measure(program: Program, eager: World) -> str:

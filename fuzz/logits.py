@@ -1,4 +1,4 @@
-"""Part a: logits that are computed on first use, in the graph and behind it.
+"""Part a: logits that are computed on first use, in the graph and after it.
 
 One compiled model serves many programs, so that this part runs tens of them a second.
 """
@@ -55,7 +55,7 @@ VALUES = [
 _METRICS = [
     *("{a}.argmax({d})", "{a}.argmax(-1)", "{a}.topk(2, {d})", "{a}.sort({d}).indices", "{a} > 0"),
     *("{a}.max({d})", "{a}.argmax().item()", "({a}.argmax(-1) == 1).sum()", "{a}.topk(1).indices"),
-    # PyTorch's median over a dimension of stride 0 looks at what lies behind each entry.
+    # PyTorch's median over a dimension of stride 0 looks at the memory after each entry.
     *("{a}.kthvalue(1, {d})", "{a}.contiguous().median({d})", "{a}.isnan().any()"),
     "{a}.argsort({d})",
 ]

@@ -133,7 +133,7 @@ class Fault:
 
 @dataclass
 class World:
-    """Names as they are behind the setup, and what restores them for the next body."""
+    """Names as they are after the setup, and code that restores them for the next body."""
 
     names: Names
     fault: Fault | None

@@ -112,7 +112,7 @@ def _peak_mib() -> float:
 
 
 def _growth(what: str, again: Callable[[int], object], count: int) -> tuple[int, float]:
-    """Do one thing so often; return how many tensors and MiB it leaves behind a warm-up."""
+    """Do one thing so often; return how many tensors and MiB stay after a warm-up."""
     warm = max(count // 4, 40)
     for number in range(warm):
         again(number)
@@ -120,7 +120,7 @@ def _growth(what: str, again: Callable[[int], object], count: int) -> tuple[int,
     for number in range(warm, warm + count):
         again(number)
     more, mib = _tensors() - tensors, _peak_mib() - peak
-    print(f"{what}: {count} behind {warm}, {more:+} tensors, {mib:+.0f} MiB", flush=True)
+    print(f"{what}: {count} after {warm}, {more:+} tensors, {mib:+.0f} MiB", flush=True)
     return more, mib
 
 

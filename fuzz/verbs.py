@@ -146,7 +146,7 @@ def _speak(random: Random, sketch: Sketch) -> None:
 
 
 def _train(random: Random, sketch: Sketch) -> None:
-    """Draw steps of an optimizer in the backward, and of one behind it."""
+    """Draw steps of an optimizer in the backward, and of one after it."""
     more = random.choice(("", ", momentum=0.5", ", weight_decay=0.1"))
     sketch.add("p = [p for p in m.parameters() if p.requires_grad]")
     optimizer = f"memeff_compile.optim_in_backward(m, lambda p: torch.optim.SGD([p], 0.1{more}))"

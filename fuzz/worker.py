@@ -39,7 +39,7 @@ _SHRUNK_ALIKE = 3
 _SECONDS = 20
 
 _LATE = 5
-"""Seconds behind the time given when a program that still runs, or is made small, is given up."""
+"""Seconds after the time given when a program that still runs, or is made small, is given up."""
 
 _SAVED = 10
 """Seconds between two looks at the counts from outside."""
@@ -52,7 +52,7 @@ class Part(Protocol):
 
     TITLE: str
     REUSE: int  # bodies that share a setup
-    IMPORTS: str  # what its programs need beside torch
+    IMPORTS: str  # what its programs need next to torch
 
     def setup(self, random: random.Random) -> list[str]:
         """Draw what is made once."""
@@ -79,7 +79,7 @@ def _cpu_seconds() -> float:
 def programs(
     part: Part, seed: str, number: int, before: Before
 ) -> Iterator[tuple[str, Program, World, World]]:
-    """Draw one setup, and the programs that share it, each behind the one before."""
+    """Draw one setup, and the programs that share it, each after the one before."""
     setup = tuple(part.setup(random.Random(f"{seed}/{number}")))
     torch._dynamo.reset()
     only = Program(setup, (), part.IMPORTS)
@@ -191,7 +191,7 @@ def _report(
     if not is_shown:
         return
     if not found.resembles(again):
-        note = " (only behind the programs before it: run the part with this seed)"
+        note = " (only after the programs before it: run the part with this seed)"
         tally.failures[-1] = failure(program, found.sentence + note)
         return
     # What compiled code of before lost stays in the report.

@@ -138,7 +138,7 @@ def draw(
     generator: torch.Generator,
     first: float = 1.0,
 ) -> Asked:
-    """Return sequences, drawn anew.
+    """Return newly drawn sequences.
 
     Args:
         plan: the sizes.

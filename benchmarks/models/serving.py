@@ -36,7 +36,7 @@ each token is on the host. The first call compiles (`first_call_s`, of it our pa
 Each path in each of `--batch` and `--prompt`, one model after the other; `read_gb` is the data that
 a step has to read: weights and the tokens that are there, in the bits that they are held in. Where
 several processes share a GPU, `--turns FILE` has one of them on it at a time; they compile in
-parallel, so that `compile_s` is longer than alone. `--brief` leaves out the loops behind `step_ms`.
+parallel, so that `compile_s` is longer than alone. `--brief` leaves out the loops of `step_ms`.
 
 `host`: the host's time for one step without generate()'s loop: calls in a row while the GPU is busy
 with other work.

@@ -6,7 +6,7 @@
 As lossy_modes.py, on the same texts and tokens, with designs instead of modes, each compared with
 the first of its part, token by token. Weights keep 3 bits of the mantissa: in blocks of other
 sizes, which `compress_` codes, or rounded in ways that nothing here codes. "errors" asks what they
-must lose: beside roundings with inputs in view and codes of other numbers stand drawn errors, which
+must lose: next to roundings with inputs in view and other codes there are drawn errors, which
 say what KL an error of a size costs. Attention has layers of another level. Codes of caches, and
 scores of attention, are prototypes.py's: other arithmetic, most of which nothing here serves.
 """
@@ -305,7 +305,7 @@ def main() -> int:
     parser = parser_of(__doc__, texts=["prose", "source"], prompt=512, sequences=24)
     parser.add_argument("--part", choices=PARTS, default="weights")
     parser.add_argument(
-        "--designs", nargs="+", default=[""], help="parts of names behind the first"
+        "--designs", nargs="+", default=[""], help="parts of names after the first"
     )
     parser.add_argument("--piece", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")

@@ -162,7 +162,7 @@ def measure(given: argparse.Namespace) -> int:
         alone = {}
         for pair in tried:
             if time.monotonic() - started > given.budget:
-                print(f"out of time behind {len(alone)} pairs", flush=True)
+                print(f"out of time after {len(alone)} pairs", flush=True)
                 break
             change, error = behind.change([pair], few)
             alone[pair] = -change

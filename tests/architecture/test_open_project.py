@@ -1,4 +1,4 @@
-"""What an open project needs beside its code: a workflow, templates, a release, one address."""
+"""An open project needs more than its code: a workflow, templates, a release, one address."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_a_failure_that_is_none_alone_is_counted_as_what_it_is_then(
     work(tally, "0", 60, stops=True)
     assert (tally.programs, +tally.kinds) == (3, Counter(inner=1, invalid=1, difference=1))
     assert [failure.seed for failure in tally.failures] == ["0/2/0"]
-    assert "only behind the programs before it" in tally.failures[0].sentence
+    assert "only after the programs before it" in tally.failures[0].sentence
 
 
 def test_pytorch_fails_at_stale_views_of_what_was_detached_in_place() -> None:
