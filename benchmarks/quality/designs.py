@@ -304,9 +304,7 @@ def main() -> int:
     """Run from the command line."""
     parser = parser_of(__doc__, texts=["prose", "source"], prompt=512, sequences=24)
     parser.add_argument("--part", choices=PARTS, default="weights")
-    parser.add_argument(
-        "--designs", nargs="+", default=[""], help="parts of names after the first"
-    )
+    parser.add_argument("--designs", nargs="+", default=[""], help="parts of names after the first")
     parser.add_argument("--piece", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
     parser.set_defaults(modes=[])
