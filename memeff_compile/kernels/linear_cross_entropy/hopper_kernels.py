@@ -78,6 +78,18 @@ def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexp
 
 
 @triton.jit
+def _place(tile, row_blocks, column_blocks, C: tl.constexpr):
+    """Return the row block and the column block of a tile.
+
+    GROUP row blocks at a time: their rows and a few columns stay in the L2 cache.
+    """
+    group = tile // (C.GROUP * column_blocks)
+    local = tile % (C.GROUP * column_blocks)
+    size = tl.minimum(row_blocks - group * C.GROUP, C.GROUP)
+    return group * C.GROUP + local % size, local // size
+
+
+@triton.jit
 def _logits(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
     """Return logits in base 2, and dz/ds, of one tile of products."""
     scale, softcap = cap
@@ -417,12 +429,7 @@ def _linear_cross_entropy_hopper_gradient_kernel(
     tiles = row_blocks * tl.cdiv(width, C.BN)
     column_blocks = tl.cdiv(width, C.BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=C.FLATTEN):
-        # GROUP row blocks at a time: their rows and a few columns stay in the L2 cache.
-        group = tile // (C.GROUP * column_blocks)
-        local = tile % (C.GROUP * column_blocks)
-        size = tl.minimum(row_blocks - group * C.GROUP, C.GROUP)
-        row_block = group * C.GROUP + local % size
-        column_block = local // size
+        row_block, column_block = _place(tile, row_blocks, column_blocks, C)
         offs_n = row_block * C.BM + tl.arange(0, C.BM)
         acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
         if C.GATHER:
@@ -630,9 +637,8 @@ def _linear_cross_entropy_hopper_logits_kernel(
         tiles = tl.where(tl.load(again_ptr) > 0, tiles, 0)
     plane = tl.cast(column_blocks, tl.int64) * piece_rows
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=C.FLATTEN):
-        row_block = tile % row_blocks
-        column_block = tile // row_blocks
-        blocks = (row_block, column_block)
+        blocks = _place(tile, row_blocks, column_blocks, C)
+        row_block, column_block = blocks
         acc = _products(hidden_desc, weight_desc, blocks, hidden_row, depth, C)
 
         rows = row_block * C.BM + tl.arange(0, C.BM)

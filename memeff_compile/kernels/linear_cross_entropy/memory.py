@@ -16,7 +16,6 @@ from ..device import DEFAULT_PROCESSORS, kernels_serve, where_it_runs
 from ..sizes import Size
 from .gradient_filter import filter_bytes, leaves_out
 from .shapes import (
-    AGAIN_BYTES,
     AUTO_BYTES,
     FILTER_BLOCKS,
     HOPPER_AUTO_BYTES,
@@ -25,12 +24,14 @@ from .shapes import (
     LIBRARY_AUTO_BYTES,
     LIBRARY_AUTO_BYTES_PER_ROW,
     MIN_WIDTH,
+    MOST_SPLITS,
+    PARTS_BYTES,
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
     REFERENCE_AUTO_COLUMNS,
     REFERENCE_MIN_ROWS,
-    TALLEST_SPLIT,
-    auto_bytes,
+    bytes_of_row,
+    bytes_of_scales,
     hopper_rows,
     library_rows,
     reference_bytes_per_logit,
@@ -144,13 +145,7 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
             # a backward by rows; some requested results switch its filter off
             size = (n, int(depth), int(vocab), 0)
             for each in {"exact", given.gradient_filter}:
-                by_rows = hopper_bytes(
-                    *size,
-                    is_plain=False,
-                    gradient_filter=each,
-                    tallest=AGAIN_BYTES,
-                )
-                held = sympy.Max(held, by_rows)
+                held = sympy.Max(held, hopper_bytes(*size, gradient_filter=each))
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
@@ -178,11 +173,7 @@ def total_bytes(
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
-        return hopper_bytes(
-            *(n, depth, vocab, workspace),
-            is_plain=not has_softcap,
-            gradient_filter=gradient_filter,
-        )
+        return hopper_bytes(n, depth, vocab, workspace, gradient_filter=gradient_filter)
     height = reference_rows(
         n, vocab, wide * (1 + has_softcap), workspace, where_it_runs(device).type
     )
@@ -207,43 +198,32 @@ def hopper_bytes(
     vocab: int,
     workspace: int,
     *,
-    is_plain: bool,
     gradient_filter: str = "exact",
-    tallest: int = AUTO_BYTES,
 ) -> sympy.Expr:
-    """Return a bound of the bytes of X, its statistics and the scaled rows of one block.
+    """Return a bound of the bytes of X, its statistics, the scaled rows and sums of one block.
 
     A filter adds the bytes of the packed tiles.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
-    columns = shapes.gradient_columns(is_plain=is_plain)
-    width = -(-vocab // shapes.columns) * shapes.columns
     is_filtered = leaves_out(gradient_filter, depth, vocab, workspace)
-    tallest = AGAIN_BYTES if is_filtered else tallest
-    budget = workspace or auto_bytes(rows, width, tallest)
-    height = sympy.Max(budget / (2 * width), shapes.rows)
-    if is_filtered:
-        height = sympy.Min(height, FILTER_BLOCKS * shapes.rows)
-    held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
+    most = FILTER_BLOCKS if is_filtered else 0
+    per_row, splits = bytes_of_row(depth, vocab, shapes), MOST_SPLITS
+    scales = bytes_of_scales(depth, vocab, shapes)
+    if rows.is_number:
+        size = int(rows), depth, vocab
+        height = sympy.Integer(hopper_rows(*size, workspace, shapes, most=most))
+        needs = (splits_of(int(height), *size[1:], shapes, needs_weight=x) for x in (False, True))
+        splits = max(needs)
+        scales = scales if height < rows else 0
+    else:
+        fitting = sympy.Integer((workspace or AUTO_BYTES) // per_row)
+        height = sympy.Min(sympy.Max(fitting, shapes.rows), rows + shapes.rows)
+        height = sympy.Min(height, most * shapes.rows or height)
+    held = height * (per_row + 4 * (splits - 1) * depth)
+    if not rows.is_number:
+        held = sympy.Min(held, height * per_row + PARTS_BYTES)
+    held += scales
     if is_filtered:
         # A selection has an order of rows, and may copy every row in that order.
         held += filter_bytes(height, depth, vocab) + 12 * rows
-    return held + _parts_bytes(rows, depth, vocab, workspace, tallest)
-
-
-def _parts_bytes(
-    rows: sympy.Expr, depth: int, vocab: int, workspace: int, tallest: int
-) -> sympy.Expr:
-    """Return a bound of the bytes of partial sums of dE; if N is a symbol, for any N."""
-    shapes = shapes_for_programs(DEFAULT_PROCESSORS)
-    heights = range(shapes.rows, TALLEST_SPLIT + 1, shapes.rows)
-    if rows.is_number:
-        height = hopper_rows(
-            int(rows), vocab, workspace, shapes.rows, shapes.columns, tallest=tallest
-        )
-        heights = range(height, height + 1)
-    return max(
-        4 * (splits_of(height, depth, vocab, shapes, needs_weight=needs) - 1) * height * depth
-        for height in heights
-        for needs in (False, True)
-    )
+    return held

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..device import processors
+from ..device import DEFAULT_PROCESSORS, processors
 from ..sizes import Size
 
 MIB = 2**20
@@ -104,8 +104,9 @@ def reference_rows(
 # short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the results.
 LIBRARY_AUTO_BYTES = 64 * MIB
 LIBRARY_AUTO_BYTES_PER_ROW = 16 * 1024
-# Rows of the lowest block of an adapted head: the weight is read once per block.
-LIBRARY_MIN_ROWS = 128
+# Of an adapted head, rows of the lowest block, because the weight is read once per block, and bytes
+# of the tallest.
+LIBRARY_MIN_ROWS, LIBRARY_MAX_BYTES = 128, 544 * MIB
 # Numbers per row that are kept between strips; the widest strip of a program, and its warps.
 LIBRARY_STATE = 5
 LIBRARY_MAX_BLOCK = 2048
@@ -174,8 +175,8 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
     the bytes of all logits in the head's dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
-    share = sympy.Rational(*AUTO_SHARE) * itemsize * n * vocab
-    budget = workspace or sympy.Max(LIBRARY_AUTO_BYTES, sympy.Min(share, AUTO_BYTES))
+    share = sympy.Rational(3, 16) * itemsize * n * vocab
+    budget = workspace or sympy.Max(LIBRARY_AUTO_BYTES, sympy.Min(share, LIBRARY_MAX_BYTES))
     fitting = sympy.floor(budget / (per_logit * vocab))
     least = 1 if workspace else LIBRARY_MIN_ROWS
     return sympy.Min(sympy.Max(fitting, least), sympy.ceiling(n / 2))
@@ -195,27 +196,23 @@ HOPPER_AUTO_BYTES = 64 * MIB
 HOPPER_AUTO_BYTES_PER_ROW = 13824
 # The narrowest of these blocks; a smaller workspace is exceeded rather than refused.
 HOPPER_MIN_WIDTH = 256
-# Blocks of rows, automatic workspace: three sixteenths of the bytes of all logits (X and its
-# statistics then take under a fifth of them), up to AUTO_BYTES or, where that is more, an eighth:
-# dC is rounded once per block, and its error is 3.6e-3 at most over eight. Every block reads and
-# writes dC once more, so blocks of TALL_ROWS are taken where they are at most a sixth of all rows,
-# or a quarter that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200
-# in blocks of 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384
-# x 2048. A backward that recomputes logits takes a quarter up to AGAIN_BYTES: 62.5 and 61.7 ms at
-# 8192 x 4096 x 151936. So does a filter, whose blocks have two dozen launches each.
-AUTO_BYTES = 544 * MIB
-AGAIN_BYTES = 608 * MIB
-LEAST_BYTES = 160 * MIB
-AUTO_SHARE = (3, 16)
-AUTO_PIECES = 8
-TALL_ROWS = 2048
+# Blocks of rows, automatic workspace: the bytes of a block's X, statistics, rows times their factor
+# and partial sums of dE, and of the scales of dC, are at most AUTO_BYTES.
+AUTO_BYTES = 640 * MIB
+# Of the numbers of blocks with which that is so, the largest is taken whose modelled time is at
+# most this much above the shortest.
+TOLERANCE = 1.01
+# Time of the work around a tile's sum, in steps of the sum: of a tile of logits, and of a tile of a
+# gradient. A tile of dC also reads its old value, and a block has this many steps of launches.
+LOGITS_STEPS, TILE_STEPS, OLD_STEPS, BLOCK_STEPS = 7, 3, 2, 30
 
 # A sum is shared by at most so many programs, in blocks of at most so many rows, and at most so
-# many bytes of it are kept; the work around the sum of a tile takes as long as some of its steps.
+# many bytes of it are kept.
 MOST_SPLITS = 4
 PARTS_BYTES = 32 * MIB
 TALLEST_SPLIT = 2048
-TILE_STEPS = 3
+# Columns of dE and dC that are written at a time; sums of dC have a scale for each class and slice.
+SLICE = 64
 # Elements that a program scales at a time, and programs per multiprocessor.
 SCALED = 4096
 SCALING_PROGRAMS = 8
@@ -266,6 +263,13 @@ def shapes_for(device: torch.device) -> Shapes:
 def shapes_for_programs(programs: int) -> Shapes:
     """Return the tile shapes for compute capability 9.0, where they were measured."""
     return Shapes(128, 256, 64, 8, 3, True, programs)
+
+
+def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
+    """Return rows and columns of a tile of dE and dC: the shape that has fewer unused columns."""
+    rows, columns = shapes.rows, shapes.columns
+    is_turned = 0 < depth % columns <= rows
+    return (columns, rows) if is_turned else (rows, columns)
 
 
 def row_block(depth: int, shapes: Shapes) -> int:
@@ -358,38 +362,82 @@ def room_inside(
     return Room(first, width, spare, rows, depth, vocab, step)
 
 
-def auto_bytes(rows: sympy.Expr, width: int, tallest: int) -> sympy.Expr:
-    """Return the bytes that X takes with an automatic workspace, for N rows of `width` logits.
+def bytes_of_row(depth: int, vocab: int, shapes: Shapes) -> int:
+    """Return the bytes of a row of X, its statistics in the narrowest tiles, and scaled copy."""
+    width = -(-vocab // shapes.columns) * shapes.columns
+    return 2 * width + 8 * (width // shapes.rows) + 2 * depth
 
-    A block of TALL_ROWS may be a quarter of all rows if it takes at most `tallest` bytes.
+
+def bytes_of_scales(depth: int, vocab: int, shapes: Shapes) -> int:
+    """Return the bytes of the scales of a weight's gradient, for a walk of more than one block."""
+    return -(-depth // SLICE) * (-(-vocab // shapes.columns) * shapes.columns)
+
+
+def hopper_rows(
+    rows: int,
+    depth: int,
+    vocab: int,
+    workspace: int,  # the bytes of X; 0 is automatic
+    shapes: Shapes,
+    *,
+    most: int = 0,  # tiles; at most so many to a block, if not 0
+) -> int:
+    """Return the rows of a block: whole tiles, in blocks of about equal height.
+
+    All GPUs take the same, as ranks with other GPUs have to and the report does.
     """
-    logits = 2 * rows * width
-    most = sympy.Max(AUTO_BYTES, logits / AUTO_PIECES)
-    least = sympy.Min(LEAST_BYTES, logits / 2)
-    usual = sympy.Max(least, sympy.Min(most, logits * sympy.Rational(*AUTO_SHARE)))
-    tall = 2 * TALL_ROWS * width
-    many = (4 if tall <= tallest else 6) * TALL_ROWS
-    return sympy.Piecewise((sympy.Max(usual, tall), rows >= many), (usual, True))
+    tile = shapes.rows
+    tiles = -(-rows // tile)
+    fitting = most or tiles
+    if workspace:
+        width = -(-vocab // shapes.columns) * shapes.columns
+        fitting = min(fitting, max(workspace // (2 * width) // tile, 1))
+        return -(-tiles // -(-tiles // fitting)) * tile
+    return _automatic_rows(
+        tiles, fitting, depth, vocab, shapes._replace(programs=DEFAULT_PROCESSORS)
+    )
 
 
 @lru_cache(maxsize=1024)
-def hopper_rows(
-    rows: int,
-    vocab: int,
-    workspace: int,  # 0 is automatic
-    tile: int,  # rows of a tile of logits
-    columns: int,  # of that
-    *,
-    blocks: int = 0,  # tiles; at most so many to a block, if not 0
-    tallest: int = AUTO_BYTES,
-) -> int:
-    """Return the rows of a block: whole tiles, in blocks of about equal height."""
-    width = -(-vocab // columns) * columns
-    budget = workspace or int(auto_bytes(sympy.Integer(rows), width, tallest))
-    fitting = max(budget // (2 * width) // tile, 1)
-    fitting = min(fitting, blocks or fitting)
-    blocks = -(-rows // tile)
-    return -(-blocks // -(-blocks // fitting)) * tile
+def _automatic_rows(tiles: int, most: int, depth: int, vocab: int, shapes: Shapes) -> int:
+    tile = shapes.rows
+    per_row = bytes_of_row(depth, vocab, shapes)
+    scales = bytes_of_scales(depth, vocab, shapes)
+
+    def fits(height: int) -> bool:
+        splits = splits_of(height, depth, vocab, shapes, needs_weight=True)
+        held = height * (per_row + 4 * (splits - 1) * depth)
+        return held + (scales if height < tiles * tile else 0) <= AUTO_BYTES
+
+    fewest = -(-tiles // min(max(AUTO_BYTES // (per_row * tile), 1), most))
+    times: dict[int, float] = {}
+    for count in range(fewest, min(tiles, 2 * fewest) + 1):
+        height = -(-tiles // count) * tile
+        if fits(height) or height == tile:
+            times.setdefault(height, _steps(tiles * tile, height, depth, vocab, shapes))
+    limit = TOLERANCE * min(times.values())
+    return min(height for height, time in times.items() if time <= limit)
+
+
+def _steps(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> float:
+    """Model the time of a walk over blocks of rows, in steps of the sum of one tile of a program.
+
+    A block sums its logits over the features, dE over the classes and dC over its rows. Then each
+    tile of dC is written, and of all blocks but the first read before that.
+    """
+    step, programs, (tall, wide) = shapes.step, shapes.programs, product_tile(depth, shapes)
+    features, columns = -(-depth // step), -(-depth // wide)
+    steps = 0.0
+    for first, stop in spans(0, rows, height):
+        logits = -(-(stop - first) // shapes.rows) * -(-vocab // shapes.columns)
+        steps += -(-logits // programs) * (features + LOGITS_STEPS)
+        splits = splits_of(stop - first, depth, vocab, shapes, needs_weight=True)
+        hidden_tiles = -(-(stop - first) // tall) * columns
+        of_hidden = hidden_tiles * (-(-vocab // step) + splits * TILE_STEPS)
+        around = TILE_STEPS + (OLD_STEPS if first else 0)
+        of_weight = -(-vocab // tall) * columns * (-(-(stop - first) // step) + around)
+        steps += (of_hidden + of_weight) / programs + BLOCK_STEPS
+    return steps
 
 
 @lru_cache(maxsize=1024)
@@ -401,10 +449,11 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
     """
     if rows > TALLEST_SPLIT:
         return 1
-    columns = -(-depth // shapes.columns)
-    hidden_tiles = -(-rows // shapes.rows) * columns
+    tile = product_tile(depth, shapes)
+    columns = -(-depth // tile[1])
+    hidden_tiles = -(-rows // tile[0]) * columns
     hidden_steps = -(-vocab // shapes.step)
-    weight_tiles = -(-vocab // shapes.rows) * columns if needs_weight else 0
+    weight_tiles = -(-vocab // tile[0]) * columns if needs_weight else 0
     # The work around the sum of a tile takes as long as some of its steps.
     weight_steps = weight_tiles * (-(-rows // shapes.step) + TILE_STEPS)
 
