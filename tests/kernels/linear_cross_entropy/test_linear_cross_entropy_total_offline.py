@@ -87,6 +87,7 @@ def test_logits_compile_within_the_limits(epilogue: str, is_busy: bool) -> None:
     constants = {
         **EPILOGUES[epilogue],
         **_tiles(columns),
+        "GROUP": 16,
         "HAS_AGAIN": is_busy,
         "HAS_KEPT": is_busy,
     }
