@@ -728,7 +728,7 @@ class Total(ByRows, Statistics):
             "weigh",
             (-(-here // ROWS),),
             *(self.stats, self.base, self.selection.kept, inverse, light, rows_here),
-            *(first, here, self.tiles, self.settings.scale),
+            *(first, here, self.tiles, self.settings.scale if self.settings.softcap else 1.0),
             HAS_KEPT=True,
             ROWS=ROWS,
             TILES=TILES,

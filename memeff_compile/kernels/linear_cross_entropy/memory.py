@@ -91,6 +91,12 @@ class How(NamedTuple):
     training: bool = True  # whether a backward pass follows
     gradient_filter: str = "exact"  # the op's
 
+    @property
+    def goes_by_rows(self) -> bool:
+        """Return whether the backward pass of `hopper` may go over blocks of rows."""
+        is_served = self.engine == "hopper" and self.dtype == torch.bfloat16
+        return is_served and self.training and not self.workspace
+
 
 class Pieces(NamedTuple):
     """The size of the block of logits that exists at one time: bytes, and columns for a copy."""
@@ -110,12 +116,13 @@ def bytes_after(
     hidden states and of blocks of the weight, and on a CPU the copies of the rows that are not
     ignored. `how` is a `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
     """
-    n, d = sympy.sympify(rows), sympy.sympify(depth)
-    dtype, engine, device_type, *_, training, _ = How(**how)
+    n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
+    dtype, engine, device_type, *_, training, _ = given
     if pieces is None:
         pieces = piece_sizes(rows, depth, vocab, **how)
     itemsize = dtype.itemsize
-    sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
+    has_sums = itemsize == 2 and training and not given.goes_by_rows
+    sums = 4 * n * d if has_sums else sympy.Integer(0)
     if engine in ("hopper", "library"):
         # state, the five results, the cotangents made contiguous, target checks
         return pieces.bytes + sums + 64 * n
@@ -141,8 +148,10 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
             half = sympy.Max(half, HOPPER_MIN_WIDTH)
         budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
-        if engine == "hopper" and training and not workspace and dtype == torch.bfloat16:
-            # a backward by rows; some requested results switch its filter off
+        if given.goes_by_rows:
+            # Blocks of classes, with the sums of dE, are for a Triton without Gluon. Some requested
+            # results switch the filter off.
+            held += 4 * n * depth
             size = (n, int(depth), int(vocab), 0)
             for each in {"exact", given.gradient_filter}:
                 held = sympy.Max(held, hopper_bytes(*size, gradient_filter=each))
