@@ -3,11 +3,12 @@
 
 Three ways to use a tile of logits: reduce it to statistics of its rows; turn it into a tile of the
 gradient G of the logits, if the statistics are known; or into a tile of X, if they are not yet.
-X_ij = exp(z_ij - base_i), times dz/ds if there is a softcap, rounded once to 16 bits. base_i is a number near the row's logits
-that is known before them, so X does not wait for the log-sum-exp: the factor exp(base_i - lse_i)
-that turns X into probabilities is one per row, as is dz/ds without a softcap, and goes into the two products of X. At a row's
-target X has (p - 1) / factor, so that no difference cancels in 16 bits. If ranks hold parts of the
-vocabulary, they exchange their log-sum-exps after X is written.
+X_ij = exp(z_ij - base_i), times dz/ds if there is a softcap, rounded once to 16 bits. base_i is a
+number near the row's logits that is known before them, so X does not wait for the log-sum-exp. The
+factor that turns X into gradients, exp(base_i - lse_i) times the scale, is one per row, and goes
+into the two products of X. At a row's target X has (p - 1) / factor, so that no difference cancels
+in 16 bits. If ranks hold parts of the vocabulary, they exchange their log-sum-exps after X is
+written.
 
 Products are persistent: each program walks over output tiles, so that the loads of the next tile
 run under the epilogue of the last one. Rows are compact: ignored rows are left out, and the number
