@@ -5,11 +5,12 @@ merged in a fixed order. The tile that holds a row's target stores the target's 
 logit is written to memory.
 
 Backward, by rows: the logits are computed again and written as G = dloss/dlogits in 16 bits, R rows
-by the whole vocabulary. Then come the complete dE of these rows, and their summand of dC, which is
-rounded once per block of rows. Backward, by classes, takes less memory and supports a limited
-workspace and fp16: dC of W columns is complete after one write, and dE += G C is summed in fp32, by
-one reduction per element and launch. In the minimal workspace, G and the fp32 sums use the memory
-of the weight's gradient.
+by the whole vocabulary. Then come the complete dE of these rows, and their summand of dC. Until the
+last block dC is in fp16, with a power of two for each class and SLICE features: its sums need three
+more bits than bf16 has, and no more memory. Backward, by classes, takes less memory and supports a
+limited workspace and fp16: dC of W columns is complete after one write, and dE += G C is summed in
+fp32, by one reduction per element and launch. In the minimal workspace, G and the fp32 sums use the
+memory of the weight's gradient.
 
 A loss that is one number takes three products, by rows. The first writes X (probabilities up to a
 factor per row) in 16 bits, and fp32 statistics from the same registers. Once a row's log-sum-exp is
@@ -436,8 +437,7 @@ class ByRows(Differentiating):
         if self.has_gluon:
             self.tile = product_tile(self.depth, self.shapes)
         tiles = -(-self.step // self.tile[0]) * -(-self.depth // self.tile[1])
-        # Sums of dC over some of the blocks are scaled fp16: they are rounded once per block, and
-        # fp16 has three more bits than bf16.
+        # Exponents of dC between blocks, if it is in fp16 then.
         self.scales: Tensor | None = None
         if self.has_gluon and of_weight and blocks > 1 and not is_filtered:
             slices = -(-self.depth // SLICE), self.width
