@@ -353,7 +353,7 @@ def main() -> None:
     run = Runner(given.seconds, given.out)
     has_tokens, has_totals = given.tokens is not None, bool(given.shape or given.peers)
     is_right = not has_tokens or check_tokens(run, device)
-    if not (is_right and (has_tokens and not has_totals or check(run, device))):
+    if not (is_right and ((has_tokens and not has_totals) or check(run, device))):
         sys.exit("wrong numbers are not timed")
     methods_of = dict.fromkeys(given.shape or (), tuple(given.methods))
     methods_of |= dict.fromkeys(given.peers, PEERS)
