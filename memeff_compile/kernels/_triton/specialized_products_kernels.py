@@ -193,7 +193,39 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 
 @gluon.jit
-def _add_to(part, held, scales, at, C: gl.constexpr):
+def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
+    """Return where the scales of a tile's slice are, one for each class, and which classes exist.
+
+    `column` is the first of the slice.
+    """
+    scales_ptr, width = scales
+    rows = block + gl.arange(0, C.BM, layout=gl.SliceLayout(1, layout))
+    return scales_ptr + gl.to_tensor(column // SLICE).to(gl.int64) * width + rows, rows < width
+
+
+@gluon.jit
+def _old_scales(scales, block, column, C: gl.constexpr):
+    """Load the scales of the four slices of a tile, or twice of its two, before they are needed."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
+    parts: gl.constexpr = C.BN // SLICE
+    tile = gl.zeros([C.BM, C.BN], gl.float32, mma)
+    layout: gl.constexpr = _part(tile, 0, parts).type.layout
+    place, mask = _scale_at(scales, block, column, layout, C)
+    first = gl.load(place, mask=mask, other=0)
+    place, mask = _scale_at(scales, block, column + SLICE, layout, C)
+    second = gl.load(place, mask=mask, other=0)
+    third = first
+    fourth = second
+    if parts == 4:
+        place, mask = _scale_at(scales, block, column + 2 * SLICE, layout, C)
+        third = gl.load(place, mask=mask, other=0)
+        place, mask = _scale_at(scales, block, column + 3 * SLICE, layout, C)
+        fourth = gl.load(place, mask=mask, other=0)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _add_to(part, held, old, scales, at, C: gl.constexpr):
     """Write a part of dC to shared memory, added to the old part that is there.
 
     Between the blocks of a walk dC is in fp16, and each class has a power of two for each slice of
@@ -202,19 +234,15 @@ def _add_to(part, held, scales, at, C: gl.constexpr):
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
-        scales_ptr, width = scales
-        first, column = at
-        rows = first + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, layout))
-        place = scales_ptr + gl.to_tensor(column // SLICE).to(gl.int64) * width + rows
         sums = seen_as(held, gl.float16, [part.shape[0], part.shape[1]], held.layout)
         if C.ADD:
-            bits = gl.load(place, mask=rows < width, other=0).to(gl.int32) << 23
-            scale = bits.to(gl.float32, bitcast=True)
+            scale = (old.to(gl.int32) << 23).to(gl.float32, bitcast=True)
             part += sums.load(layout).to(gl.float32) * scale[:, None]
         if not C.LAST:
             peak = gl.max(gl.abs(part), axis=1).to(gl.int32, bitcast=True) >> 23
             power = gl.minimum(gl.maximum(peak - ABOVE, LEAST), MOST)
-            gl.store(place, power.to(gl.uint8), mask=rows < width)
+            place, mask = _scale_at(scales, at[0], at[1], layout, C)
+            gl.store(place, power.to(gl.uint8), mask=mask)
             inverse = ((254 - power) << 23).to(gl.float32, bitcast=True)
             sums.store((part * inverse[:, None]).to(gl.float16))
     elif C.ADD:
@@ -269,9 +297,13 @@ def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.cons
         elif tile < tiles:  # noqa: SIM102
             if C.NEEDS_WEIGHT:
                 steps = gl.cdiv(rows_here, C.BK)
-                acc, step = _sum(operands, bars, step, steps, is_releasing, False, mma, C)
                 block = (tile - hidden_tiles) // depth_blocks * C.BM
                 column = (tile - hidden_tiles) % depth_blocks * C.BN
+                scales = (scales_ptr, width)
+                old = (None, None, None, None)
+                if C.HAS_SCALES and C.ADD:
+                    old = _old_scales(scales, block, column, C)
+                acc, step = _sum(operands, bars, step, steps, is_releasing, False, mma, C)
                 if C.ADD:
                     mbarrier.wait(held_full, kept & 1)
                     kept += 1
@@ -279,7 +311,7 @@ def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.cons
                     part = _part(acc, index, C.BN // SLICE)
                     here = held.index(index)
                     first = column + index * SLICE
-                    _add_to(part, here, (scales_ptr, width), (block, first), C)
+                    _add_to(part, here, old[index], scales, (block, first), C)
                     fence_async_shared()
                     barrier()
                     store_tile(grad_weight_desc, [block, first], here)

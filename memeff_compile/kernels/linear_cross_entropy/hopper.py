@@ -70,6 +70,7 @@ from .shapes import (
     room_inside,
     row_block,
     shapes_for,
+    slices_of,
     spans,
     splits_of,
 )
@@ -440,8 +441,8 @@ class ByRows(Differentiating):
         # Exponents of dC between blocks, if it is in fp16 then.
         self.scales: Tensor | None = None
         if self.has_gluon and of_weight and blocks > 1 and not is_filtered:
-            slices = -(-self.depth // SLICE), self.width
-            self.scales = hidden.new_empty(slices, dtype=torch.uint8)
+            slices = slices_of(self.depth, self.shapes)
+            self.scales = hidden.new_empty((slices, self.width), dtype=torch.uint8)
         self.splits, self.parts = 1, None
         if self.has_gluon and of_hidden:
             sizes = self.step, self.depth, self.vocab

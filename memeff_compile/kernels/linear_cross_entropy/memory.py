@@ -25,19 +25,16 @@ from .shapes import (
     LIBRARY_AUTO_BYTES_PER_ROW,
     MIN_WIDTH,
     MOST_SPLITS,
-    PARTS_BYTES,
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
     REFERENCE_AUTO_COLUMNS,
     REFERENCE_MIN_ROWS,
-    bytes_of_row,
-    bytes_of_scales,
     hopper_rows,
     library_rows,
     reference_bytes_per_logit,
     reference_rows,
     shapes_for_programs,
-    splits_of,
+    walk_bytes,
 )
 
 # An upper bound for losses, factors, orders of rows and the like.
@@ -209,29 +206,27 @@ def hopper_bytes(
     *,
     gradient_filter: str = "exact",
 ) -> sympy.Expr:
-    """Return a bound of the bytes of X, its statistics, the scaled rows and sums of one block.
+    """Return a bound of the bytes of a walk over blocks of rows, for any N if N is a symbol.
 
     A filter adds the bytes of the packed tiles.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     is_filtered = leaves_out(gradient_filter, depth, vocab, workspace)
     most = FILTER_BLOCKS if is_filtered else 0
-    per_row, splits = bytes_of_row(depth, vocab, shapes), MOST_SPLITS
-    scales = bytes_of_scales(depth, vocab, shapes)
     if rows.is_number:
-        size = int(rows), depth, vocab
-        height = sympy.Integer(hopper_rows(*size, workspace, shapes, most=most))
-        needs = (splits_of(int(height), *size[1:], shapes, needs_weight=x) for x in (False, True))
-        splits = max(needs)
-        scales = scales if height < rows else 0
+        height = hopper_rows(int(rows), depth, vocab, workspace, shapes, most=most)
+        held = sympy.Integer(walk_bytes(int(rows), height, depth, vocab, shapes))
     else:
-        fitting = sympy.Integer((workspace or AUTO_BYTES) // per_row)
-        height = sympy.Min(sympy.Max(fitting, shapes.rows), rows + shapes.rows)
-        height = sympy.Min(height, most * shapes.rows or height)
-    held = height * (per_row + 4 * (splits - 1) * depth)
-    if not rows.is_number:
-        held = sympy.Min(held, height * per_row + PARTS_BYTES)
-    held += scales
+        # The walk of a tile, with all partial sums, counted for each tile of the rows.
+        least = walk_bytes(2 * shapes.rows, shapes.rows, depth, vocab, shapes)
+        tallest = least + 4 * (MOST_SPLITS - 1) * shapes.rows * depth
+        limit = AUTO_BYTES
+        if workspace:
+            width = -(-vocab // shapes.columns) * shapes.columns
+            limit = -(-workspace // (2 * width * shapes.rows)) * tallest
+        height = sympy.ceiling(rows / shapes.rows)
+        held = sympy.Max(tallest, sympy.Min(limit, height * tallest))
+        height = sympy.Min(height, most or height) * shapes.rows
     if is_filtered:
         # A selection has an order of rows, and may copy every row in that order.
         held += filter_bytes(height, depth, vocab) + 12 * rows

@@ -196,21 +196,18 @@ HOPPER_AUTO_BYTES = 64 * MIB
 HOPPER_AUTO_BYTES_PER_ROW = 13824
 # The narrowest of these blocks; a smaller workspace is exceeded rather than refused.
 HOPPER_MIN_WIDTH = 256
-# Blocks of rows, automatic workspace: the bytes of a block's X, statistics, rows times their factor
-# and partial sums of dE, and of the scales of dC, are at most AUTO_BYTES.
+# Blocks of rows, automatic workspace: as few as fit into AUTO_BYTES with all buffers of the walk.
+# Each block reads and writes dC once, and around the sum of each of its tiles it takes the time of
+# five steps of the sum: 0.6 ms a block at 2048 x 5120 x 131072, 4096 x 7168 x 129280 and 16384 x
+# 1152 x 262144 on an H200 (11.5, 12.1 and 13.3 ms in one, two and four blocks of the first).
 AUTO_BYTES = 640 * MIB
-# Of the numbers of blocks with which that is so, the largest is taken whose modelled time is at
-# most this much above the shortest.
-TOLERANCE = 1.01
-# Time of the work around a tile's sum, in steps of the sum: of a tile of logits, and of a tile of a
-# gradient. A tile of dC also reads its old value, and a block has this many steps of launches.
-LOGITS_STEPS, TILE_STEPS, OLD_STEPS, BLOCK_STEPS = 7, 3, 2, 30
 
 # A sum is shared by at most so many programs, in blocks of at most so many rows, and at most so
-# many bytes of it are kept.
+# many bytes of it are kept; the work around the sum of a tile takes as long as some of its steps.
 MOST_SPLITS = 4
 PARTS_BYTES = 32 * MIB
 TALLEST_SPLIT = 2048
+TILE_STEPS = 3
 # Columns of dE and dC that are written at a time; sums of dC have a scale for each class and slice.
 SLICE = 64
 # Elements that a program scales at a time, and programs per multiprocessor.
@@ -368,11 +365,13 @@ def bytes_of_row(depth: int, vocab: int, shapes: Shapes) -> int:
     return 2 * width + 8 * (width // shapes.rows) + 2 * depth
 
 
-def bytes_of_scales(depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes of the scales of a weight's gradient, for a walk of more than one block."""
-    return -(-depth // SLICE) * (-(-vocab // shapes.columns) * shapes.columns)
+def slices_of(depth: int, shapes: Shapes) -> int:
+    """Return how many slices of SLICE features whole tiles of a gradient have."""
+    columns = product_tile(depth, shapes)[1]
+    return -(-depth // columns) * columns // SLICE
 
 
+@lru_cache(maxsize=1024)
 def hopper_rows(
     rows: int,
     depth: int,
@@ -386,58 +385,25 @@ def hopper_rows(
 
     All GPUs take the same, as ranks with other GPUs have to and the report does.
     """
-    tile = shapes.rows
-    tiles = -(-rows // tile)
-    fitting = most or tiles
-    if workspace:
-        width = -(-vocab // shapes.columns) * shapes.columns
-        fitting = min(fitting, max(workspace // (2 * width) // tile, 1))
-        return -(-tiles // -(-tiles // fitting)) * tile
-    return _automatic_rows(
-        tiles, fitting, depth, vocab, shapes._replace(programs=DEFAULT_PROCESSORS)
-    )
-
-
-@lru_cache(maxsize=1024)
-def _automatic_rows(tiles: int, most: int, depth: int, vocab: int, shapes: Shapes) -> int:
-    tile = shapes.rows
-    per_row = bytes_of_row(depth, vocab, shapes)
-    scales = bytes_of_scales(depth, vocab, shapes)
-
-    def fits(height: int) -> bool:
-        splits = splits_of(height, depth, vocab, shapes, needs_weight=True)
-        held = height * (per_row + 4 * (splits - 1) * depth)
-        return held + (scales if height < tiles * tile else 0) <= AUTO_BYTES
-
-    fewest = -(-tiles // min(max(AUTO_BYTES // (per_row * tile), 1), most))
-    times: dict[int, float] = {}
-    for count in range(fewest, min(tiles, 2 * fewest) + 1):
+    tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
+    tiles, width = -(-rows // tile), -(-vocab // shapes.columns) * shapes.columns
+    fitting = (workspace or AUTO_BYTES) // (2 * width) // tile
+    fitting = min(max(fitting, 1), most or tiles)
+    for count in range(-(-tiles // fitting), tiles):
         height = -(-tiles // count) * tile
-        if fits(height) or height == tile:
-            times.setdefault(height, _steps(tiles * tile, height, depth, vocab, shapes))
-    limit = TOLERANCE * min(times.values())
-    return min(height for height, time in times.items() if time <= limit)
+        if workspace or walk_bytes(rows, height, depth, vocab, shapes) <= AUTO_BYTES:
+            return height
+    return tile
 
 
-def _steps(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> float:
-    """Model the time of a walk over blocks of rows, in steps of the sum of one tile of a program.
-
-    A block sums its logits over the features, dE over the classes and dC over its rows. Then each
-    tile of dC is written, and of all blocks but the first read before that.
+def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
+    """Return the bytes of a walk over blocks of rows: X, statistics in the narrowest tiles, scaled
+    rows and partial sums of a block, and the scales of dC if there are several blocks.
     """
-    step, programs, (tall, wide) = shapes.step, shapes.programs, product_tile(depth, shapes)
-    features, columns = -(-depth // step), -(-depth // wide)
-    steps = 0.0
-    for first, stop in spans(0, rows, height):
-        logits = -(-(stop - first) // shapes.rows) * -(-vocab // shapes.columns)
-        steps += -(-logits // programs) * (features + LOGITS_STEPS)
-        splits = splits_of(stop - first, depth, vocab, shapes, needs_weight=True)
-        hidden_tiles = -(-(stop - first) // tall) * columns
-        of_hidden = hidden_tiles * (-(-vocab // step) + splits * TILE_STEPS)
-        around = TILE_STEPS + (OLD_STEPS if first else 0)
-        of_weight = -(-vocab // tall) * columns * (-(-(stop - first) // step) + around)
-        steps += (of_hidden + of_weight) / programs + BLOCK_STEPS
-    return steps
+    width = -(-vocab // shapes.columns) * shapes.columns
+    needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
+    of_row = 2 * width + 8 * (width // shapes.rows) + 2 * depth + 4 * (max(needs) - 1) * depth
+    return height * of_row + (slices_of(depth, shapes) * width if height < rows else 0)
 
 
 @lru_cache(maxsize=1024)

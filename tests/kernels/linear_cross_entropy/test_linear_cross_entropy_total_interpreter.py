@@ -212,6 +212,8 @@ def test_blocks_of_rows_are_even_and_stay_in_the_workspace(workspace: int) -> No
         held = memory.hopper_bytes(sympy.Integer(rows), depth, vocab, workspace)
         assert held <= shapes.AUTO_BYTES
         assert held >= height * (2 * width + 8 * width // 128 + 2 * depth)
+        n = sympy.Symbol("N", positive=True)
+        assert held <= memory.hopper_bytes(n, depth, vocab, workspace).subs(n, rows)
 
 
 @pytest.mark.parametrize(
