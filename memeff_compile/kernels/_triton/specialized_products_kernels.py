@@ -55,10 +55,21 @@ def _part(tile, index: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
+    """Load a tile of dC when the previous one has left its shared memory."""
+    _, _, held_full, held_empty, _, _ = bars
+    mbarrier.wait(held_empty, (kept & 1) ^ 1)
+    mbarrier.expect(held_full, 2 * C.BM * C.BN)
+    for index in gl.static_range(C.BN // SLICE):
+        place = [at[0], at[1] + index * SLICE]
+        load_tile(grad_weight_desc, place, held_full, held.index(index))
+
+
+@gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
     """Take one tile after the other, announce it to the other warps, and load its sum's inputs."""
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
-    full, empty, held_full, held_empty, slot_full, slot_empty = bars
+    full, empty, _, _, slot_full, slot_empty = bars
     left, right, held, slots = buffers
     hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps = sizes
     number: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -106,16 +117,13 @@ def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
                 step += 1
                 if C.ADD:  # noqa: SIM102  (one is known to the compiler, one is not)
                     if k == gl.minimum(C.STAGES + RELEASED, steps - 1) and not is_hidden:
-                        mbarrier.wait(held_empty, (kept & 1) ^ 1)
-                        mbarrier.expect(held_full, 2 * C.BM * C.BN)
-                        for index in gl.static_range(C.BN // SLICE):
-                            load_tile(
-                                grad_weight_desc,
-                                [block, column + index * SLICE],
-                                held_full,
-                                held.index(index),
-                            )
+                        _load_old(grad_weight_desc, bars, held, (block, column), kept, C)
                         kept += 1
+            if C.ADD:  # noqa: SIM102
+                # The last block may have no rows, and has to write dC in bf16 anyway.
+                if steps == 0 and not is_hidden:
+                    _load_old(grad_weight_desc, bars, held, (block, column), kept, C)
+                    kept += 1
 
 
 @gluon.jit
@@ -156,6 +164,8 @@ def _sum(
     if is_releasing and steps <= 0:
         tma.store_wait(0)
         barrier()
+        if C.ADD:
+            mbarrier.arrive(held_empty, count=1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
     mbarrier.arrive(empty.index((step + C.STAGES - 1) % C.STAGES), count=1, pred=steps > 0)
