@@ -89,6 +89,56 @@ def inductor() -> Loss:
     return torch.compile(eager, dynamic=False)
 
 
+def auto_chunked() -> Loss:
+    """Return the usual two lines, compiled with the chunks that Inductor chooses by itself."""
+    return torch.compile(eager, dynamic=False, options={"auto_chunker.enable": True})
+
+
+def row_chunks(count: int = 8) -> Loss:
+    """Return the loss by chunks of rows whose softmax is compiled, as torchtune has it."""
+
+    def summed(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), target, ignore_index=IGNORED, reduction="sum")
+
+    of_chunk = torch.compile(summed, dynamic=False)
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        chunks = zip(hidden.chunk(count), target.chunk(count), strict=True)
+        total = torch.stack([of_chunk(F.linear(h, weight), t) for h, t in chunks]).sum()
+        return total / (target != IGNORED).sum()
+
+    return loss
+
+
+def torch_chunks(rows: int = 0) -> Loss:
+    """Return torch's own op in chunks of its own, or of `rows` rows."""
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise Unavailable(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
+    options = torch.nn.LinearCrossEntropyOptions(**({"batch_chunk_size": rows} if rows else {}))
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = F.linear_cross_entropy(
+            hidden, weight, target, ignore_index=IGNORED, options=options
+        )
+        return found
+
+    return loss
+
+
+def quack(rows: int) -> Loss:
+    """Return QuACK's loss in chunks of rows, which computes the gradients in the forward."""
+    _import("quack")
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy as theirs
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = theirs(
+            hidden, weight, target, chunk_size=rows, ignore_index=IGNORED, tuned=False
+        )
+        return found
+
+    return loss
+
+
 def memeff(**knobs: Any) -> Loss:
     """Return the op as a mean loss.
 
@@ -401,6 +451,12 @@ _FIXED = {
         ("apple no filter", partial(apple, None)),
         ("liger", liger),
         ("liger cute", liger_cute),
+        ("inductor auto-chunker", auto_chunked),
+        ("8 chunks", row_chunks),
+        ("torch chunks", torch_chunks),
+        ("torch chunks of 2048", partial(torch_chunks, 2048)),
+        ("quack 1024", partial(quack, 1024)),
+        ("quack 4096", partial(quack, 4096)),
     )
 }
 

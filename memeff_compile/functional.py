@@ -90,7 +90,7 @@ def linear_cross_entropy(
     filter: str = "exact",
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Stats]:
-    """Compute cross entropy from hidden states and a head, never building the logits.
+    """Compute cross entropy from hidden states and a head, with a block of logits at a time.
 
     The logits are z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), or without the
     cap if softcap is 0. Under autocast the operands are cast as F.linear would cast them.

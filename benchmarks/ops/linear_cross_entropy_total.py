@@ -2,9 +2,10 @@
 
     python benchmarks/ops/linear_cross_entropy_total.py --seconds 330 --out $OUT/total.jsonl
     python benchmarks/ops/linear_cross_entropy_total.py --tokens --out $OUT/tokens.jsonl
+    python benchmarks/ops/linear_cross_entropy_total.py --peers 8192x4096x128256
 
 The second line measures log-probability and entropy of every token, each with a separate gradient,
-so that the logits are computed twice.
+so that the logits are computed twice; the third one the losses of other libraries, too.
 
 One process and no more seconds than given: the most important parts come first, and a missing row
 was not reached. Small cases of every kind are compared with float64, over memory that held nan, and
@@ -43,7 +44,14 @@ FIRST_METHODS = (
 )
 HELD_OUT = ("4096x2048x151936", "10007x3584x152064", "12288x5120x202048", "32768x2048x128256")
 HELD_OUT_METHODS = (FORWARD, TODAY, "inductor")
+PEERS = (
+    *(FORWARD, "inductor", "inductor auto-chunker", "8 chunks", "torch chunks"),
+    *("torch chunks of 2048", "quack 1024", "quack 4096", "liger cute", "liger"),
+    *("apple", "apple no filter"),
+)
 TOKENS = tuple(methods.TOKEN_METHODS)
+LEAST_SECONDS = 4
+"""With less than this left, no further shape or method is begun."""
 TOKEN_SHAPES = ("8192x4096x151936", "16384x2048x151936")
 SMALL_BUDGET = 4.5e-3
 """Relative error (Frobenius) of bf16 gradients against float64 on the same inputs."""
@@ -262,7 +270,7 @@ def measure(
     calls: dict[str, Callable[[], Any]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, loss in losses_here(names, shares).items():
-        if run.left() < 15:
+        if run.left() < LEAST_SECONDS:
             break
         row: dict[str, Any] = {}
         measuring.both(loss, tensors)
@@ -334,26 +342,39 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--shape", nargs="+", help="these shapes alone")
     parser.add_argument("--methods", nargs="+", default=FIRST_METHODS, help="of those shapes")
-    parser.add_argument("--tokens", action="store_true", help="log-probabilities and entropies")
+    parser.add_argument("--peers", nargs="+", default=(), help="shapes with every other library")
+    parser.add_argument(
+        "--tokens", nargs="*", metavar="SHAPE", help="log-probabilities and entropies"
+    )
+    parser.add_argument("--token-methods", nargs="+", default=TOKENS)
+    parser.add_argument(
+        "--unchecked", action="store_true", help="no small cases: rows have errors anyway"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = Runner(given.seconds, given.out)
-    right = check_tokens if given.tokens else check
-    if not right(run, device):
+    has_tokens, has_totals = given.tokens is not None, bool(given.shape or given.peers)
+    checks = [check_tokens] if has_tokens else []
+    checks += [check] if has_totals or not has_tokens else []
+    if not given.unchecked and not all(right(run, device) for right in checks):
         sys.exit("wrong numbers are not timed")
-    if given.tokens:
-        for shape in given.shape or TOKEN_SHAPES:
-            for frozen in (False, True):
-                if run.left() > 25:
-                    how = {"rounds": given.rounds, "frozen": frozen, "tokens": True}
-                    measure(run, shape, TOKENS, device, **how)
-        return
-    for shape in given.shape or FIRST:
-        if run.left() > 25:
+    for shape in given.shape or ():
+        if run.left() > LEAST_SECONDS:
             measure(run, shape, tuple(given.methods), device, rounds=given.rounds)
-    if given.shape:
+    for shape in (given.tokens or TOKEN_SHAPES) if has_tokens else ():
+        for frozen in (False, True):
+            if run.left() > LEAST_SECONDS:
+                how = {"rounds": given.rounds, "frozen": frozen, "tokens": True}
+                measure(run, shape, tuple(given.token_methods), device, **how)
+    for shape in given.peers:
+        if run.left() > LEAST_SECONDS:
+            measure(run, shape, PEERS, device, rounds=given.rounds)
+    if has_tokens or has_totals:
         return
+    for shape in FIRST:
+        if run.left() > LEAST_SECONDS:
+            measure(run, shape, FIRST_METHODS, device, rounds=given.rounds)
     if run.left() > 20:
         measure(run, "llama3", (FORWARD, TODAY), device, rounds=3, frozen=True)
     if run.left() > 20:

@@ -26,6 +26,13 @@ from .gluon import (
 # dC is loaded. The load has to come later, or both groups of warps wait for each other.
 RELEASED: gl.constexpr = gl.constexpr(2)
 SLOTS: gl.constexpr = gl.constexpr(2)
+# Columns that are written at a time: 128 bytes of a row.
+SLICE: gl.constexpr = gl.constexpr(64)
+# How far above its scale the largest number of a slice in fp16 is, and the scales' bounds: as
+# exponents of fp32, with its bias.
+ABOVE: gl.constexpr = gl.constexpr(14)
+LEAST: gl.constexpr = gl.constexpr(16)
+MOST: gl.constexpr = gl.constexpr(238)
 
 
 @gluon.jit
@@ -37,10 +44,32 @@ def _halves(tile):
 
 
 @gluon.jit
+def _part(tile, index: gl.constexpr, PARTS: gl.constexpr):
+    """Return the columns of a tile in two or four parts."""
+    halves = _halves(tile)
+    if PARTS == 2:  # noqa: SIM108  (both have other types, and the compiler knows which)
+        part = halves[index]
+    else:
+        part = _halves(halves[index // 2])[index % 2]
+    return part
+
+
+@gluon.jit
+def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
+    """Load a tile of dC when the previous one has left its shared memory."""
+    _, _, held_full, held_empty, _, _ = bars
+    mbarrier.wait(held_empty, (kept & 1) ^ 1)
+    mbarrier.expect(held_full, 2 * C.BM * C.BN)
+    for index in gl.static_range(C.BN // SLICE):
+        place = [at[0], at[1] + index * SLICE]
+        load_tile(grad_weight_desc, place, held_full, held.index(index))
+
+
+@gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
     """Take one tile after the other, announce it to the other warps, and load its sum's inputs."""
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
-    full, empty, held_full, held_empty, slot_full, slot_empty = bars
+    full, empty, _, _, slot_full, slot_empty = bars
     left, right, held, slots = buffers
     hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps = sizes
     number: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -88,16 +117,13 @@ def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
                 step += 1
                 if C.ADD:  # noqa: SIM102  (one is known to the compiler, one is not)
                     if k == gl.minimum(C.STAGES + RELEASED, steps - 1) and not is_hidden:
-                        mbarrier.wait(held_empty, (kept & 1) ^ 1)
-                        mbarrier.expect(held_full, 2 * C.BM * C.BN)
-                        for quarter in gl.static_range(4):
-                            load_tile(
-                                grad_weight_desc,
-                                [block, column + quarter * (C.BN // 4)],
-                                held_full,
-                                held.index(quarter),
-                            )
+                        _load_old(grad_weight_desc, bars, held, (block, column), kept, C)
                         kept += 1
+            if C.ADD:  # noqa: SIM102
+                # The last block may have no rows, and has to write dC in bf16 anyway.
+                if steps == 0 and not is_hidden:
+                    _load_old(grad_weight_desc, bars, held, (block, column), kept, C)
+                    kept += 1
 
 
 @gluon.jit
@@ -138,6 +164,8 @@ def _sum(
     if is_releasing and steps <= 0:
         tma.store_wait(0)
         barrier()
+        if C.ADD:
+            mbarrier.arrive(held_empty, count=1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
     mbarrier.arrive(empty.index((step + C.STAGES - 1) % C.STAGES), count=1, pred=steps > 0)
@@ -175,17 +203,68 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 
 @gluon.jit
-def _add_to(part, held, C: gl.constexpr):
-    """Write a part of dC to shared memory, added to the old part that is there."""
-    if C.ADD:
-        part += held.load(part.type.layout).to(gl.float32)
-    held.store(part.to(gl.bfloat16))
+def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
+    """Return where the scales of a tile's slice are, one for each class, and which classes exist.
+
+    `column` is the first of the slice.
+    """
+    scales_ptr, width = scales
+    rows = block + gl.arange(0, C.BM, layout=gl.SliceLayout(1, layout))
+    return scales_ptr + gl.to_tensor(column // SLICE).to(gl.int64) * width + rows, rows < width
+
+
+@gluon.jit
+def _old_scales(scales, block, column, C: gl.constexpr):
+    """Load the scales of the four slices of a tile, or twice of its two, before they are needed."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
+    parts: gl.constexpr = C.BN // SLICE
+    tile = gl.zeros([C.BM, C.BN], gl.float32, mma)
+    layout: gl.constexpr = _part(tile, 0, parts).type.layout
+    place, mask = _scale_at(scales, block, column, layout, C)
+    first = gl.load(place, mask=mask, other=0)
+    place, mask = _scale_at(scales, block, column + SLICE, layout, C)
+    second = gl.load(place, mask=mask, other=0)
+    third = first
+    fourth = second
+    if parts == 4:
+        place, mask = _scale_at(scales, block, column + 2 * SLICE, layout, C)
+        third = gl.load(place, mask=mask, other=0)
+        place, mask = _scale_at(scales, block, column + 3 * SLICE, layout, C)
+        fourth = gl.load(place, mask=mask, other=0)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _add_to(part, held, old, scales, at, C: gl.constexpr):
+    """Write a part of dC to shared memory, added to the old part that is there.
+
+    Between the blocks of a walk dC is in fp16, and each class has a power of two for each slice of
+    columns, by which the slice's largest number is just in the range of fp16. A number that has
+    less than the eleven bits of fp16 is below 2^-28 of that, which is below its own rounding error.
+    """
+    layout: gl.constexpr = part.type.layout
+    if C.HAS_SCALES:
+        sums = seen_as(held, gl.float16, [part.shape[0], part.shape[1]], held.layout)
+        if C.ADD:
+            scale = (old.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+            part += sums.load(layout).to(gl.float32) * scale[:, None]
+        if not C.LAST:
+            peak = gl.max(gl.abs(part), axis=1).to(gl.int32, bitcast=True) >> 23
+            power = gl.minimum(gl.maximum(peak - ABOVE, LEAST), MOST)
+            place, mask = _scale_at(scales, at[0], at[1], layout, C)
+            gl.store(place, power.to(gl.uint8), mask=mask)
+            inverse = ((254 - power) << 23).to(gl.float32, bitcast=True)
+            sums.store((part * inverse[:, None]).to(gl.float16))
+    elif C.ADD:
+        part += held.load(layout).to(gl.float32)
+    if C.LAST or not C.HAS_SCALES:
+        held.store(part.to(gl.bfloat16))
 
 
 @gluon.jit
 def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.constexpr):
     """Sum the products of the loaded tiles, and write the result."""
-    x_by_column_desc, grad_weight_desc = descs
+    x_by_column_desc, grad_weight_desc, scales_ptr, width = descs
     splits, _, _, _ = limits
     _, _, held_full, _, slot_full, slot_empty = bars
     left, right, held, slots = buffers
@@ -217,33 +296,35 @@ def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.cons
                 if C.HAS_PARTS and is_last:
                     while gl.atomic_add(flag_ptr, 0, sem="acquire") < split:
                         pass
-                for half in gl.static_range(2):
-                    for quarter in gl.static_range(2):
-                        part = _halves(_halves(acc)[half])[quarter]
-                        top = block % row_blocks * C.BM
-                        first = tile % depth_blocks * C.BN + (2 * half + quarter) * (C.BN // 4)
-                        at = (top, first)
-                        _write_rows(part, outs, at, rows_here, limits, split, is_last, C)
+                for index in gl.static_range(4):
+                    top = block % row_blocks * C.BM
+                    at = (top, tile % depth_blocks * C.BN + index * (C.BN // 4))
+                    part = _part(acc, index, 4)
+                    _write_rows(part, outs, at, rows_here, limits, split, is_last, C)
                 if C.HAS_PARTS and not is_last:
                     barrier()
                     gl.atomic_add(flag_ptr, 1, sem="release")
         elif tile < tiles:  # noqa: SIM102
             if C.NEEDS_WEIGHT:
                 steps = gl.cdiv(rows_here, C.BK)
-                acc, step = _sum(operands, bars, step, steps, is_releasing, False, mma, C)
                 block = (tile - hidden_tiles) // depth_blocks * C.BM
                 column = (tile - hidden_tiles) % depth_blocks * C.BN
+                scales = (scales_ptr, width)
+                old = (None, None, None, None)
+                if C.HAS_SCALES and C.ADD:
+                    old = _old_scales(scales, block, column, C)
+                acc, step = _sum(operands, bars, step, steps, is_releasing, False, mma, C)
                 if C.ADD:
                     mbarrier.wait(held_full, kept & 1)
                     kept += 1
-                for half in gl.static_range(2):
-                    for quarter in gl.static_range(2):
-                        here = held.index(2 * half + quarter)
-                        _add_to(_halves(_halves(acc)[half])[quarter], here, C)
-                        fence_async_shared()
-                        barrier()
-                        place = column + (2 * half + quarter) * (C.BN // 4)
-                        store_tile(grad_weight_desc, [block, place], here)
+                for index in gl.static_range(C.BN // SLICE):
+                    part = _part(acc, index, C.BN // SLICE)
+                    here = held.index(index)
+                    first = column + index * SLICE
+                    _add_to(part, here, old[index], scales, (block, first), C)
+                    fence_async_shared()
+                    barrier()
+                    store_tile(grad_weight_desc, [block, first], here)
                 is_releasing = True
     tma.store_wait(0)
 
@@ -254,8 +335,9 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     x_by_row_desc,  # (R, W), block BM x BK
     scaled_desc,  # (R, D) rows times their scale, block BK x BN
     weight_desc,  # (V, D), block BK x BN
-    grad_weight_desc,  # (V, D) in and out, block BM x BN / 4
+    grad_weight_desc,  # (V, D) in and out, block BM x SLICE
     grad_hidden_ptr,  # (N, D) contiguous out, original rows, or None
+    scales_ptr,  # (D / SLICE, W) uint8 in and out: exponents of the sums' scales, or None
     parts_ptr,  # (S - 1, R, D) fp32: sums over shares of the vocabulary, or None
     order_ptr,
     kept_ptr,
@@ -267,7 +349,8 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     vocab,
     depth,
     splits,  # S, programs that share the sum of a tile of dE
-    C: gl.constexpr,  # ADD: to grad_weight; MAY_REST: leave that alone where no rows count
+    # ADD: to grad_weight; LAST: no block adds to it; MAY_REST: leave it alone where no rows count
+    C: gl.constexpr,
 ):
     """Write dE of a block of rows and add their summand of dC, in one launch.
 
@@ -295,7 +378,9 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
 
     left = gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, C.BM, C.BK], x_by_row_desc.layout)
     right = gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, C.BK, C.BN], weight_desc.layout)
-    held = gl.allocate_shared_memory(gl.bfloat16, [4, C.BM, C.BN // 4], grad_weight_desc.layout)
+    held = gl.allocate_shared_memory(
+        gl.bfloat16, [C.BN // SLICE, C.BM, SLICE], grad_weight_desc.layout
+    )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], plain)
     full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
@@ -323,7 +408,7 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     descs = (x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc)
     outs = (grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr)
     limits = (splits, first_row, piece_rows, depth)
-    tiles_of = (x_by_column_desc, grad_weight_desc)
+    tiles_of = (x_by_column_desc, grad_weight_desc, scales_ptr, width)
     gl.warp_specialize(
         [
             (_multiply, (tiles_of, outs, counter_ptr, bars, buffers, sizes, limits, C)),

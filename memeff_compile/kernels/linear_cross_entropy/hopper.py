@@ -5,11 +5,12 @@ merged in a fixed order. The tile that holds a row's target stores the target's 
 logit is written to memory.
 
 Backward, by rows: the logits are computed again and written as G = dloss/dlogits in 16 bits, R rows
-by the whole vocabulary. Then come the complete dE of these rows, and their summand of dC, which is
-rounded once per block of rows. Backward, by classes, takes less memory and supports a limited
-workspace and fp16: dC of W columns is complete after one write, and dE += G C is summed in fp32, by
-one reduction per element and launch. In the minimal workspace, G and the fp32 sums use the memory
-of the weight's gradient.
+by the whole vocabulary. Then come the complete dE of these rows, and their summand of dC. Until the
+last block dC is in fp16, with a power of two for each class and SLICE features: its sums need three
+more bits than bf16 has, and no more memory. Backward, by classes, takes less memory and supports a
+limited workspace and fp16: dC of W columns is complete after one write, and dE += G C is summed in
+fp32, by one reduction per element and launch. In the minimal workspace, G and the fp32 sums use the
+memory of the weight's gradient.
 
 A loss that is one number takes three products, by rows. The first writes X (probabilities up to a
 factor per row) in 16 bits, and fp32 statistics from the same registers. Once a row's log-sum-exp is
@@ -53,22 +54,23 @@ from .call import (
 )
 from .gradient_filter import Filter, leaves_out, run_filter
 from .shapes import (
-    AGAIN_BYTES,
-    AUTO_BYTES,
     FILTER_BLOCKS,
     GROUP,
     ROWS,
     SCALED,
     SCALING_PROGRAMS,
+    SLICE,
     TILES,
     Shapes,
     forward_rows,
     hopper_columns,
     hopper_rows,
     is_minimal,
+    product_tile,
     room_inside,
     row_block,
     shapes_for,
+    slices_of,
     spans,
     splits_of,
 )
@@ -386,8 +388,6 @@ class ByRows(Differentiating):
     their number.
     """
 
-    tallest = AUTO_BYTES
-
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], *, height: int = 0
     ) -> None:
@@ -418,11 +418,8 @@ class ByRows(Differentiating):
         }
         tile = self.shapes.rows
         self.columns = self.shapes.gradient_columns(is_plain=_is_plain(bias, settings))
-        self.step = height or hopper_rows(
-            *(self.extent, self.vocab, settings.workspace, tile, self.shapes.columns),
-            blocks=FILTER_BLOCKS if is_filtered else 0,
-            tallest=AGAIN_BYTES if is_filtered else self.tallest,
-        )
+        most = FILTER_BLOCKS if is_filtered else 0
+        self.step = height or hopper_rows(self.extent, *sizes, self.shapes, most=most)
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
 
@@ -436,8 +433,16 @@ class ByRows(Differentiating):
         self.x = hidden.new_empty((self.step, self.width))
         self.row_scale = self.floats(self.step)
         blocks = -(-self.extent // self.step)
-        tiles = -(-self.step // tile) * -(-self.depth // self.shapes.columns)
         self.has_gluon = not self.shapes.is_interpreted and triton_compat.has_gluon()
+        self.tile = tile, self.shapes.columns
+        if self.has_gluon:
+            self.tile = product_tile(self.depth, self.shapes)
+        tiles = -(-self.step // self.tile[0]) * -(-self.depth // self.tile[1])
+        # Exponents of dC between blocks, if it is in fp16 then.
+        self.scales: Tensor | None = None
+        if self.has_gluon and of_weight and blocks > 1 and not is_filtered:
+            slices = slices_of(self.depth, self.shapes)
+            self.scales = hidden.new_empty((slices, self.width), dtype=torch.uint8)
         self.splits, self.parts = 1, None
         if self.has_gluon and of_hidden:
             sizes = self.step, self.depth, self.vocab
@@ -513,20 +518,25 @@ class ByRows(Differentiating):
     ) -> None:
         needs_hidden, needs_weight = needs
         shapes, selection = self.shapes, self.selection
-        rows, columns, step = shapes.rows, shapes.columns, shapes.step
+        (rows, columns), step = self.tile, shapes.step
         kernel: Any = kernels._linear_cross_entropy_hopper_products_kernel
         describe: Any = None
-        parts, splits, constants = [], [], shapes.constants(columns)
+        parts, splits, constants, slices = [], [], shapes.constants(columns), columns // 4
         if self.has_gluon:
             from .._triton import specialized_products_kernels as specialized
             from .._triton.gluon import tiles_of as describe
 
             kernel = specialized._linear_cross_entropy_hopper_specialized_products_kernel
-            parts, splits = [self.parts], [self.splits]
+            parts, splits, slices = [self.scales, self.parts], [self.splits], SLICE
             del constants["num_stages"]  # this kernel sets its stages itself
+            constants |= {"BM": rows, "HAS_SCALES": self.scales is not None}
+            constants["LAST"] = block.stop == self.extent
         # Arguments of gradients that are not requested are never read, but some tensor must be
         # passed.
 
+        may_rest = block.number > 0 or kept is not self.selection.kept
+        if self.scales is not None and block.stop == self.extent:
+            may_rest = False  # the sums have to become bf16
         scaled = self.weight if factor is None else factor
         written = self.x if self.grad_weight is None else self.grad_weight
         wide = step, columns
@@ -537,12 +547,12 @@ class ByRows(Differentiating):
             self.tiles_of(self.x, rows, step, describe),
             self.tiles_of(scaled, *wide, describe),
             self.tiles_of(self.weight, *wide, describe),
-            self.tiles_of(written, rows, columns // 4, describe),
+            self.tiles_of(written, rows, slices, describe),
             *(self.grad_hidden, *parts, selection.order, kept, self.row_scale),
             *(self.counters[launch, block.number], block.first, block.stop - block.first),
             *(self.width, self.vocab, self.depth, *splits),
             ADD=block.number > 0,
-            MAY_REST=block.number > 0 or kept is not self.selection.kept,
+            MAY_REST=may_rest,
             HAS_PARTS=self.parts is not None,
             NEEDS_WEIGHT=needs_weight,
             NEEDS_HIDDEN=needs_hidden,
@@ -555,8 +565,6 @@ class ByRows(Differentiating):
 
 class BackwardByRows(ByRows):
     """The walk whose X equals G, with a factor of 1 per row."""
-
-    tallest = AGAIN_BYTES
 
     def __init__(
         self,
@@ -658,6 +666,7 @@ class Total(ByRows, Statistics):
             *(self.base, self.stats, self.target_logit),
             *(first, 0 if self.is_compact else first, here, self.vocab, self.depth, *self.cap),
             HAS_AGAIN=again is not None,
+            GROUP=GROUP,
             FLATTEN=shapes.flatten,
             **shapes.constants(self.columns),
             **self.flags,
@@ -720,7 +729,7 @@ class Total(ByRows, Statistics):
             "weigh",
             (-(-here // ROWS),),
             *(self.stats, self.base, self.selection.kept, inverse, light, rows_here),
-            *(first, here, self.tiles, self.settings.scale),
+            *(first, here, self.tiles, self.settings.scale if self.settings.softcap else 1.0),
             HAS_KEPT=True,
             ROWS=ROWS,
             TILES=TILES,

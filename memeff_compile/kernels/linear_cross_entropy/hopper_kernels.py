@@ -3,11 +3,12 @@
 
 Three ways to use a tile of logits: reduce it to statistics of its rows; turn it into a tile of the
 gradient G of the logits, if the statistics are known; or into a tile of X, if they are not yet.
-X_ij = exp(z_ij - base_i) dz/ds, rounded once to 16 bits. base_i is a number near the row's logits
-that is known before them, so X does not wait for the log-sum-exp: the factor exp(base_i - lse_i)
-that turns X into probabilities is one per row, and goes into the two products of X. At a row's
-target X has (p - 1) / factor, so that no difference cancels in 16 bits. If ranks hold parts of the
-vocabulary, they exchange their log-sum-exps after X is written.
+X_ij = exp(z_ij - base_i), times dz/ds if there is a softcap, rounded once to 16 bits. base_i is a
+number near the row's logits that is known before them, so X does not wait for the log-sum-exp. The
+factor that turns X into gradients, exp(base_i - lse_i) times the scale, is one per row, and goes
+into the two products of X. At a row's target X has (p - 1) / factor, so that no difference cancels
+in 16 bits. If ranks hold parts of the vocabulary, they exchange their log-sum-exps after X is
+written.
 
 Products are persistent: each program walks over output tiles, so that the loads of the next tile
 run under the epilogue of the last one. Rows are compact: ignored rows are left out, and the number
@@ -78,21 +79,39 @@ def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexp
 
 
 @triton.jit
+def _place(tile, row_blocks, column_blocks, C: tl.constexpr):
+    """Return the row block and the column block of a tile.
+
+    GROUP row blocks at a time: their rows and a few columns stay in the L2 cache.
+    """
+    group = tile // (C.GROUP * column_blocks)
+    local = tile % (C.GROUP * column_blocks)
+    size = tl.minimum(row_blocks - group * C.GROUP, C.GROUP)
+    return group * C.GROUP + local % size, local // size
+
+
+@triton.jit
 def _logits(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
-    """Return logits in base 2, and dz/ds, of one tile of products."""
+    """Return logits in base 2, and dz/ds, of one tile of products.
+
+    Columns that do not exist are at -inf, by a number per column that is added to the products:
+    a condition for each element would take four times as long. If there is no softcap, dz/ds is
+    the scale.
+    """
     scale, softcap = cap
+    edge = tl.where(columns < vocab, 0.0, float("-inf"))
+    bias = tl.zeros_like(edge)
     if C.HAS_BIAS:
         bias = tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
-        acc += bias[None, :]
     if C.HAS_SOFTCAP:
-        u = acc * scale
+        u = (acc + bias[None, :]) * scale
         shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
         inverse = 1.0 / (1.0 + shrink)
         tanh = (1.0 - shrink) * inverse
-        z2 = tl.where(u < 0.0, -tanh, tanh) * (softcap * LOG2E)
+        z2 = tl.where(u < 0.0, -tanh, tanh) * (softcap * LOG2E) + edge[None, :]
         slope = 4.0 * scale * shrink * inverse * inverse
     else:
-        z2 = acc * (scale * LOG2E)
+        z2 = acc * (scale * LOG2E) + (bias * (scale * LOG2E) + edge)[None, :]
         slope = scale
     return z2, slope
 
@@ -268,8 +287,6 @@ def _linear_cross_entropy_hopper_statistics_kernel(
                     None, :
                 ]
             tl.store(stats_ptr + 2 * plane + place, tl.sum(counted, axis=1), mask=is_row)
-        if (column_block + 1) * C.BN > vocab:
-            z2 = tl.where(columns[None, :] < vocab, z2, float("-inf"))
         # tl.max passes over NaN; the sum keeps it.
         peak = tl.max(z2, axis=1)
         base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -356,7 +373,8 @@ def _linear_cross_entropy_hopper_merge_kernel(
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
     """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero.
 
-    `place` is the rows' indices, which of these exist, and the columns' indices.
+    `place` is the rows' indices, which of these exist, and the columns' indices. Rows that do not
+    exist have products and factors of zero.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -366,25 +384,31 @@ def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
     of_p = tl.load(row_values_ptr + all_rows + rows, mask=is_row, other=0.0)
     of_target = tl.load(row_values_ptr + 2 * all_rows + rows, mask=is_row, other=0.0)
     target = tl.load(target_ptr + rows, mask=is_row, other=-1)
+    factor = 1.0
+    if not C.HAS_SOFTCAP:
+        factor = slope
+    of_p *= factor
+    of_target *= factor
     log_p = z2 - lse2[:, None]
     p = tl.exp2(log_p)
     # p - 1 before the factor where both factors agree, as for a plain loss: no cancellation.
     is_target = columns[None, :] == target[:, None]
     if C.WITH_ENTROPY:
         of_log_p = tl.load(row_values_ptr + 4 * all_rows + rows, mask=is_row, other=0.0)
+        of_log_p *= factor
         g = (of_p[:, None] - of_log_p[:, None] * tl.maximum(log_p, LOWEST)) * p
     else:
         g = of_p[:, None] * p
     g -= tl.where(is_target, of_target[:, None], 0.0)
     if C.WITH_LOGIT_SUM:
-        of_sum = tl.load(row_values_ptr + 3 * all_rows + rows, mask=is_row, other=0.0)
+        of_sum = tl.load(row_values_ptr + 3 * all_rows + rows, mask=is_row, other=0.0) * factor
+        weights = (columns < vocab).to(tl.float32)
         if C.HAS_COLUMN_WEIGHT:
             weights = tl.load(column_weight_ptr + columns, mask=columns < vocab, other=0.0)
-            g += of_sum[:, None] * weights[None, :]
-        else:
-            g += of_sum[:, None]
-    g = g * slope
-    return tl.where(is_row[:, None] & (columns < vocab)[None, :], g, 0.0)
+        g += of_sum[:, None] * weights[None, :]
+    if C.HAS_SOFTCAP:
+        g = g * slope
+    return g
 
 
 @triton.jit
@@ -417,12 +441,7 @@ def _linear_cross_entropy_hopper_gradient_kernel(
     tiles = row_blocks * tl.cdiv(width, C.BN)
     column_blocks = tl.cdiv(width, C.BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=C.FLATTEN):
-        # GROUP row blocks at a time: their rows and a few columns stay in the L2 cache.
-        group = tile // (C.GROUP * column_blocks)
-        local = tile % (C.GROUP * column_blocks)
-        size = tl.minimum(row_blocks - group * C.GROUP, C.GROUP)
-        row_block = group * C.GROUP + local % size
-        column_block = local // size
+        row_block, column_block = _place(tile, row_blocks, column_blocks, C)
         offs_n = row_block * C.BM + tl.arange(0, C.BM)
         acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
         if C.GATHER:
@@ -597,7 +616,7 @@ def _linear_cross_entropy_hopper_base_kernel(
     s = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
     column = tl.zeros((1,), tl.int32) + tl.where(is_class, target, vocab)
     z2, _slope = _logits(s[:, None], column, bias_ptr, vocab, (scale, softcap), C)
-    tl.store(base_ptr + row, tl.sum(tl.sum(z2, axis=1), axis=0))
+    tl.store(base_ptr + row, tl.where(is_class, tl.sum(tl.sum(z2, axis=1), axis=0), 0.0))
 
 
 @triton.jit
@@ -630,15 +649,16 @@ def _linear_cross_entropy_hopper_logits_kernel(
         tiles = tl.where(tl.load(again_ptr) > 0, tiles, 0)
     plane = tl.cast(column_blocks, tl.int64) * piece_rows
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=C.FLATTEN):
-        row_block = tile % row_blocks
-        column_block = tile // row_blocks
-        blocks = (row_block, column_block)
+        blocks = _place(tile, row_blocks, column_blocks, C)
+        row_block, column_block = blocks
         acc = _products(hidden_desc, weight_desc, blocks, hidden_row, depth, C)
 
         rows = row_block * C.BM + tl.arange(0, C.BM)
         is_row = rows < rows_here
-        base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
-        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
+        # X of a row that does not exist is 0, as of a number infinitely far below its base.
+        base = tl.load(base_ptr + rows, mask=is_row, other=float("inf"))
+        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * C.BN
+        has_target = tl.max(((target >= 0) & (target < C.BN)).to(tl.int32), axis=0) > 0
         peak = tl.full((C.BM,), float("-inf"), tl.float32)
         mass = tl.zeros((C.BM,), tl.float32)
         for quarter in tl.static_range(4):
@@ -647,18 +667,17 @@ def _linear_cross_entropy_hopper_logits_kernel(
             columns = first + offs
             part = _quarter(acc, quarter, C.BM, C.BN)
             z2, slope = _logits(part, columns, bias_ptr, vocab, (scale, softcap), C)
-            local = target - first
-            is_here = (local >= 0) & (local < C.BN // 4)
-            if tl.max(is_here.to(tl.int32), axis=0) > 0:
+            if has_target:
+                local = target - quarter * (C.BN // 4)
+                is_here = (local >= 0) & (local < C.BN // 4)
                 z2_target = tl.sum(tl.where(offs[None, :] == local[:, None], z2, 0.0), axis=1)
                 tl.store(target_logit_ptr + rows, z2_target, mask=is_row & is_here)
-            if first + C.BN // 4 > vocab:
-                z2 = tl.where(columns[None, :] < vocab, z2, float("-inf"))
             # tl.max passes over NaN; the sum keeps it.
             peak = tl.maximum(peak, tl.max(z2, axis=1))
             x = tl.exp2(z2 - base[:, None])
             mass += tl.sum(x, axis=1)
-            x = tl.where(is_row[:, None], x * slope, 0.0)
+            if C.HAS_SOFTCAP:
+                x *= slope
             x_desc.store([row_block * C.BM, first], x.to(x_desc.dtype))
         place = column_block.to(tl.int64) * piece_rows + rows
         tl.store(stats_ptr + place, peak, mask=is_row)
@@ -739,6 +758,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
                 source = tl.load(order_ptr + source, mask=is_row, other=0)
             tl.store(nll_ptr + source, nll, mask=is_row)
             factor = tl.load(factor_ptr + source, mask=is_row, other=0.0)
+            if not C.HAS_SOFTCAP:
+                factor *= scale
             tl.store(row_scale_ptr + rows, factor / masses, mask=is_row)
             at = (x_ptr + rows.to(tl.int64) * width + target, has_target)
             _store_at_target(at, nll2, masses, z2_target, (scale, softcap), C)
@@ -749,11 +770,10 @@ def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
     """Write X at the target: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1."""
     ptrs, mask = at
     scale, softcap = cap
-    slope = tl.zeros((C.ROWS,), tl.float32) + scale
+    x = (tl.exp2(-nll2) - 1.0) * mass
     if C.HAS_SOFTCAP:
         ratio = z2_target * LN2 / softcap
-        slope *= 1.0 - ratio * ratio
-    x = (tl.exp2(-nll2) - 1.0) * mass * slope
+        x *= scale * (1.0 - ratio * ratio)
     tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=mask)
 
 
@@ -818,6 +838,8 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     has_target = is_row & (target >= 0)
     heavier = tl.where(has_target & (heavier > HEAVIEST), HEAVIEST, heavier)
     factor = tl.load(factor_ptr + source, mask=is_row, other=0.0)
+    if not C.HAS_SOFTCAP:
+        factor *= scale
     tl.store(row_scale_ptr + rows, factor / heavier, mask=is_row)
     z2_target = tl.load(target_logit_ptr + rows, mask=has_target, other=0.0)
     at = (x_ptr + rows.to(tl.int64) * width + target, has_target)

@@ -16,7 +16,6 @@ from ..device import DEFAULT_PROCESSORS, kernels_serve, where_it_runs
 from ..sizes import Size
 from .gradient_filter import filter_bytes, leaves_out
 from .shapes import (
-    AGAIN_BYTES,
     AUTO_BYTES,
     FILTER_BLOCKS,
     HOPPER_AUTO_BYTES,
@@ -25,18 +24,17 @@ from .shapes import (
     LIBRARY_AUTO_BYTES,
     LIBRARY_AUTO_BYTES_PER_ROW,
     MIN_WIDTH,
+    MOST_SPLITS,
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
     REFERENCE_AUTO_COLUMNS,
     REFERENCE_MIN_ROWS,
-    TALLEST_SPLIT,
-    auto_bytes,
     hopper_rows,
     library_rows,
     reference_bytes_per_logit,
     reference_rows,
     shapes_for_programs,
-    splits_of,
+    walk_bytes,
 )
 
 # An upper bound for losses, factors, orders of rows and the like.
@@ -90,6 +88,12 @@ class How(NamedTuple):
     training: bool = True  # whether a backward pass follows
     gradient_filter: str = "exact"  # the op's
 
+    @property
+    def goes_by_rows(self) -> bool:
+        """Return whether the backward pass of `hopper` may go over blocks of rows."""
+        is_served = self.engine == "hopper" and self.dtype == torch.bfloat16
+        return is_served and self.training and not self.workspace
+
 
 class Pieces(NamedTuple):
     """The size of the block of logits that exists at one time: bytes, and columns for a copy."""
@@ -109,12 +113,13 @@ def bytes_after(
     hidden states and of blocks of the weight, and on a CPU the copies of the rows that are not
     ignored. `how` is a `How`; `pieces` are symbols for a short formula, by default `piece_sizes`.
     """
-    n, d = sympy.sympify(rows), sympy.sympify(depth)
-    dtype, engine, device_type, *_, training, _ = How(**how)
+    n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
+    dtype, engine, device_type, *_, training, _ = given
     if pieces is None:
         pieces = piece_sizes(rows, depth, vocab, **how)
     itemsize = dtype.itemsize
-    sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
+    has_sums = itemsize == 2 and training and not given.goes_by_rows
+    sums = 4 * n * d if has_sums else sympy.Integer(0)
     if engine in ("hopper", "library"):
         # state, the five results, the cotangents made contiguous, target checks
         return pieces.bytes + sums + 64 * n
@@ -140,17 +145,13 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
             half = sympy.Max(half, HOPPER_MIN_WIDTH)
         budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
-        if engine == "hopper" and training and not workspace and dtype == torch.bfloat16:
-            # a backward by rows; some requested results switch its filter off
+        if given.goes_by_rows:
+            # Blocks of classes, with the sums of dE, are for a Triton without Gluon. Some requested
+            # results switch the filter off.
+            held += 4 * n * depth
             size = (n, int(depth), int(vocab), 0)
             for each in {"exact", given.gradient_filter}:
-                by_rows = hopper_bytes(
-                    *size,
-                    is_plain=False,
-                    gradient_filter=each,
-                    tallest=AGAIN_BYTES,
-                )
-                held = sympy.Max(held, by_rows)
+                held = sympy.Max(held, hopper_bytes(*size, gradient_filter=each))
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
@@ -178,11 +179,7 @@ def total_bytes(
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
-        return hopper_bytes(
-            *(n, depth, vocab, workspace),
-            is_plain=not has_softcap,
-            gradient_filter=gradient_filter,
-        )
+        return hopper_bytes(n, depth, vocab, workspace, gradient_filter=gradient_filter)
     height = reference_rows(
         n, vocab, wide * (1 + has_softcap), workspace, where_it_runs(device).type
     )
@@ -207,43 +204,30 @@ def hopper_bytes(
     vocab: int,
     workspace: int,
     *,
-    is_plain: bool,
     gradient_filter: str = "exact",
-    tallest: int = AUTO_BYTES,
 ) -> sympy.Expr:
-    """Return a bound of the bytes of X, its statistics and the scaled rows of one block.
+    """Return a bound of the bytes of a walk over blocks of rows, for any N if N is a symbol.
 
     A filter adds the bytes of the packed tiles.
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
-    columns = shapes.gradient_columns(is_plain=is_plain)
-    width = -(-vocab // shapes.columns) * shapes.columns
     is_filtered = leaves_out(gradient_filter, depth, vocab, workspace)
-    tallest = AGAIN_BYTES if is_filtered else tallest
-    budget = workspace or auto_bytes(rows, width, tallest)
-    height = sympy.Max(budget / (2 * width), shapes.rows)
-    if is_filtered:
-        height = sympy.Min(height, FILTER_BLOCKS * shapes.rows)
-    held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
+    most = FILTER_BLOCKS if is_filtered else 0
+    if rows.is_number:
+        height = hopper_rows(int(rows), depth, vocab, workspace, shapes, most=most)
+        held = sympy.Integer(walk_bytes(int(rows), height, depth, vocab, shapes))
+    else:
+        # The walk of a tile, with all partial sums, counted for each tile of the rows.
+        least = walk_bytes(2 * shapes.rows, shapes.rows, depth, vocab, shapes)
+        tallest = least + 4 * (MOST_SPLITS - 1) * shapes.rows * depth
+        limit = AUTO_BYTES
+        if workspace:
+            width = -(-vocab // shapes.columns) * shapes.columns
+            limit = -(-workspace // (2 * width * shapes.rows)) * tallest
+        height = sympy.ceiling(rows / shapes.rows)
+        held = sympy.Max(tallest, sympy.Min(limit, height * tallest))
+        height = sympy.Min(height, most or height) * shapes.rows
     if is_filtered:
         # A selection has an order of rows, and may copy every row in that order.
         held += filter_bytes(height, depth, vocab) + 12 * rows
-    return held + _parts_bytes(rows, depth, vocab, workspace, tallest)
-
-
-def _parts_bytes(
-    rows: sympy.Expr, depth: int, vocab: int, workspace: int, tallest: int
-) -> sympy.Expr:
-    """Return a bound of the bytes of partial sums of dE; if N is a symbol, for any N."""
-    shapes = shapes_for_programs(DEFAULT_PROCESSORS)
-    heights = range(shapes.rows, TALLEST_SPLIT + 1, shapes.rows)
-    if rows.is_number:
-        height = hopper_rows(
-            int(rows), vocab, workspace, shapes.rows, shapes.columns, tallest=tallest
-        )
-        heights = range(height, height + 1)
-    return max(
-        4 * (splits_of(height, depth, vocab, shapes, needs_weight=needs) - 1) * height * depth
-        for height in heights
-        for needs in (False, True)
-    )
+    return held

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from ..device import processors
+from ..device import DEFAULT_PROCESSORS, processors
 from ..sizes import Size
 
 MIB = 2**20
@@ -104,8 +104,9 @@ def reference_rows(
 # short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the results.
 LIBRARY_AUTO_BYTES = 64 * MIB
 LIBRARY_AUTO_BYTES_PER_ROW = 16 * 1024
-# Rows of the lowest block of an adapted head: the weight is read once per block.
-LIBRARY_MIN_ROWS = 128
+# Of an adapted head, rows of the lowest block, because the weight is read once per block, and bytes
+# of the tallest.
+LIBRARY_MIN_ROWS, LIBRARY_MAX_BYTES = 128, 544 * MIB
 # Numbers per row that are kept between strips; the widest strip of a program, and its warps.
 LIBRARY_STATE = 5
 LIBRARY_MAX_BLOCK = 2048
@@ -174,8 +175,8 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
     the bytes of all logits in the head's dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
-    share = sympy.Rational(*AUTO_SHARE) * itemsize * n * vocab
-    budget = workspace or sympy.Max(LIBRARY_AUTO_BYTES, sympy.Min(share, AUTO_BYTES))
+    share = sympy.Rational(3, 16) * itemsize * n * vocab
+    budget = workspace or sympy.Max(LIBRARY_AUTO_BYTES, sympy.Min(share, LIBRARY_MAX_BYTES))
     fitting = sympy.floor(budget / (per_logit * vocab))
     least = 1 if workspace else LIBRARY_MIN_ROWS
     return sympy.Min(sympy.Max(fitting, least), sympy.ceiling(n / 2))
@@ -195,20 +196,11 @@ HOPPER_AUTO_BYTES = 64 * MIB
 HOPPER_AUTO_BYTES_PER_ROW = 13824
 # The narrowest of these blocks; a smaller workspace is exceeded rather than refused.
 HOPPER_MIN_WIDTH = 256
-# Blocks of rows, automatic workspace: three sixteenths of the bytes of all logits (X and its
-# statistics then take under a fifth of them), up to AUTO_BYTES or, where that is more, an eighth:
-# dC is rounded once per block, and its error is 3.6e-3 at most over eight. Every block reads and
-# writes dC once more, so blocks of TALL_ROWS are taken where they are at most a sixth of all rows,
-# or a quarter that fits AUTO_BYTES, and of few rows half are taken, up to LEAST_BYTES. On an H200
-# in blocks of 1024 and 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 at 16384
-# x 2048. A backward that recomputes logits takes a quarter up to AGAIN_BYTES: 62.5 and 61.7 ms at
-# 8192 x 4096 x 151936. So does a filter, whose blocks have two dozen launches each.
-AUTO_BYTES = 544 * MIB
-AGAIN_BYTES = 608 * MIB
-LEAST_BYTES = 160 * MIB
-AUTO_SHARE = (3, 16)
-AUTO_PIECES = 8
-TALL_ROWS = 2048
+# Blocks of rows, automatic workspace: as few as fit into AUTO_BYTES with all buffers of the walk.
+# Each block reads and writes dC once, and around the sum of each of its tiles it takes the time of
+# five steps of the sum: 0.6 ms a block at 2048 x 5120 x 131072, 4096 x 7168 x 129280 and 16384 x
+# 1152 x 262144 on an H200 (11.5, 12.1 and 13.3 ms in one, two and four blocks of the first).
+AUTO_BYTES = 640 * MIB
 
 # A sum is shared by at most so many programs, in blocks of at most so many rows, and at most so
 # many bytes of it are kept; the work around the sum of a tile takes as long as some of its steps.
@@ -216,6 +208,8 @@ MOST_SPLITS = 4
 PARTS_BYTES = 32 * MIB
 TALLEST_SPLIT = 2048
 TILE_STEPS = 3
+# Columns of dE and dC that are written at a time; sums of dC have a scale for each class and slice.
+SLICE = 64
 # Elements that a program scales at a time, and programs per multiprocessor.
 SCALED = 4096
 SCALING_PROGRAMS = 8
@@ -266,6 +260,13 @@ def shapes_for(device: torch.device) -> Shapes:
 def shapes_for_programs(programs: int) -> Shapes:
     """Return the tile shapes for compute capability 9.0, where they were measured."""
     return Shapes(128, 256, 64, 8, 3, True, programs)
+
+
+def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
+    """Return rows and columns of a tile of dE and dC: the shape that has fewer unused columns."""
+    rows, columns = shapes.rows, shapes.columns
+    is_turned = 0 < depth % columns <= rows
+    return (columns, rows) if is_turned else (rows, columns)
 
 
 def row_block(depth: int, shapes: Shapes) -> int:
@@ -358,38 +359,51 @@ def room_inside(
     return Room(first, width, spare, rows, depth, vocab, step)
 
 
-def auto_bytes(rows: sympy.Expr, width: int, tallest: int) -> sympy.Expr:
-    """Return the bytes that X takes with an automatic workspace, for N rows of `width` logits.
+def bytes_of_row(depth: int, vocab: int, shapes: Shapes) -> int:
+    """Return the bytes of a row of X, its statistics in the narrowest tiles, and scaled copy."""
+    width = -(-vocab // shapes.columns) * shapes.columns
+    return 2 * width + 8 * (width // shapes.rows) + 2 * depth
 
-    A block of TALL_ROWS may be a quarter of all rows if it takes at most `tallest` bytes.
-    """
-    logits = 2 * rows * width
-    most = sympy.Max(AUTO_BYTES, logits / AUTO_PIECES)
-    least = sympy.Min(LEAST_BYTES, logits / 2)
-    usual = sympy.Max(least, sympy.Min(most, logits * sympy.Rational(*AUTO_SHARE)))
-    tall = 2 * TALL_ROWS * width
-    many = (4 if tall <= tallest else 6) * TALL_ROWS
-    return sympy.Piecewise((sympy.Max(usual, tall), rows >= many), (usual, True))
+
+def slices_of(depth: int, shapes: Shapes) -> int:
+    """Return how many slices of SLICE features whole tiles of a gradient have."""
+    columns = product_tile(depth, shapes)[1]
+    return -(-depth // columns) * columns // SLICE
 
 
 @lru_cache(maxsize=1024)
 def hopper_rows(
     rows: int,
+    depth: int,
     vocab: int,
-    workspace: int,  # 0 is automatic
-    tile: int,  # rows of a tile of logits
-    columns: int,  # of that
+    workspace: int,  # the bytes of X; 0 is automatic
+    shapes: Shapes,
     *,
-    blocks: int = 0,  # tiles; at most so many to a block, if not 0
-    tallest: int = AUTO_BYTES,
+    most: int = 0,  # tiles; at most so many to a block, if not 0
 ) -> int:
-    """Return the rows of a block: whole tiles, in blocks of about equal height."""
-    width = -(-vocab // columns) * columns
-    budget = workspace or int(auto_bytes(sympy.Integer(rows), width, tallest))
-    fitting = max(budget // (2 * width) // tile, 1)
-    fitting = min(fitting, blocks or fitting)
-    blocks = -(-rows // tile)
-    return -(-blocks // -(-blocks // fitting)) * tile
+    """Return the rows of a block: whole tiles, in blocks of about equal height.
+
+    All GPUs take the same, as ranks with other GPUs have to and the report does.
+    """
+    tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
+    tiles, width = -(-rows // tile), -(-vocab // shapes.columns) * shapes.columns
+    fitting = (workspace or AUTO_BYTES) // (2 * width) // tile
+    fitting = min(max(fitting, 1), most or tiles)
+    for count in range(-(-tiles // fitting), tiles):
+        height = -(-tiles // count) * tile
+        if workspace or walk_bytes(rows, height, depth, vocab, shapes) <= AUTO_BYTES:
+            return height
+    return tile
+
+
+def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
+    """Return the bytes of a walk over blocks of rows: X, statistics in the narrowest tiles, scaled
+    rows and partial sums of a block, and the scales of dC if there are several blocks.
+    """
+    width = -(-vocab // shapes.columns) * shapes.columns
+    needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
+    of_row = 2 * width + 8 * (width // shapes.rows) + 2 * depth + 4 * (max(needs) - 1) * depth
+    return height * of_row + (slices_of(depth, shapes) * width if height < rows else 0)
 
 
 @lru_cache(maxsize=1024)
@@ -401,10 +415,11 @@ def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight
     """
     if rows > TALLEST_SPLIT:
         return 1
-    columns = -(-depth // shapes.columns)
-    hidden_tiles = -(-rows // shapes.rows) * columns
+    tile = product_tile(depth, shapes)
+    columns = -(-depth // tile[1])
+    hidden_tiles = -(-rows // tile[0]) * columns
     hidden_steps = -(-vocab // shapes.step)
-    weight_tiles = -(-vocab // shapes.rows) * columns if needs_weight else 0
+    weight_tiles = -(-vocab // tile[0]) * columns if needs_weight else 0
     # The work around the sum of a tile takes as long as some of its steps.
     weight_steps = weight_tiles * (-(-rows // shapes.step) + TILE_STEPS)
 

@@ -279,8 +279,9 @@ def rows_of_a_block(
     rows: int,  # at least one
     shard: Shard,
     *,
-    dtype: torch.dtype,  # of the hidden states
-    device: torch.device,  # of them, of which only the kind counts
+    depth: int,  # of the hidden states
+    dtype: torch.dtype,  # likewise
+    device: torch.device,  # likewise; only its kind counts
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
@@ -289,7 +290,7 @@ def rows_of_a_block(
     if kind == "cuda":
         # whole tiles of `hopper`, which has one size of them
         tile = shapes_for_programs(DEFAULT_PROCESSORS)
-        return hopper_rows(rows, shard.chunk, workspace, tile.rows, tile.columns)
+        return hopper_rows(rows, depth, shard.chunk, workspace, tile)
     per_logit = max(dtype.itemsize, 4) * (1 + has_softcap)
     return int(reference_rows(rows, shard.chunk, per_logit, workspace, kind))
 
@@ -305,6 +306,7 @@ def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Ten
     height = rows_of_a_block(
         max(rows, 1),
         shard,
+        depth=whole.hidden.shape[-1],
         dtype=whole.hidden.dtype,
         device=whole.hidden.device,
         workspace=whole.workspace,

@@ -271,6 +271,7 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
     height = op_folder.rows_of_a_block(
         rows,
         shard,
+        depth=compat.size_hint(hidden.shape[-1]),
         dtype=chain.head.compute_dtype,
         device=hidden.device,
         workspace=options.linear_cross_entropy_workspace,

@@ -120,6 +120,7 @@ def loss_of(
     ignored: float = 0.0,
     lowest: int = 0,
     highest: int | None = None,
+    depth: int = 16,
     **settings: Any,
 ) -> ScalarLoss:
     draw = torch.Generator().manual_seed(vocab)
@@ -131,7 +132,8 @@ def loss_of(
     target[torch.rand(rows, generator=draw) < ignored] = IGNORED
     how = {"ignore_index": IGNORED, "scale": 0.7, "softcap": 0.0, "workspace": 1} | settings
     norm = (target != IGNORED).sum()
-    tensors = (random(rows, 16), random(vocab, 16), random(vocab), target, None, norm)
+    hidden, weight = random(rows, depth), random(vocab, depth) * (16 / depth) ** 0.5
+    tensors = (hidden, weight, random(vocab), target, None, norm)
     return ScalarLoss(*tensors, **how, output_mask=(True, True, True))
 
 

@@ -30,6 +30,14 @@ CASES: dict[str, dict[str, Any]] = {
     "all on one rank": {"highest": 60},
     "one row": {"rows": 1},
     "several pieces": {"rows": 1100, "workspace": 256 * 700 * 4},
+    "features of two turned tiles and a half": {
+        "rows": 1100,
+        "workspace": 256 * 700 * 4,
+        "depth": 320,
+    },
+    "of almost two tiles, few rows count": {
+        **{"rows": 1100, "workspace": 256 * 700 * 4, "depth": 456, "ignored": 0.9}
+    },
 }
 
 

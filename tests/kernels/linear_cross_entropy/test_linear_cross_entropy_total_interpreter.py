@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -196,44 +197,39 @@ def test_what_scaling_declines() -> None:
 # --- pieces -----------------------------------------------------------------------------------
 
 
-def test_a_piece_of_rows_stays_in_the_workspace_and_pieces_are_even() -> None:
-    for rows, vocab in ((8192, 128256), (8192, 256000), (4096, 151936), (10007, 152064)):
-        height = shapes.hopper_rows(rows, vocab, 0, 128, 256)
+@pytest.mark.parametrize("workspace", [0, 256 << 20])
+def test_blocks_of_rows_are_even_and_stay_in_the_workspace(workspace: int) -> None:
+    tiles = shapes_for_programs(132)
+    for rows, depth, vocab in itertools.product(
+        (1, 300, 2048, 8192, 10007, 131072), (576, 4096, 8192), (32000, 128256, 262144)
+    ):
+        height = shapes.hopper_rows(rows, depth, vocab, workspace, tiles)
+        blocks = -(-rows // height)
+        assert height - 128 < rows / blocks <= height
         width = -(-vocab // 256) * 256
-        assert 2 * height * width <= shapes.AUTO_BYTES
-        assert 2 * height * width <= 2 * rows * width / (4 if vocab == 128256 else 5)
-        pieces = -(-rows // height)
-        assert height - 128 < rows / pieces <= height
-    assert shapes.hopper_rows(5, 1000, 0, 128, 256) == 128
-    # Of few rows half are taken: the weight's gradient is read and written once per piece.
-    assert shapes.hopper_rows(1024, 128256, 0, 128, 256) == 512
-    assert shapes.hopper_rows(8192, 128256, 256 << 20, 128, 256) == 1024
+        if workspace:
+            assert 2 * height * width <= workspace
+        held = memory.hopper_bytes(sympy.Integer(rows), depth, vocab, workspace)
+        assert held <= shapes.AUTO_BYTES
+        assert held >= height * (2 * width + 8 * width // 128 + 2 * depth)
+        n = sympy.Symbol("N", positive=True)
+        assert held <= memory.hopper_bytes(n, depth, vocab, workspace).subs(n, rows)
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab", "height"),
+    ("rows", "depth", "vocab", "height"),
     [
-        (8192, 128256, 2048),
-        (8192, 256000, 1024),
-        (16384, 128256, 2048),
-        (8191, 128256, 1408),  # a piece of 2048 rows would be more than a quarter of all
-        (4096, 151936, 768),
-        (10007, 152064, 1792),
-        (12287, 202048, 1408),
-        (12288, 202048, 2048),  # a sixth of all
-        (32768, 128256, 4096),
-        (131072, 32000, 16384),
+        (5, 64, 1000, 128),
+        (2048, 5120, 131072, 2048),  # one block: all logits in 16 bits fit
+        (1024, 4096, 128256, 1024),
+        (4096, 7168, 129280, 2048),
+        (8192, 4096, 128256, 2048),
+        (8192, 4096, 151936, 2048),
+        (8192, 4096, 32000, 8192),
     ],
 )
-def test_pieces_are_as_tall_as_memory_allows(rows: int, vocab: int, height: int) -> None:
-    found = shapes.hopper_rows(rows, vocab, 0, 128, 256)
-    assert found == height
-    for depth, is_plain in ((4096, True), (2048, False)):
-        held = memory.hopper_bytes(sympy.Integer(rows), depth, vocab, 0, is_plain=is_plain)
-        stats = 8 * -(-vocab // (256 if is_plain else 128))
-        width = -(-vocab // 256) * 256
-        assert held >= found * (2 * width + stats + 2 * depth)
-        assert held <= max(640 << 20, 2 * rows * width / 5)
+def test_blocks_are_as_tall_as_pays(rows: int, depth: int, vocab: int, height: int) -> None:
+    assert shapes.hopper_rows(rows, depth, vocab, 0, shapes_for_programs(132)) == height
 
 
 @pytest.mark.parametrize(
@@ -249,7 +245,7 @@ def test_pieces_are_as_tall_as_memory_allows(rows: int, vocab: int, height: int)
 def test_the_sums_of_few_tiles_are_shared(rows: int, depth: int, vocab: int, splits: int) -> None:
     found = splits_of(rows, depth, vocab, shapes_for_programs(132), needs_weight=True)
     assert found == splits
-    for n in (sympy.Integer(rows), sympy.Symbol("N")):
-        budget, tallest = 2 * rows * (vocab + 255), shapes.AUTO_BYTES
-        kept = memory._parts_bytes(n, depth, vocab, budget, tallest)
-        assert kept >= 4 * (splits - 1) * rows * depth
+    for n in (sympy.Integer(rows), sympy.Symbol("N", positive=True)):
+        held = memory.hopper_bytes(n, depth, vocab, 2 * rows * (vocab + 255))
+        parts = held - rows * shapes.bytes_of_row(depth, vocab, shapes_for_programs(132))
+        assert parts.subs({n: rows} if n.is_Symbol else {}) >= 4 * (splits - 1) * rows * depth

@@ -66,7 +66,7 @@ def test_parts_of_a_weight_are_the_whole_head(
         given = loss_of(**{"vocab": vocab} | case)
         found, met = together(given, *count * [engine])
         assert_close(found, whole(given), 1e-12)
-        how = {"dtype": torch.float64, "device": torch.device("cpu")}
+        how = {"depth": 8, "dtype": torch.float64, "device": torch.device("cpu")}
         how |= {"workspace": given.workspace, "has_softcap": given.softcap > 0}
         rows = given.target.numel()
         assert met == -(-rows // rows_of_a_block(rows, Shard(0, count, vocab), **how))
@@ -124,7 +124,7 @@ def test_a_column_of_a_target_elsewhere_is_never_taken_for_an_ignored_one() -> N
 
 
 def test_pieces_follow_from_nothing_that_a_rank_has_for_itself() -> None:
-    cuda, how = torch.device("cuda"), {"dtype": torch.bfloat16, "workspace": 0}
+    cuda, how = torch.device("cuda"), {"depth": 4096, "dtype": torch.bfloat16, "workspace": 0}
     for rows, classes, count in ((8192, 128256, 2), (8192, 128257, 3), (5000, 50257, 4)):
         heights = {
             rows_of_a_block(rows, Shard(rank, count, classes), device=cuda, **how)
@@ -132,7 +132,7 @@ def test_pieces_follow_from_nothing_that_a_rank_has_for_itself() -> None:
         }
         assert len(heights) == 1
         assert heights.pop() % 128 == 0  # whole tiles of `hopper`
-    assert rows_of_a_block(8192, Shard(0, 2, 128256), device=cuda, **how) == 2048
+    assert rows_of_a_block(8192, Shard(0, 2, 128256), device=cuda, **how) == 4096
 
 
 def test_which_form_is_taken_depends_on_no_kind_of_gpu(
