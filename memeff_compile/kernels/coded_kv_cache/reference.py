@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checks import wide
 from ..library import heads_inside
+from .alignment import in_order
 from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
@@ -194,6 +195,9 @@ def view(
     norms: Sequence[Tensor | None],
     bits: int,  # of a code
     tokens: int,  # N, length of the result
+    # `layout.Maps` of the layer, for layers that are aligned: means, turns, slots; turns and slots
+    # are None in the lower layer
+    maps: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would hold them, with zeros in empty positions.
 
@@ -206,7 +210,8 @@ def view(
     slots = position % k_window.shape[2]
     is_coded = (position < coded)[:, None]
     is_recent = ((position >= coded) & (position < length))[:, None]
-    place = places.long()
+    means, turns, slot_of = maps
+    place = places.long() if slot_of is None else in_order(places, slot_of).long()
     there = torch.where((place >= 0) & (place < coded), place, tokens)
     results = []
     for codes, scales, window, kept, norm, is_value in (
@@ -214,8 +219,14 @@ def view(
         (v_codes, v_scales, v_window, v_kept, norms[1], True),
     ):
         decoded = decode(codes, scales, bits, depth, is_value=is_value)
+        if slot_of is not None:
+            decoded = in_order(decoded, slot_of)
         if norm is not None:
             decoded = decoded * norm[:, :, : decoded.shape[2]].to(decoded.dtype).unsqueeze(-1)
+        if turns is not None:
+            decoded = decoded @ turns[:, :, int(is_value)].to(decoded.dtype).transpose(-1, -2)
+        if means is not None:
+            decoded = decoded + means[:, :, int(is_value)].to(decoded.dtype).unsqueeze(2)
         short = tokens - decoded.shape[2]
         decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
         whole = torch.where(is_recent, window[:, :, slots], decoded)
@@ -234,6 +245,7 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, 1, N), or None
     scale: float,  # factor of the scores
     bits: int,  # likewise
+    maps: Sequence[Tensor | None] = (None, None, None),  # likewise
 ) -> Tensor:
     """Attend with one query per sequence to all tokens of the cache that `mask` does not hide.
 
@@ -243,7 +255,7 @@ def attend(
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])
     if 0 in (length, q.numel()):
         return heads_inside(q).zero_()
-    keys, values = view(pool, norms, bits, length)
+    keys, values = view(pool, norms, bits, length, maps)
     seen = None
     if mask is not None:
         seen = mask[..., :length]
