@@ -11,6 +11,7 @@ Nothing here reads a value on the host, and only products are needed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -23,14 +24,17 @@ STEPS = 20
 """Iterations towards the polar factor: enough for singular values of 1e-6 of the largest."""
 
 _LEAST = 1e-6
+_EXCHANGES = 4
 _IDENTITY = 1e-3
 """Share of the identity in a matrix whose polar factor is taken: where the rows say nothing, as
 with fewer rows than channels, the map leaves channels alone.
 """
 _MATCHED_ON = 1024
 """Rows per sequence by which heads are matched, at most."""
-_AT_ONCE = 1 << 26
-"""Elements of products between all heads that are formed at once; bounds the temporary memory."""
+_AT_ONCE = 1 << 22
+"""Elements of rows that are read at once; bounds the temporary memory."""
+_PRODUCTS = 1 << 24
+"""Elements of products between all heads that are formed at once."""
 
 
 def identity(maps: Sequence[Tensor]) -> None:
@@ -54,14 +58,18 @@ def fit(
         place.copy_(_mean(x, counted))
     slots = matched(_likeness(rows[0], rows[2], counted) + _likeness(rows[1], rows[3], counted))
     maps.slots.copy_(slots)
-    for at in (0, 1):
-        lower, upper = rows[at], rows[at + 2]
-        products = torch.zeros_like(maps.turns[:, :, at], dtype=wide(lower.dtype))
-        for span in _spans(lower):
-            x = centred(in_order(lower[:, :, span], slots), in_order(stored[at], slots))
-            y = _only(counted[:, span], centred(upper[:, :, span], stored[at + 2]))
-            products += y.transpose(-1, -2) @ _only(counted[:, span], x)
-        maps.turns[:, :, at].copy_(polar(products))
+    products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
+    with _exact(rows[0]):
+        for at, span in itertools.product((0, 1), _spans(rows[0])):
+            x = in_order(centred(rows[at][:, :, span], stored[at]), slots)
+            y = _only(counted[:, span], centred(rows[at + 2][:, :, span], stored[at + 2]))
+            products[:, :, at] += y.transpose(-1, -2) @ _only(counted[:, span], x)
+        maps.turns.copy_(polar(products))
+
+
+def _exact(x: Tensor) -> torch.autocast:
+    """Return a context in which products are not rounded by autocast."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def centred(rows: Tensor, means: Tensor) -> Tensor:
@@ -85,10 +93,28 @@ def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
     """Return `rows`, as `fit` takes them, aligned, slot by slot, in fp32 or fp64."""
     heads = upper_heads(maps)
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in (0, 1)]
-    for at in (0, 1):
-        y = centred(rows[at + 2], maps.upper_means[:, :, at])
-        found.append(in_order(y @ maps.turns[:, :, at].to(y.dtype), heads))
+    with _exact(rows[0]):
+        for at in (0, 1):
+            y = in_order(centred(rows[at + 2], maps.upper_means[:, :, at]), heads)
+            found.append(y @ in_order(maps.turns[:, :, at], heads).to(y.dtype))
     return found
+
+
+def restored(
+    rows: Tensor,  # (B, H, N, D) fp32 or fp64, aligned, slot by slot
+    norms: Tensor | None,  # (B, H, N), factors of the rows
+    # of the layer, as the ops take them: means (B, H, D), turns (B, H, D, D), slots (B, H)
+    maps: Sequence[Tensor | None],
+) -> Tensor:
+    """Return the rows of a layer, by its own heads; undoes `aligned`."""
+    means, turns, slots = maps
+    kind = rows.dtype
+    rows = rows if slots is None else in_order(rows, slots)
+    rows = rows if norms is None else rows * norms.to(kind).unsqueeze(-1)
+    if turns is not None:
+        with _exact(rows):
+            rows = rows @ turns.to(kind).transpose(-1, -2)
+    return rows if means is None else rows + means.to(kind).unsqueeze(2)
 
 
 def _only(counted: Tensor, x: Tensor) -> Tensor:
@@ -123,11 +149,12 @@ def _likeness(lower: Tensor, upper: Tensor, counted: Tensor) -> Tensor:
         for r in (lower[:, :, ::few], upper[:, :, ::few])
     )
     batch, heads, _, depth = x.shape
-    at_once = max(1, _AT_ONCE // (heads * depth) ** 2)
+    at_once = max(1, _PRODUCTS // (heads * depth) ** 2)
     found = []
     for start in range(0, batch, at_once):
         a, b = (r[start : start + at_once].transpose(2, 3).flatten(1, 2) for r in (y, x))
-        products = (a @ b.transpose(1, 2)).view(-1, heads, depth, heads, depth)
+        with _exact(a):
+            products = (a @ b.transpose(1, 2)).view(-1, heads, depth, heads, depth)
         found.append(products.square().sum((2, 4)).sqrt())
     sizes = [r.square().sum((2, 3)).sqrt().clamp_min(1e-30) for r in (y, x)]
     return torch.cat(found) / (sizes[0].unsqueeze(2) * sizes[1].unsqueeze(1))
@@ -137,7 +164,7 @@ def matched(likeness: Tensor) -> Tensor:
     """Return (B, H): for each row of (B, H, H) a column, each column once, of a large sum.
 
     The largest element is chosen first, then the largest of the other rows and columns, and so on;
-    then pairs of rows exchange their columns while that makes the sum larger.
+    then a few pairs of rows exchange their columns where that makes the sum larger.
     """
     batch, heads, _ = likeness.shape
     left = likeness.clone()
@@ -148,7 +175,7 @@ def matched(likeness: Tensor) -> Tensor:
         slots.scatter_(1, row, column)
         left.scatter_(1, row.unsqueeze(2).expand(-1, -1, heads), -torch.inf)
         left.scatter_(2, column.unsqueeze(1).expand(-1, heads, -1), -torch.inf)
-    for _ in range(heads if heads > 1 else 0):
+    for _ in range(min(heads - 1, _EXCHANGES)):
         crossed = likeness.gather(2, slots.unsqueeze(1).expand(-1, heads, -1))  # row i, slot of j
         own = crossed.diagonal(dim1=1, dim2=2)
         gain = crossed + crossed.transpose(1, 2) - own.unsqueeze(1) - own.unsqueeze(2)
@@ -169,10 +196,11 @@ def polar(x: Tensor) -> Tensor:
     size = x.norm(dim=(-2, -1), keepdim=True)
     share = _IDENTITY / depth**0.5
     y = x / size.clamp_min(1e-30) + share * torch.eye(depth, dtype=x.dtype, device=x.device)
-    y = y / y.norm(dim=(-2, -1), keepdim=True)
+    y = (y / y.norm(dim=(-2, -1), keepdim=True)).view(-1, depth, depth)
     least = _LEAST
     for _ in range(STEPS):
         by = (3.0 / (1.0 + least + least * least)) ** 0.5
-        y = 1.5 * by * y - 0.5 * by**3 * (y @ (y.transpose(-1, -2) @ y))
+        square = torch.bmm(y.transpose(1, 2), y)
+        y = torch.baddbmm(y, y, square, beta=1.5 * by, alpha=-0.5 * by**3)
         least = min(1.0, 0.5 * least * by * (3.0 - (by * least) ** 2))
-    return y
+    return y.view(x.shape)

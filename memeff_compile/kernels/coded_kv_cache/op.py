@@ -278,7 +278,7 @@ def _attention(q: Tensor, *args: Any) -> Tensor:
     require("coded_kv_cache_attention", sentence)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     attend: Any = reference.attend
-    engine = _engine(pool, bits) if maps == (None, None, None) else "reference"
+    engine = _engine(pool, bits)
     if engine == "codes":
         from .split_codes import attend
     elif engine == "rows":

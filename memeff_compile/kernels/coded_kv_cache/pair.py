@@ -157,7 +157,7 @@ def _append_pair(*args: Any) -> None:
     new = None if lower_k is None else (lower_k, lower_v)
     given = (pair, new, (k, v), bits, recent, limit, settings)
     window = pair.upper.k_window
-    if pair.maps is not None or not on_kernels(window, window.shape[2] - recent):
+    if not on_kernels(window, window.shape[2] - recent):
         pair_reference.append(*given, is_first=is_first)
         return
     from . import append_pairs

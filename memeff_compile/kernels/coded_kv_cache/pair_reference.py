@@ -150,10 +150,10 @@ def merge(
                 norms[:, :, at.start * group : at.stop * group] = mine
 
 
-def spans_of(x: Tensor, group: int) -> list[slice]:
+def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
     """Return the groups of rows (B, H, n * group, D) that are merged at once."""
     batch, heads, count, depth = x.shape
-    at_once = max(1, _AT_ONCE // max(1, batch * heads * group * depth)) * group
+    at_once = max(1, elements // max(1, batch * heads * group * depth)) * group
     return [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]
 
 

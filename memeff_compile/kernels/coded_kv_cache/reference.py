@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..checks import wide
 from ..library import heads_inside
-from .alignment import in_order
+from .alignment import in_order, restored
 from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
@@ -207,11 +207,11 @@ def view(
     depth, dtype = k_window.shape[3], k_window.dtype
     length, coded = counts[LENGTH], counts[CODED]
     position = torch.arange(tokens, device=counts.device)
-    slots = position % k_window.shape[2]
+    in_window = position % k_window.shape[2]
     is_coded = (position < coded)[:, None]
     is_recent = ((position >= coded) & (position < length))[:, None]
-    means, turns, slot_of = maps
-    place = places.long() if slot_of is None else in_order(places, slot_of).long()
+    slots = maps[2]
+    place = places.long() if slots is None else in_order(places, slots).long()
     there = torch.where((place >= 0) & (place < coded), place, tokens)
     results = []
     for codes, scales, window, kept, norm, is_value in (
@@ -219,17 +219,12 @@ def view(
         (v_codes, v_scales, v_window, v_kept, norms[1], True),
     ):
         decoded = decode(codes, scales, bits, depth, is_value=is_value)
-        if slot_of is not None:
-            decoded = in_order(decoded, slot_of)
-        if norm is not None:
-            decoded = decoded * norm[:, :, : decoded.shape[2]].to(decoded.dtype).unsqueeze(-1)
-        if turns is not None:
-            decoded = decoded @ turns[:, :, int(is_value)].to(decoded.dtype).transpose(-1, -2)
-        if means is not None:
-            decoded = decoded + means[:, :, int(is_value)].to(decoded.dtype).unsqueeze(2)
+        some = [None if x is None else x[:, :, int(is_value)] for x in maps[:2]]
+        lengths = None if norm is None else norm[:, :, : decoded.shape[2]]
+        decoded = restored(decoded, lengths, (*some, slots))
         short = tokens - decoded.shape[2]
         decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
-        whole = torch.where(is_recent, window[:, :, slots], decoded)
+        whole = torch.where(is_recent, window[:, :, in_window], decoded)
         whole = torch.where(is_recent | is_coded, whole, 0.0)
         # the extra last row receives tokens that are not yet kept
         room = F.pad(whole, (0, 0, 0, 1))
