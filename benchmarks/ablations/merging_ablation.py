@@ -58,21 +58,25 @@ from memeff_compile.kernels.coded_kv_cache import (
     OWN,
     PLAIN,
     Layout,
+    alignment,
     append_pairs,
     coded_kv_cache_append_lower,
     coded_kv_cache_append_pair,
     coded_kv_cache_attention,
     dtype_of,
+    identity,
     merging,
     pair_reference,
     pool_of,
     reference,
+    shapes_of_maps,
     shapes_of_pair,
 )
-from memeff_compile.kernels.coded_kv_cache.layout import Own, Pair, Shared
+from memeff_compile.kernels.coded_kv_cache.layout import Maps, Own, Pair, Shared
 from memeff_compile.kernels.kv_cache import kv_cache_attention
 
-MiniCache = functools.partial(_MiniCache, force=True)  # the loss is the measured quantity
+# The loss is the measured quantity, of rows merged as they are, as the paper merges them.
+MiniCache = functools.partial(_MiniCache, align="none", force=True)
 
 SHAPES = {
     "h200": {"llama-3-8b": (32, 32, 8, 128), "llama-2-7b": (32, 32, 32, 128)},
@@ -450,6 +454,17 @@ def pair_of(bits: int, batch: int, tokens: int, shape: tuple[int, ...], device: 
     return layout, shared, lower, upper
 
 
+def maps_for(layout: Layout, batch: int, heads: int, device: str) -> list[Tensor]:
+    """Return the maps of aligned layers, without a rotation: their contents cost no time."""
+    shapes = shapes_of_maps(layout, batch, heads)
+    maps = [
+        torch.zeros(size, dtype=dtype_of(name, torch.bfloat16, layout.bits), device=device)
+        for name, size in shapes.items()
+    ]
+    identity(maps)
+    return maps
+
+
 def set_counts(layout: Layout, own: list[Tensor], tokens: int, coded: int) -> None:
     """Say how many tokens there are, and how many of them are merged."""
     counts = own[OWN.index("counts")]
@@ -482,7 +497,7 @@ def timed(function: Any, device: str, repeats: int, *, in_graph: bool = True) ->
 def overhead(options: argparse.Namespace) -> None:
     """Time the parts of a decoding step of one pair of layers, then those of a prompt."""
     shape = next(iter(SHAPES[options.size].values()))
-    for (batch, tokens), bits in itertools.product(options.cases, (4, PLAIN)):
+    for (batch, tokens), bits in itertools.product(options.cases, options.bits):
         one_step(batch, tokens, bits, shape, options)
     components(options, shape)
 
@@ -510,18 +525,20 @@ def one_step(
         set_counts(layout, upper, coded + behind, coded)
         set_counts(layout, lower, coded + behind + 1, coded)
 
-    def pair_step(behind: int) -> None:
+    maps = maps_for(layout, batch, kv_heads, options.device)
+
+    def pair_step(behind: int, *maps: Tensor) -> None:
         counts_alone(behind)
         settings = (4, "slerp", 0.5, 0.05, "distinct", "norm", False)
         new = (None, None, k, k, bits, layout.recent, tokens)
-        coded_kv_cache_append_pair(*shared, *lower, *upper, *new, *settings)
+        coded_kv_cache_append_pair(*shared, *lower, *upper, *new, *settings, *maps)
 
     merged = itertools.cycle(copies)
 
-    def read() -> Tensor:
+    def read(*maps: Tensor) -> Tensor:
         _, shared, _, upper = next(merged)
         pool, norms = pool_of(shared, upper), upper[5].unbind(-1)
-        return coded_kv_cache_attention(q, *pool, *norms, bits, None, None)
+        return coded_kv_cache_attention(q, *pool, *norms, bits, None, None, *maps)
 
     for _, _, *layers in copies:
         for own in layers:
@@ -529,10 +546,14 @@ def one_step(
     apart = itertools.cycle([reader_apart(copy, q, coded, due) for copy in copies])
     parts = {
         "attention of one layer": read,
+        "attention of an aligned layer, lower": lambda: read(*maps[:1]),
+        "attention of an aligned layer, upper": lambda: read(*maps[1:]),
         "attention of a layer that is apart": lambda: next(apart)(),
         "append, lower (with counts set)": lambda: lower_step(3),
         "append, nothing due (with counts set)": lambda: pair_step(3),
         "append, a group merged (with counts set)": lambda: pair_step(due),
+        "append, nothing due, aligned (with counts set)": lambda: pair_step(3, *maps),
+        "append, a group merged, aligned (with counts set)": lambda: pair_step(due, *maps),
         "counts set": lambda: counts_alone(3),
     }
     facts = {"batch": batch, "tokens": tokens, "bits": bits, "kept": layout.kept}
@@ -569,8 +590,8 @@ def reader_apart(copy: Any, q: Tensor, coded: int, due: int) -> Callable[[], Ten
 def components(options: argparse.Namespace, shape: tuple[int, ...]) -> None:
     """Time merging a prompt of one pair of layers: by component, and as it is done."""
     _, heads, kv_heads, depth = shape
-    batch, tokens = options.cases[0]
-    tokens = min(tokens, 4096)
+    batch, tokens = options.cases[-1] if options.prompt_tokens > 4096 else options.cases[0]
+    tokens = min(tokens, options.prompt_tokens)
     facts = {"batch": batch, "tokens": tokens, "bits": 4}
     layout, shared, lower, upper = pair_of(4, batch, tokens + 256, shape, options.device)
     group = layout.group
@@ -620,6 +641,12 @@ def components(options: argparse.Namespace, shape: tuple[int, ...]) -> None:
             ],
             "all, kernels": lambda: append_pairs.merge_prompt(*whole),
         }
+    maps = Maps(*maps_for(layout, batch, kv_heads, options.device))
+    whole = (pair._replace(maps=maps), *whole[1:])
+    counted = torch.ones(batch, tokens, dtype=torch.bool, device=options.device)
+    parts["maps fitted"] = lambda: alignment.fit(maps, like, counted)
+    if options.device == "cuda":
+        parts["all, kernels, aligned"] = lambda: append_pairs.merge_prompt(*whole)
     for name, function in parts.items():
         found = timed(function, options.device, options.repeats, in_graph=False)
         row = {"what": "merging: prompt", "part": name, **facts, "us": found}
@@ -647,6 +674,8 @@ def main() -> None:
     parser.add_argument("--cache-tokens", type=int, default=32768)
     parser.add_argument("--budget", type=float, default=150.0, help="seconds of `fidelity`")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--prompt-tokens", type=int, default=4096, help="of `overhead`'s prompt")
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, PLAIN], help="of `overhead`")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

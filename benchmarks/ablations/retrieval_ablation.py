@@ -310,9 +310,8 @@ class Setting:
         """Return an empty cache of this kind."""
         merge = None
         if self.start_layer is not None:
-            merge = MiniCache(
-                self.start_layer, retained=self.retained, gamma=self.gamma, force=True
-            )
+            given = {"retained": self.retained, "gamma": self.gamma}
+            merge = MiniCache(self.start_layer, align="none", force=True, **given)
         return memeff_compile.KVCache(
             model.config, plan.lengths[-1] + plan.group, self.bits, scheme=self.scheme,
             group=plan.group, recent=plan.recent, keep_first=plan.keep_first, merge=merge,

@@ -109,9 +109,12 @@ class CompressKVCache(cached.CachedPass):
         """Replace the dense view and its attention by one op that reads the codes."""
         given = match.call.args
         chains = [node for name in ("key", "value") for node in _behind(info, given[name])[1]]
-        *pool, told, _ = match.view.args  # the norms last
-        compat.hold_constant(told)
-        settings = (_bits(match.view), given["attn_mask"], cached.held_scale(match.call))
+        pool, maps = (
+            match.view.args[: _POOL + 2],
+            match.view.args[_POOL + 4 :],
+        )  # norms among the first
+        compat.hold_constant(match.view.args[_POOL + 2])
+        settings = (_bits(match.view), given["attn_mask"], cached.held_scale(match.call), *maps)
         with editor.at(match.node):
             op = op_folder.coded_kv_cache_attention
             out = editor.call(op, given["query"], *pool, *settings)
@@ -232,8 +235,9 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
                 f"the dense view is also used by `{node_name(user)}`, so it has to be computed",
                 "do not ask for attention weights, nor read the cache inside the model",
             )
-    pool = [node for node in match.view.args[:_POOL] if isinstance(node, Node)]
-    found = info.written_between([*pool, *match.view.users], match.view, match.node)
+    read = [*match.view.args[:_POOL], *match.view.args[_POOL + 4 :]]  # the maps last
+    read = [node for node in read if isinstance(node, Node)]
+    found = info.written_between([*read, *match.view.users], match.view, match.node)
     if found is None:
         return None
     said = (
@@ -268,7 +272,8 @@ def _sentence(info: GraphInfo, match: Site) -> str:
     if width == op_folder.PLAIN:
         form, what = "as they come", "them"
     is_merged = match.view.args[_POOL] is not None
-    shared = "whose directions two layers share, " if is_merged else ""
+    is_aligned = any(each is not None for each in match.view.args[_POOL + 4 :])
+    shared = f"whose {'aligned ' * is_aligned}directions two layers share, " if is_merged else ""
     return (
         f"attention over a cache of {tokens} tokens {shared}{form} -> "
         f"memeff::coded_kv_cache_attention, which reads {what}; engine "

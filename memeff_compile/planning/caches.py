@@ -162,6 +162,7 @@ class _Shape:
     layers: int  # that see all tokens
     pairs: int  # of layers that share directions two and two, which are not among `layers`
     retained: float  # the share of tokens that a pair has room to store exactly
+    is_aligned: bool  # layers of a pair are aligned before they are merged
     windows: tuple[int, ...]  # of the other layers
     states: int  # layers that keep no keys and values but a state of one size
     heads: int
@@ -205,7 +206,8 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:
     merged = [layer.pair for layer in layers if hasattr(layer, "pair")]
     coded = len(layers) - len(others) - len(merged)
     retained = merged[0].merge.retained if merged else 0.0
-    return _Shape(coded, len(merged) // 2, retained, windows, states, heads, depth, dtype.itemsize)
+    pairs = len(merged) // 2, retained, bool(merged) and merged[0].is_aligned
+    return _Shape(coded, *pairs, windows, states, heads, depth, dtype.itemsize)
 
 
 _INSTEAD = "with a short prompt and read its nbytes instead."
@@ -286,6 +288,8 @@ def _mode(
         if shape.pairs:
             more = replace(held, kept=held.kept + math.ceil(shape.retained * tokens))
             pair = op_folder.pair_bytes(more, sequences, shape.heads, tokens, shape.itemsize)
+            if shape.is_aligned:
+                pair += op_folder.map_bytes(held, sequences, shape.heads, shape.itemsize)
             found += shape.pairs * pair
         return found
 
@@ -324,4 +328,6 @@ def _per_pair(
     kept = layout.kept + sympy.ceiling(retained * tokens)
     whole = merged * (tokens - layout.recent) + 2 * shape.row * (layout.window + kept)
     whole += 4 * shape.heads * (kept + 4)
+    if shape.is_aligned:
+        whole += op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize)
     return merged + retained * (2 * shape.row + 4 * shape.heads), whole

@@ -13,10 +13,12 @@ from memeff_compile.kernels.coded_kv_cache import (
     SHARED,
     Layout,
     dtype_of,
+    identity,
     pool_of,
+    shapes_of_maps,
     shapes_of_pair,
 )
-from memeff_compile.kernels.coded_kv_cache.layout import Own, Shared
+from memeff_compile.kernels.coded_kv_cache.layout import Maps, Own, Shared
 from memeff_compile.kernels.coded_kv_cache.layout import Pair as Tensors
 from memeff_compile.kernels.coded_kv_cache.reference import decode
 
@@ -34,6 +36,7 @@ class Pair:
         *,
         first: tuple[int, ...] = (),
         device: str = "cpu",
+        align: bool = False,
     ) -> None:
         self.layout = layout
         shared, own = shapes_of_pair(layout, batch, heads, tokens)
@@ -45,6 +48,9 @@ class Pair:
             ]
 
         self.shared, self.lower, self.upper = make(shared), make(own), make(own)
+        self.maps = make(shapes_of_maps(layout, batch, heads)) if align else []
+        if align:
+            identity(self.maps)
         named = dict(zip(SHARED, self.shared, strict=True))
         named["places"].fill_(-1)
         named["bound"].fill_(torch.nan)
@@ -52,7 +58,12 @@ class Pair:
             named["starts"].copy_(torch.tensor(first, dtype=torch.int32)[:, None])
 
     def tensors(self) -> Tensors:
-        return Tensors(Shared(*self.shared), Own(*self.lower), Own(*self.upper))
+        maps = Maps(*self.maps) if self.maps else None
+        return Tensors(Shared(*self.shared), Own(*self.lower), Own(*self.upper), maps)
+
+    def maps_of(self, *, is_upper: bool) -> list[Tensor]:
+        """Return the maps that the view and attention of one layer take."""
+        return self.maps[1:] if is_upper else self.maps[:1]
 
     def all(self) -> list[Tensor]:
         return [*self.shared, *self.lower, *self.upper]
@@ -91,4 +102,25 @@ def draw(
     return [x.to(dtype) for x in rows]
 
 
-__all__ = ["PLAIN", "Pair", "draw"]
+def aligned_rows(
+    batch: int, heads: int, tokens: int, depth: int, dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
+    """Return rows as `draw`, of layers that differ by means, rotations and the order of heads.
+
+    The upper layer's head h is alike to the lower's head h + 1; keys have a large mean.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (2, batch, heads, tokens, depth)
+    lower = torch.randn(shape, generator=generator, device=device, dtype=torch.float64)
+    noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float64)
+    shape = (2, batch, heads, depth, depth)
+    matrices = torch.randn(shape, generator=generator, device=device, dtype=torch.float64)
+    turns = torch.linalg.qr(matrices).Q
+    means = 3 * torch.randn((4, *shape[1:4]), generator=generator, device=device).double()
+    lower = lower * torch.linspace(2.0, 0.5, depth, device=device).double()
+    upper = (lower + 0.02 * noise).roll(-1, 2) @ turns
+    rows = [*lower, 2 * upper[0], 0.5 * upper[1]]
+    return [(x + mean.unsqueeze(2)).to(dtype) for x, mean in zip(rows, means, strict=True)]
+
+
+__all__ = ["PLAIN", "Pair", "aligned_rows", "draw"]

@@ -14,6 +14,7 @@ Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8
 
 from __future__ import annotations
 
+from .alignment import identity as identity
 from .exact import Keeper as Keeper
 from .exact import announce_exact as announce_exact
 from .exact import keepers_of as keepers_of
@@ -31,6 +32,7 @@ from .memory import bytes_after as bytes_after
 from .memory import bytes_of_token as bytes_of_token
 from .memory import bytes_per_token as bytes_per_token
 from .memory import fixed_bytes as fixed_bytes
+from .memory import map_bytes as map_bytes
 from .memory import pair_bytes as pair_bytes
 from .merging import READINGS as READINGS
 from .merging import RULES as RULES
@@ -44,10 +46,12 @@ from .op import engine_for as engine_for
 from .op import supports as supports
 from .op import supports_append as supports_append
 from .op import unproven as unproven
+from .pair import MAPS as MAPS
 from .pair import OWN as OWN
 from .pair import SHARED as SHARED
 from .pair import coded_kv_cache_append_lower as coded_kv_cache_append_lower
 from .pair import coded_kv_cache_append_pair as coded_kv_cache_append_pair
 from .pair import pool_of as pool_of
+from .pair import shapes_of_maps as shapes_of_maps
 from .pair import shapes_of_pair as shapes_of_pair
 from .split_codes import plan_for as plan_for

@@ -11,9 +11,10 @@ from torch import Tensor
 from .._triton.key_tiles import cells_of
 from .._triton.launch import start
 from ..device import on_device
-from .layout import PLAIN, Pair, channel_group
+from .alignment import upper_heads
+from .layout import PLAIN, Maps, Pair, channel_group
 from .merging import RULES
-from .pair_reference import Merging, keep, keep_rows
+from .pair_reference import Merging, aligned, keep, keep_rows, spans_of
 
 
 def append_lower(
@@ -56,14 +57,18 @@ def append_pair(
 
     k, v = upper_new
     lower_k, lower_v = upper_new if lower_new is None else lower_new
-    shared, _, upper = pair
+    shared, lower, upper, maps = pair
     batch, heads, window, depth = upper.k_window.shape
     group, new = window - recent, k.shape[2]
+    scratch = None
+    if maps is not None:  # for the aligned rows of a group, which several threads write and read
+        scratch = k.new_empty((batch * heads, 4, group, depth), dtype=torch.float32)
     with on_device(k):
         start(
             kernels._coded_kv_cache_append_pair_kernel,
             (batch * heads,),
-            *(cells_of(lower_k), cells_of(lower_v), cells_of(k), cells_of(v), *pair),
+            *(cells_of(lower_k), cells_of(lower_v), cells_of(k), cells_of(v), shared, lower, upper),
+            *(Maps(None, None, None, None) if maps is None else maps, scratch),
             (heads, shared.k_codes.shape[2], new, limit),
             *(float(settings.t), float(settings.gamma)),
             **_constants(depth, group, bits, settings),
@@ -74,6 +79,8 @@ def append_pair(
             KEEPS_NEAREST=settings.reading == "similar",
             KEEPS_ALL=settings.gamma >= 1,
             HAS_LOWER=lower_new is not None,
+            IS_ALIGNED=maps is not None,
+            UPCAST=not k.is_cuda,
         )
 
 
@@ -94,14 +101,30 @@ def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
     """Merge the first tokens of an empty cache as `pair_reference.merge` does, by kernels."""
-    shared, count = pair.shared, rows[0].shape[2]
-    keys, values = _alike(rows[0], rows[2]), _alike(rows[1], rows[3])
-    apart = measure_prompt(keys, values, group)
+    shared, maps = pair.shared, pair.maps
+    spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
+    apart = torch.cat(
+        [measure_prompt(*_halves(aligned(rows, span, maps)), group) for span in spans], 2
+    )
+    count = apart.shape[2]
     behind = torch.arange(coded, coded + count, device=apart.device) - shared.starts.unsqueeze(-1)
     is_kept = keep(shared, apart, behind, settings)
     keep_rows(pair, rows, coded)
-    for place, some in enumerate((keys, values)):
-        code_prompt(pair, some, is_kept, group, bits, settings, place)
+    heads = None if maps is None else upper_heads(maps).to(torch.int32)
+    for span in spans:
+        both = _halves(aligned(rows, span, maps))
+        chosen = is_kept[:, :, span].contiguous()
+        for place, some in enumerate(both):
+            code_prompt(pair, some, chosen, group, bits, settings, place, span.start, heads)
+
+
+_ALIGNED = 1 << 22
+"""Elements of one layer's keys that are aligned at once; bounds the temporary memory."""
+
+
+def _halves(rows: Sequence[Tensor]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return keys of both layers, and values of both."""
+    return _alike(rows[0], rows[2]), _alike(rows[1], rows[3])
 
 
 def measure_prompt(
@@ -134,21 +157,25 @@ def code_prompt(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
     place: int,  # 0 for keys, 1 for values
+    at: int = 0,  # position of the first row in the cache
+    heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
     """Store the shared directions of a prompt's keys or values, and both layers' lengths."""
     from . import append_pairs_kernels as kernels
 
-    shared, lower, upper = pair
-    batch, heads, count, depth = rows[0].shape
+    shared, lower, upper, _ = pair
+    batch, kv_heads, count, depth = rows[0].shape
     with on_device(is_kept):
         start(
             kernels._coded_kv_cache_code_pair_kernel,
-            (batch * heads, count // group),
+            (batch * kv_heads, count // group),
             *(*rows, *_steps(rows[0]), shared[place], shared[2 + place], is_kept.view(torch.uint8)),
-            *(shared.starts, lower.norms, upper.norms, (heads, shared.k_codes.shape[2], count)),
+            *(shared.starts, lower.norms, upper.norms, heads),
+            (kv_heads, shared.k_codes.shape[2], count, at // group),
             float(settings.t),
             **_constants(depth, group, bits, settings),
             IS_VALUE=place == 1,
+            IS_ALIGNED=heads is not None,
         )
 
 

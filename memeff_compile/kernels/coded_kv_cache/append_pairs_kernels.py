@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._triton.products_kernels import dot
 from .append_codes_kernels import (
     _between,
     _codes,
@@ -129,7 +130,7 @@ def _code_directions(
     SHARE: tl.constexpr = C.DEPTH // COUNT
     TURNED: tl.constexpr = IS_VALUE and C.BITS != 16
     AXIS: tl.constexpr = 0 if TURNED else 1
-    kind: tl.constexpr = lower.dtype.element_ty
+    kind: tl.constexpr = codes_base.dtype.element_ty
     token = tl.arange(0, C.GROUP)
     column = tl.arange(0, SHARE)
     a, b = _factors(cosine, m, n, t, C.RULE)
@@ -212,8 +213,7 @@ def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.
 def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
     """Write tokens of one sequence and head to its window."""
     x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
-    kv_heads, done, position, is_token = at
-    pair = tl.program_id(0).to(tl.int64)
+    pair, kv_heads, done, position, is_token = at
     base = x_ptr + (pair // kv_heads) * stride_batch + (pair % kv_heads) * stride_head
     depth = tl.arange(0, DEPTH)
     token = tl.arange(0, position.shape[0])
@@ -233,6 +233,36 @@ def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
     nothing = tl.full((DEPTH,), float("nan"), tl.float32)
     last = (length + WINDOW - 1) % WINDOW
     tl.store(window + last * DEPTH + depth, nothing.to(window.dtype.element_ty))
+
+
+@triton.jit
+def _centre(rows, slot, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
+    """Write a group of rows less their mean, (tokens, D) fp32."""
+    token = tl.arange(0, C.GROUP)
+    for part in tl.static_range(C.DEPTH // SHARE):
+        column = part * SHARE + tl.arange(0, SHARE)
+        mean = tl.load(mean_ptr + column).to(tl.float32)
+        x = _load_rows(rows, slot, column, C.DEPTH, 1, False) - mean[None, :]
+        tl.store(made + token[:, None] * C.DEPTH + column[None, :], x)
+
+
+@triton.jit
+def _centre_and_turn(rows, slot, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
+    """Write a group of rows less their mean, times a matrix, (tokens, D) fp32."""
+    mean_ptr, turn_ptr = map_of
+    kind: tl.constexpr = rows.dtype.element_ty
+    STEP: tl.constexpr = C.DEPTH if C.DEPTH < 32 else 32
+    token = tl.arange(0, C.GROUP)
+    for part in tl.static_range(C.DEPTH // SHARE):
+        column = part * SHARE + tl.arange(0, SHARE)
+        found = tl.zeros((C.GROUP, SHARE), dtype=tl.float32)
+        for start in tl.range(0, C.DEPTH, STEP, num_stages=1):
+            depth = start + tl.arange(0, STEP)
+            mean = tl.load(mean_ptr + depth).to(tl.float32)
+            x = _load_rows(rows, slot, depth, C.DEPTH, 1, False) - mean[None, :]
+            turn = tl.load(turn_ptr + depth[:, None] * C.DEPTH + column[None, :])
+            found = dot(x.to(kind), turn, found, C.UPCAST)
+        tl.store(made + token[:, None] * C.DEPTH + column[None, :], found)
 
 
 @triton.jit
@@ -258,8 +288,8 @@ def _coded_kv_cache_append_lower_kernel(
         _spoil(v_window, length, DEPTH, WINDOW)
     else:
         zero = length * 0
-        _write(k, k_window, (kv_heads, zero, length + token, token < new), DEPTH, WINDOW)
-        _write(v, v_window, (kv_heads, zero, length + token, token < new), DEPTH, WINDOW)
+        _write(k, k_window, (pair, kv_heads, zero, length + token, token < new), DEPTH, WINDOW)
+        _write(v, v_window, (pair, kv_heads, zero, length + token, token < new), DEPTH, WINDOW)
         length += new
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(counts_ptr + 2, 1)
@@ -277,6 +307,8 @@ def _coded_kv_cache_append_pair_kernel(
     shared,  # `layout.Shared`
     lower,  # `layout.Own`, as upper
     upper,
+    maps,  # `layout.Maps`, with IS_ALIGNED
+    scratch_ptr,  # (B, KV_HEADS, 4, GROUP, D) fp32, with IS_ALIGNED
     sizes,  # key-value heads, groups, new tokens, limit
     t,
     gamma,
@@ -288,15 +320,19 @@ def _coded_kv_cache_append_pair_kernel(
     K_SCALES: tl.constexpr = 0 if C.BITS == 16 else 2 * C.DEPTH
     V_SCALES: tl.constexpr = 0 if C.BITS == 16 else 2 * C.GROUP * (C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // 2
-    pair = tl.program_id(0).to(tl.int64)
+    mine = tl.program_id(0).to(tl.int64)  # sequence and head of the upper layer
+    pair = mine  # of the lower layer, and of the shared tensors
+    if C.IS_ALIGNED:
+        pair = mine // kv_heads * kv_heads + tl.load(maps.slots + mine)
     length = tl.load(upper.counts)
     coded = tl.load(upper.counts + 1)
     lower_length = tl.load(lower.counts)
     row_base = pair * (C.WINDOW * C.DEPTH)
+    upper_base = mine * (C.WINDOW * C.DEPTH)
     lower_k = lower.k_window + row_base
     lower_v = lower.v_window + row_base
-    upper_k = upper.k_window + row_base
-    upper_v = upper.v_window + row_base
+    upper_k = upper.k_window + upper_base
+    upper_v = upper.v_window + upper_base
     windows = (lower_k, lower_v, upper_k, upper_v)
     token = tl.arange(0, C.TOKENS)
     member = tl.arange(0, C.GROUP)
@@ -312,10 +348,11 @@ def _coded_kv_cache_append_pair_kernel(
         count = tl.minimum(tl.minimum(new - done, coded + C.WINDOW - length), C.TOKENS)
         is_token = token < count
         position = length + token
-        at = (kv_heads, done, position, is_token)
+        at = (pair, kv_heads, done, position, is_token)
         if C.HAS_LOWER:
             _write(lower_k_new, lower_k, at, C.DEPTH, C.WINDOW)
             _write(lower_v_new, lower_v, at, C.DEPTH, C.WINDOW)
+        at = (mine, kv_heads, done, position, is_token)
         _write(k, upper_k, at, C.DEPTH, C.WINDOW)
         _write(v, upper_v, at, C.DEPTH, C.WINDOW)
         done += count
@@ -325,8 +362,23 @@ def _coded_kv_cache_append_pair_kernel(
             tl.debug_barrier()  # the tokens just written are read by other threads
             place = (coded + member).to(tl.int32)
             slot = place % C.WINDOW
-            k_cosine, k_m, k_n = _measure(lower_k, upper_k, slot, C.DEPTH, SHARE, C.GROUP)
-            v_cosine, v_m, v_n = _measure(lower_v, upper_v, slot, C.DEPTH, SHARE, C.GROUP)
+            rows = windows
+            row_of = slot
+            if C.IS_ALIGNED:
+                ROWS: tl.constexpr = C.GROUP * C.DEPTH
+                base = scratch_ptr + mine * (4 * ROWS)
+                rows = (base, base + ROWS, base + 2 * ROWS, base + 3 * ROWS)
+                row_of = member
+                for kind in tl.static_range(2):
+                    mean_ptr = maps.lower_means + (pair * 2 + kind) * C.DEPTH
+                    _centre(windows[kind], slot, mean_ptr, rows[kind], C, SHARE)
+                    mean_ptr = maps.upper_means + (mine * 2 + kind) * C.DEPTH
+                    turn_ptr = maps.turns + (mine * 2 + kind) * (C.DEPTH * C.DEPTH)
+                    map_of = (mean_ptr, turn_ptr)
+                    _centre_and_turn(windows[2 + kind], slot, map_of, rows[2 + kind], C, SHARE)
+                tl.debug_barrier()  # other threads read the rows just written
+            k_cosine, k_m, k_n = _measure(rows[0], rows[2], row_of, C.DEPTH, SHARE, C.GROUP)
+            v_cosine, v_m, v_n = _measure(rows[1], rows[3], row_of, C.DEPTH, SHARE, C.GROUP)
             # The larger of two angles has the smaller cosine.
             apart = _angle(tl.minimum(k_cosine, v_cosine)) * 0.318309886183791
             behind = place - tl.load(shared.starts + pair)
@@ -360,21 +412,23 @@ def _coded_kv_cache_append_pair_kernel(
             tl.store(shared.kept_count + pair, held + taken)
             tl.store(shared.left_over + pair, more)
             tl.store(shared.places + pair * C.KEPT + row, place, mask=is_kept)
-            kept_base = pair * (C.KEPT * C.DEPTH)
             kept = (lower.k_kept, lower.v_kept, upper.k_kept, upper.v_kept)
             for window in tl.static_range(4):
-                kept_ptr = kept[window] + kept_base
+                kept_ptr = kept[window] + (pair if window < 2 else mine) * (C.KEPT * C.DEPTH)
                 _keep_rows(windows[window], kept_ptr, slot, row, is_kept, C.DEPTH, SHARE)
             tile = tl.minimum(coded // C.GROUP, groups - 1)
             block = pair * groups + tile
             is_left_out = is_kept | (behind < 0)
             made = (shared.k_codes + block * BLOCK, shared.k_scales + block * K_SCALES)
-            norms = (lower.norms + block * (2 * C.GROUP), upper.norms + block * (2 * C.GROUP))
+            upper_block = mine * groups + tile
+            norms = (lower.norms + block * (2 * C.GROUP), upper.norms + upper_block * (2 * C.GROUP))
             left, angles = (is_left_out, is_kept), (k_cosine, k_m, k_n)
-            _code_directions((lower_k, upper_k), made, norms, slot, angles, t, left, C, False)
+            keys = (rows[0], rows[2])
+            _code_directions(keys, made, norms, row_of, angles, t, left, C, False)
             made = (shared.v_codes + block * BLOCK, shared.v_scales + block * V_SCALES)
             norms, angles = (norms[0] + 1, norms[1] + 1), (v_cosine, v_m, v_n)
-            _code_directions((lower_v, upper_v), made, norms, slot, angles, t, left, C, True)
+            values = (rows[1], rows[3])
+            _code_directions(values, made, norms, row_of, angles, t, left, C, True)
             coded += C.GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
     tl.debug_barrier()  # every thread has read the counts
@@ -436,11 +490,12 @@ def _coded_kv_cache_code_pair_kernel(
     starts_ptr,  # (B, KV_HEADS) int32
     lower_norms_ptr,  # (B, KV_HEADS, groups * GROUP, 2)
     upper_norms_ptr,
+    heads_ptr,  # (B, KV_HEADS) int32, the upper layer's head of each slot, with IS_ALIGNED
     sizes,
     t,
     C: tl.constexpr,
 ):
-    kv_heads, groups, count = sizes
+    kv_heads, groups, count, earlier = sizes
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH if C.BITS == 16 else C.GROUP * C.DEPTH * C.BITS // 8
     SCALES: tl.constexpr = (
         0 if C.BITS == 16 else 2 * C.GROUP * (C.DEPTH // C.CHANNELS) if C.IS_VALUE else 2 * C.DEPTH
@@ -454,12 +509,18 @@ def _coded_kv_cache_code_pair_kernel(
     slot = place * rows
     cosine, m, n = _measure(lower, upper, slot, C.DEPTH, C.DEPTH // 2, C.GROUP)
     is_kept = tl.load(is_kept_ptr + pair * count + place) != 0
-    is_left_out = is_kept | (place < tl.load(starts_ptr + pair))
+    is_left_out = is_kept | (earlier * C.GROUP + place < tl.load(starts_ptr + pair))
+    tile += earlier
     block = pair * groups + tile
     VALUE: tl.constexpr = 1 if C.IS_VALUE else 0
     made = (codes_ptr + block * BLOCK, scales_ptr + block * SCALES)
-    place = block * (2 * C.GROUP) + VALUE
-    norms = (lower_norms_ptr + place, upper_norms_ptr + place)
+    upper_block = block
+    if C.IS_ALIGNED:
+        upper_block = (pair // kv_heads * kv_heads + tl.load(heads_ptr + pair)) * groups + tile
+    norms = (
+        lower_norms_ptr + block * (2 * C.GROUP) + VALUE,
+        upper_norms_ptr + upper_block * (2 * C.GROUP) + VALUE,
+    )
     left = (is_left_out, is_kept)
     found = (cosine, m, n)
     _code_directions((lower, upper), made, norms, slot, found, t, left, C, C.IS_VALUE)

@@ -81,12 +81,22 @@ class Own(NamedTuple):
     norms: Any
 
 
+class Maps(NamedTuple):
+    """The maps that align two layers; `alignment` says how they are used."""
+
+    lower_means: Any  # (B, H, 2, D), of keys and of values
+    upper_means: Any  # likewise
+    turns: Any  # (B, H, 2, D, D), of the upper layer's heads, for keys and for values
+    slots: Any  # (B, H) int32, the lower layer's head for each head of the upper
+
+
 class Pair(NamedTuple):
     """The tensors of two layers that share directions."""
 
     shared: Shared
     lower: Own
     upper: Own
+    maps: Maps | None = None  # of layers that are aligned
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,7 @@ class Layout:
 
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
     """Return the dtype of a named tensor in a cache, or pair of caches, of a dtype and bits."""
-    if name in ("places", "starts", "kept_count", "left_over"):
+    if name in ("places", "starts", "kept_count", "left_over", "slots"):
         return torch.int32
     if name in ("bound", "counts"):
         return torch.float32 if name == "bound" else torch.int64

@@ -55,8 +55,13 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
     return int(each * batch * layout.groups(tokens) * layout.group + fixed)
 
 
+def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int) -> int:
+    """Return the bytes of the maps that align two layers: means, and a matrix per head."""
+    return batch * heads * (2 * layout.depth * (layout.depth + 2) * itemsize + 4)
+
+
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of two layers that share directions, for `tokens` tokens.
+    """Return the bytes of two layers that share directions, for `tokens` tokens; without maps.
 
     The layout's `kept` is the capacity for kept rows, first tokens included. Codes, scales and
     positions of kept rows are stored once per pair; norms of keys and values, windows and kept rows

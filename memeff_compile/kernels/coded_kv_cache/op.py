@@ -44,6 +44,9 @@ ENGINES = {
     "reference": "plain PyTorch, after decoding what is filled (any device and dtype)",
 }
 
+_MAPS = "Tensor? means=None, Tensor? turns=None, Tensor? slots=None"
+"""The maps of a layer that is aligned to another: `layout.Maps`."""
+
 _READ = ", ".join(f"Tensor {name}" for name in POOL)
 _WRITTEN = ", ".join(
     f"Tensor {name}" if name == "places" else f"Tensor({letter}!) {name}"
@@ -224,23 +227,55 @@ def _fake_append(*args: Any) -> None:
     require("coded_kv_cache_append", supports_append(pool, k, v, bits))
 
 
+def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return means, turns and slots, which a call may leave out."""
+    means, turns, slots = (*args, None, None, None)[:3]
+    return means, turns, slots
+
+
+def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
+    """Return a sentence that says why maps do not fit a cache, or None."""
+    batch, heads, _, depth = window.shape
+    means, turns, slots = maps
+    if (turns is None) != (slots is None) or (turns is not None and means is None):
+        return "turns and slots come together, with means, or not at all."
+    front = (batch, heads)
+    for name, tensor, end, dtype in (
+        ("means", means, (2, depth), window.dtype),
+        ("turns", turns, (2, depth, depth), window.dtype),
+        ("slots", slots, (), torch.int32),
+    ):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != (*front, *end) or tensor.dtype != dtype:
+            found, wanted = f"{short(tensor.dtype)} {tuple(tensor.shape)}", (*front, *end)
+            return f"{name} is {found}; {short(dtype)} {wanted} is needed."
+        if tensor.device != window.device or not tensor.is_contiguous():
+            return f"{name} has to be contiguous on {window.device}."
+    return None
+
+
 def _view(*args: Any) -> tuple[Tensor, Tensor]:
-    pool, (k_norms, v_norms, bits, tokens) = args[:_COUNT], args[_COUNT:]
-    require("coded_kv_cache_view", supports_pool(pool, bits))
-    return reference.view(pool, (k_norms, v_norms), bits, tokens)
+    pool, (k_norms, v_norms, bits, tokens, *rest) = args[:_COUNT], args[_COUNT:]
+    maps = _maps_of(rest)
+    require("coded_kv_cache_view", supports_pool(pool, bits) or _unlike_maps(pool[4], maps))
+    return reference.view(pool, (k_norms, v_norms), bits, tokens, maps)
 
 
 def _fake_view(*args: Any) -> tuple[Tensor, Tensor]:
-    pool, (_, _, bits, tokens) = args[:_COUNT], args[_COUNT:]
-    require("coded_kv_cache_view", supports_pool(pool, bits))
+    pool, (_, _, bits, tokens, *rest) = args[:_COUNT], args[_COUNT:]
+    maps = _maps_of(rest)
+    require("coded_kv_cache_view", supports_pool(pool, bits) or _unlike_maps(pool[4], maps))
     batch, heads, _, depth = pool[4].shape
     keys, values = (pool[4].new_empty((batch, heads, tokens, depth)) for _ in range(2))
     return keys, values
 
 
 def _attention(q: Tensor, *args: Any) -> Tensor:
-    pool, (k_norms, v_norms, bits, mask, scale) = args[:_COUNT], args[_COUNT:]
-    require("coded_kv_cache_attention", supports(q, pool, bits, mask))
+    pool, (k_norms, v_norms, bits, mask, scale, *rest) = args[:_COUNT], args[_COUNT:]
+    maps = _maps_of(rest)
+    sentence = supports(q, pool, bits, mask) or _unlike_maps(pool[4], maps)
+    require("coded_kv_cache_attention", sentence)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     attend: Any = reference.attend
     engine = _engine(pool, bits)
@@ -248,13 +283,14 @@ def _attention(q: Tensor, *args: Any) -> Tensor:
         from .split_codes import attend
     elif engine == "rows":
         from .split_rows import attend
-    out: Tensor = attend(q, pool, (k_norms, v_norms), mask, factor, bits)
+    out: Tensor = attend(q, pool, (k_norms, v_norms), mask, factor, bits, maps)
     return out
 
 
 def _fake_attention(q: Tensor, *args: Any) -> Tensor:
-    pool, (_, _, bits, mask, _) = args[:_COUNT], args[_COUNT:]
-    require("coded_kv_cache_attention", supports(q, pool, bits, mask))
+    pool, (_, _, bits, mask, _, *rest) = args[:_COUNT], args[_COUNT:]
+    sentence = supports(q, pool, bits, mask) or _unlike_maps(pool[4], _maps_of(rest))
+    require("coded_kv_cache_attention", sentence)
     return library.heads_inside(q)
 
 
@@ -270,15 +306,15 @@ coded_kv_cache_append = library.op(
     _fake_append,
 )
 coded_kv_cache_view = library.op(
-    f"coded_kv_cache_view({_READ}, Tensor? k_norms, Tensor? v_norms, int bits, SymInt tokens) "
-    "-> (Tensor, Tensor)",
+    f"coded_kv_cache_view({_READ}, Tensor? k_norms, Tensor? v_norms, int bits, SymInt tokens, "
+    f"{_MAPS}) -> (Tensor, Tensor)",
     _view,
     _fake_view,
     backward=_no_backward,
 )
 coded_kv_cache_attention = library.op(
     f"coded_kv_cache_attention(Tensor q, {_READ}, Tensor? k_norms, Tensor? v_norms, int bits, "
-    "Tensor? mask, float? scale) -> Tensor",
+    f"Tensor? mask, float? scale, {_MAPS}) -> Tensor",
     _attention,
     _fake_attention,
     backward=_no_backward,

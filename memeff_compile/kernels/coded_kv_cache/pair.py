@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import library
 from ..checks import require
 from . import pair_reference
-from .layout import Layout, Own, Pair, Shared, group_of
+from .layout import Layout, Maps, Own, Pair, Shared, dtype_of, group_of
 from .merging import READINGS, RULES, SCALES
 from .op import on_kernels, supports_pool
 from .pair_reference import Merging
@@ -26,6 +26,9 @@ SHARED = Shared._fields
 
 OWN = Own._fields
 """Names of the tensors that each layer has, in the same order."""
+
+MAPS = Maps._fields
+"""Names of the tensors that align the two layers of a pair."""
 
 _TENSORS = [
     *(f"shared_{name}" for name in SHARED),
@@ -38,6 +41,14 @@ _WRITTEN = ", ".join(
     f"Tensor {name}" if name == "shared_starts" else f"Tensor({next(_LETTERS)}!) {name}"
     for name in _TENSORS
 )
+_ALIGNED = ", ".join(f"Tensor({next(_LETTERS)}!)? {name}=None" for name in MAPS)
+
+
+def shapes_of_maps(layout: Layout, batch: int, heads: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that align the two layers of a pair."""
+    front, depth = (batch, heads), layout.depth
+    means = (*front, 2, depth)
+    return dict(zip(MAPS, (means, means, (*means, depth), front), strict=True))
 
 
 def shapes_of_pair(
@@ -59,14 +70,20 @@ def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
     return [*shared[:4], *own[:4], shared[4], own[4]]
 
 
+_SETTINGS = 14
+"""Arguments of the append between the tensors of the layers and those that align them."""
+
+
 def _split(args: Sequence[Any]) -> tuple[Pair, Sequence[Any]]:
     first, second = len(SHARED), len(SHARED) + len(OWN)
     shared, lower, upper = args[:first], args[first:second], args[second:_COUNT]
-    return Pair(Shared(*shared), Own(*lower), Own(*upper)), args[_COUNT:]
+    rest, held = args[_COUNT:][:_SETTINGS], args[_COUNT + _SETTINGS :]
+    maps = Maps(*held) if len(held) == len(MAPS) and None not in held else None
+    return Pair(Shared(*shared), Own(*lower), Own(*upper), maps), rest
 
 
 def _unlike(args: Sequence[Any]) -> str | None:
-    (shared, lower, upper), rest = _split(args)
+    (shared, lower, upper, maps), rest = _split(args)
     lower_k, lower_v, k, v, bits, recent, _, keep_first, rule, t, gamma, reading, scale, _ = rest
     for own in (lower, upper):
         sentence = supports_pool(pool_of(shared, own), bits)
@@ -83,6 +100,15 @@ def _unlike(args: Sequence[Any]) -> str | None:
             return f"{name} is {new.dtype} on {new.device}; as the cache is needed."
         if tuple(new.shape) != (batch, heads, k.shape[2], depth):
             return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
+    if any(each is not None for each in args[_COUNT + _SETTINGS :]) and maps is None:
+        return f"{', '.join(MAPS)} come together or not at all."
+    for name, tensor in () if maps is None else maps._asdict().items():
+        wanted = shapes_of_maps(Layout(depth, bits), batch, heads)[name]
+        if tuple(tensor.shape) != wanted or not tensor.is_contiguous():
+            return f"{name} is {tuple(tensor.shape)}; contiguous {wanted} is needed."
+        kind = dtype_of(name, upper.k_window.dtype, bits)
+        if tensor.dtype != kind or tensor.device != upper.k_window.device:
+            return f"{name} is {tensor.dtype} on {tensor.device}; {kind}, as the cache, is needed."
     if (lower_k is None) != (lower_v is None):
         return "lower_k and lower_v come together or not at all."
     if lower_k is None and k.shape[2] > group:
@@ -159,7 +185,7 @@ coded_kv_cache_append_lower = library.op(
 coded_kv_cache_append_pair = library.op(
     f"coded_kv_cache_append_pair({_WRITTEN}, Tensor? lower_k, Tensor? lower_v, Tensor k, Tensor v, "
     "int bits, int recent, SymInt limit, int keep_first, str rule, float t, float gamma, "
-    "str reading, str scale, bool is_first) -> ()",
+    f"str reading, str scale, bool is_first, {_ALIGNED}) -> ()",
     _append_pair,
     _fake_append_pair,
 )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layout import CODED, LENGTH, Pair, Shared
+from . import alignment
+from .layout import CODED, LENGTH, Maps, Pair, Shared
 from .merging import (
     direction_and_length,
     distance,
@@ -68,7 +69,7 @@ def append(
     merging: Callable[..., None] | None = None,  # the function that merges rows, by default `merge`
 ) -> None:
     """Write the upper layer's tokens, and the lower's if they are given; merge complete groups."""
-    _, lower, upper = pair
+    _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
     length, coded, ahead = 0, 0, 0 if lower_new is not None else new
@@ -91,6 +92,11 @@ def append(
         for held, part in zip(own[:2], parts, strict=True):
             old = held[:, :, slots]
             rows.append(old if part is None else _joined(old, part))
+    if is_first and maps is not None:
+        # Both layers' tokens are all here: the first ones that a cache gets decide on its maps.
+        position = torch.arange(end, device=device)
+        behind = position - pair.shared.starts[:, :1]
+        alignment.fit(maps, rows, behind >= settings.keep_first)
     # All rows of a prompt compete for the room together; later rows compete group by group.
     step = max(1, due) * group if is_first else group
     for at in range(0, due * group, step):
@@ -118,18 +124,17 @@ def merge(
     settings: Merging,  # how rows are merged
 ) -> None:
     """Merge the tokens from position `coded` on; read no value on the host."""
-    shared, lower, upper = pair
-    batch, heads, count, depth = rows[0].shape
-    at_once = max(1, _AT_ONCE // max(1, batch * heads * group * depth)) * group
-    spans = [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]
-    apart = torch.cat([_apart([x[:, :, span] for x in rows]) for span in spans], 2)
+    shared, lower, upper, maps = pair
+    count = rows[0].shape[2]
+    spans = spans_of(rows[0], group)
+    apart = torch.cat([_apart(aligned(rows, span, maps)) for span in spans], 2)
     position = torch.arange(coded, coded + count, device=apart.device)
     behind = position - shared.starts.unsqueeze(-1)  # the start of the sequence
     is_kept = keep(shared, apart, behind, settings)
     keep_rows(pair, rows, coded)
     left_out = is_kept | (behind < 0)
     for span in spans:
-        part = [x[:, :, span] for x in rows]
+        part = aligned(rows, span, maps)
         at = slice((coded + span.start) // group, (coded + span.stop) // group)
         for place, is_value in ((0, False), (1, True)):
             both = part[place], part[place + 2]
@@ -137,10 +142,25 @@ def merge(
             hidden = left_out[:, :, span]
             codes, scales = shared[place], shared[2 + place]
             found = _code(both, hidden, codes, scales, own, at, group, bits, settings, is_value)
+            if not is_value:
+                found = [mine.masked_fill(is_kept[:, :, span], -1.0) for mine in found]
+            if maps is not None:  # lengths are those of the upper layer's own heads
+                found[1] = alignment.in_order(found[1], maps.slots)
             for norms, mine in zip(own, found, strict=True):
-                if not is_value:
-                    mine = mine.masked_fill(is_kept[:, :, span], -1.0)
                 norms[:, :, at.start * group : at.stop * group] = mine
+
+
+def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
+    """Return the groups of rows (B, H, n * group, D) that are merged at once."""
+    batch, heads, count, depth = x.shape
+    at_once = max(1, elements // max(1, batch * heads * group * depth)) * group
+    return [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]
+
+
+def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tensor]:
+    """Return some rows as they are compared and merged: slot by slot, aligned if there are maps."""
+    some = [x[:, :, span] for x in rows]
+    return some if maps is None else alignment.aligned(some, maps)
 
 
 def _apart(rows: Sequence[Tensor]) -> Tensor:
@@ -153,13 +173,15 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
     """Copy the rows that `keep` chose from `merge`'s rows, which start at position `coded`."""
-    (_, _, _, _, places, *_), lower, upper = pair
+    (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
-    is_here = (places >= coded) & (places < coded + count)
-    index = (places.long() - coded).clamp(0, count - 1).unsqueeze(-1).expand(-1, -1, -1, depth)
-    held = lower.k_kept, lower.v_kept, upper.k_kept, upper.v_kept
-    for kept, x in zip(held, rows, strict=True):
-        kept.copy_(torch.where(is_here.unsqueeze(-1), x.gather(2, index), kept))
+    of_upper = places if maps is None else alignment.in_order(places, maps.slots)
+    held = (lower.k_kept, lower.v_kept), (upper.k_kept, upper.v_kept)
+    for both, place, some in zip(held, (places, of_upper), (rows[:2], rows[2:]), strict=True):
+        is_here = (place >= coded) & (place < coded + count)
+        index = (place.long() - coded).clamp(0, count - 1).unsqueeze(-1).expand(-1, -1, -1, depth)
+        for kept, x in zip(both, some, strict=True):
+            kept.copy_(torch.where(is_here.unsqueeze(-1), x.gather(2, index), kept))
 
 
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checks import wide
 from ..library import heads_inside
+from .alignment import in_order, restored
 from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
@@ -194,6 +195,9 @@ def view(
     norms: Sequence[Tensor | None],
     bits: int,  # of a code
     tokens: int,  # N, length of the result
+    # `layout.Maps` of the layer, for layers that are aligned: means, turns, slots; turns and slots
+    # are None in the lower layer
+    maps: Sequence[Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would hold them, with zeros in empty positions.
 
@@ -203,10 +207,11 @@ def view(
     depth, dtype = k_window.shape[3], k_window.dtype
     length, coded = counts[LENGTH], counts[CODED]
     position = torch.arange(tokens, device=counts.device)
-    slots = position % k_window.shape[2]
+    in_window = position % k_window.shape[2]
     is_coded = (position < coded)[:, None]
     is_recent = ((position >= coded) & (position < length))[:, None]
-    place = places.long()
+    slots = maps[2]
+    place = places.long() if slots is None else in_order(places, slots).long()
     there = torch.where((place >= 0) & (place < coded), place, tokens)
     results = []
     for codes, scales, window, kept, norm, is_value in (
@@ -214,11 +219,12 @@ def view(
         (v_codes, v_scales, v_window, v_kept, norms[1], True),
     ):
         decoded = decode(codes, scales, bits, depth, is_value=is_value)
-        if norm is not None:
-            decoded = decoded * norm[:, :, : decoded.shape[2]].to(decoded.dtype).unsqueeze(-1)
+        some = [None if x is None else x[:, :, int(is_value)] for x in maps[:2]]
+        lengths = None if norm is None else norm[:, :, : decoded.shape[2]]
+        decoded = restored(decoded, lengths, (*some, slots))
         short = tokens - decoded.shape[2]
         decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
-        whole = torch.where(is_recent, window[:, :, slots], decoded)
+        whole = torch.where(is_recent, window[:, :, in_window], decoded)
         whole = torch.where(is_recent | is_coded, whole, 0.0)
         # the extra last row receives tokens that are not yet kept
         room = F.pad(whole, (0, 0, 0, 1))
@@ -234,6 +240,7 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, 1, N), or None
     scale: float,  # factor of the scores
     bits: int,  # likewise
+    maps: Sequence[Tensor | None] = (None, None, None),  # likewise
 ) -> Tensor:
     """Attend with one query per sequence to all tokens of the cache that `mask` does not hide.
 
@@ -243,7 +250,7 @@ def attend(
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])
     if 0 in (length, q.numel()):
         return heads_inside(q).zero_()
-    keys, values = view(pool, norms, bits, length)
+    keys, values = view(pool, norms, bits, length, maps)
     seen = None
     if mask is not None:
         seen = mask[..., :length]

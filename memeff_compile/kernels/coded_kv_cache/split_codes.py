@@ -64,6 +64,27 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
     return mask.view(torch.uint8), 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3)
 
 
+def turned(q: Tensor, turns: Tensor) -> Tensor:
+    """Return queries (B, Hq, 1, D) as keys were turned by maps (B, H, 2, D, D): (B, Hq, D) fp32."""
+    from . import split_codes_kernels as kernels
+
+    batch, heads, _, depth = q.shape
+    found = q.new_empty((batch, heads, depth), dtype=torch.float32)
+    chunk = min(CHUNK, depth)
+    kernels._coded_kv_cache_turn_kernel[(batch * heads, depth // chunk)](
+        *((q, q.stride(0), q.stride(1), q.stride(3)), turns, found),
+        (heads, heads // turns.shape[1]),
+        DEPTH=depth,
+        CHUNK=chunk,
+        num_warps=4,
+    )
+    return found
+
+
+CHUNK = 32
+"""Channels of a map that one program applies."""
+
+
 def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return memory for results, (B, 1, Hq, D), and for fp32 shares and their statistics.
 
@@ -78,11 +99,31 @@ def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
     return out, share, q.new_empty((2, count), dtype=torch.float32)
 
 
-def combine(out: Tensor, share: Tensor, stat: Tensor, shares: int) -> None:
+def combine(
+    out: Tensor,
+    share: Tensor,
+    stat: Tensor,
+    shares: int,
+    maps: Sequence[Tensor | None] = (None, None, None),  # as of `reference.view`
+    exact: int = 0,  # the last shares, of tokens that are not merged, if there are turns
+) -> None:
     """Combine the shares, if there are several, into the result."""
     from . import split_codes_kernels as kernels
 
     batch, _, heads, depth = out.shape
+    means, turns, _ = maps
+    if turns is not None:
+        chunk = min(CHUNK, depth)
+        kernels._coded_kv_cache_combine_turned_kernel[(batch * heads, depth // chunk)](
+            *(share, stat, out, means, turns),
+            (shares - exact, exact, heads // turns.shape[1], batch * heads * shares),
+            DEPTH=depth,
+            CHUNK=chunk,
+            MERGED_BLOCK=1 << (shares - exact - 1).bit_length(),
+            EXACT_BLOCK=1 << (exact - 1).bit_length(),
+            num_warps=4,
+        )
+        return
     if shares > 1:
         kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
             *(share, stat, out, shares, batch * heads * shares),
@@ -99,6 +140,7 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, 1, N), or None
     scale: float,  # factor of the scores
     bits: int,  # of a code
+    maps: Sequence[Tensor | None] = (None, None, None),  # as of `reference.view`
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
@@ -117,17 +159,21 @@ def attend(
         plan = plan_for(pairs, groups, depth, bits, q.device, repeat)
     splits = plan.splits
     halves = halves_for(repeat, bits)
-    shares = splits * halves
+    means, turns, slots = maps
+    exact = 0 if turns is None else splits
+    shares = splits * halves + exact
     out, share, stat = room_for(q, shares)
     paired = paired_norms(norms)
     norm_count = 0 if norms[0] is None else norms[0].shape[2]
     mask_count = 0 if mask is None else mask.shape[3]
     with on_device(q):
+        read = means, None if turns is None else turned(q, turns), slots
         start(
             kernels._coded_kv_cache_attention_kernel,
             (pairs, splits),
             *((q, q.stride(0), q.stride(1), q.stride(3)), Pool(*pool)),
-            *(counts if paired is None else paired, mask_argument(mask, counts), out, share, stat),
+            *(counts if paired is None else paired, read, mask_argument(mask, counts)),
+            *(out, share, stat),
             scale * math.log2(math.e),
             (kv_heads, groups, norm_count, mask_count, splits, batch * heads * shares),
             REPEAT=repeat,
@@ -145,6 +191,8 @@ def attend(
             HAS_NORMS=norms[0] is not None,
             HAS_MASK=mask is not None,
             IS_ALONE=shares == 1,
+            IS_ALIGNED=means is not None,
+            IS_TURNED=turns is not None,
             STAGES=plan.shapes.stages,
             AT_ONCE=plan.shapes.at_once,
             HALVES=halves,
@@ -152,5 +200,5 @@ def attend(
             UPCAST=not q.is_cuda,
             num_warps=plan.shapes.warps,
         )
-        combine(out, share, stat, shares)
+        combine(out, share, stat, shares, maps, exact)
     return out.transpose(1, 2)

@@ -273,12 +273,15 @@ def _coded_kv_cache_attention_kernel(
     q,  # (B, KV_HEADS * REPEAT, 1, D), and strides of its first, second and last axis
     pool,  # `layout.Pool`
     norms_ptr,  # (B, KV_HEADS, norm_count, 2) of key and value, with HAS_NORMS
+    # of layers that are aligned: means (B, KV_HEADS, 2, D) with IS_ALIGNED; in the upper one, with
+    # IS_TURNED, turned queries (B, KV_HEADS * REPEAT, D) fp32 and slots (B, KV_HEADS) int32
+    maps,
     mask,  # (B, mask_count) bytes and its strides, with HAS_MASK
     out_ptr,  # (B, KV_HEADS * REPEAT, D), with IS_ALONE
-    share_ptr,  # (B, KV_HEADS, REPEAT, splits, D) fp32, otherwise
-    stat_ptr,  # (2, B, KV_HEADS, REPEAT, splits) fp32: largest score in base 2, sum of weights
+    share_ptr,  # (B, KV_HEADS, REPEAT, shares, D) fp32, otherwise
+    stat_ptr,  # (2, B, KV_HEADS, REPEAT, shares) fp32: largest score in base 2, sum of weights
     scale,  # of the scores, in base 2
-    sizes,  # stat_count: B * KV_HEADS * REPEAT * splits
+    sizes,  # stat_count: B * KV_HEADS * REPEAT * shares
     C: tl.constexpr,  # CHANNELS: of a value that share a scale
     # WIDTH: channels per part
     # AT_ONCE: times HALVES groups per turn
@@ -286,6 +289,7 @@ def _coded_kv_cache_attention_kernel(
 ):
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
     mask_ptr, stride_mask_batch, stride_mask_key = mask
+    means_ptr, turned_ptr, slots_ptr = maps
     kv_heads, groups, norm_count, mask_count, splits, stat_count = sizes
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
@@ -308,12 +312,15 @@ def _coded_kv_cache_attention_kernel(
     split = tl.program_id(1)
     batch = pair // kv_heads
     kv_head = pair % kv_heads
+    shared = pair  # of the tensors that two layers share
+    if C.IS_TURNED:
+        shared = batch * kv_heads + tl.load(slots_ptr + pair)
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)
     tiles = tl.minimum(coded // C.GROUP, groups).to(tl.int32)
     first = 0
     if C.KEPT > 0:
-        first = tl.load(pool.places + pair * C.KEPT)
+        first = tl.load(pool.places + shared * C.KEPT)
     rows = tl.arange(0, C.ROWS)
     lanes = tl.arange(0, LANES)
     half = rows // LANES
@@ -338,11 +345,22 @@ def _coded_kv_cache_attention_kernel(
         gains *= tl.where(depth < C.WIDTH, 1.0, tl.where(depth < 2 * C.WIDTH, 4.0, 16.0))
     if C.PACKED and C.BITS == 2:
         gains *= tl.where(depth < 3 * C.WIDTH, 1.0, 4.0)
-    whole_query = tl.load(
-        q_base + lanes[None, :] * stride_q_head + come[:, None] * stride_q_depth,
-        mask=(lanes < C.REPEAT)[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    if C.IS_TURNED:
+        query_offs = (pair * C.REPEAT + lanes[None, :]) * C.DEPTH + come[:, None]
+        query_ptrs = turned_ptr + query_offs
+    else:
+        query_ptrs = q_base + lanes[None, :] * stride_q_head + come[:, None] * stride_q_depth
+    whole_query = tl.load(query_ptrs, mask=(lanes < C.REPEAT)[None, :], other=0.0).to(tl.float32)
+    if C.IS_ALIGNED:
+        # The scores of the mean key, which every merged key has.
+        head = rows % LANES
+        own_query = tl.load(
+            q_base + head[None, :] * stride_q_head + depth[:, None] * stride_q_depth,
+            mask=(head < C.REPEAT)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        k_mean = tl.load(means_ptr + pair * (2 * C.DEPTH) + depth).to(tl.float32)
+        of_mean = tl.sum(own_query * k_mean[:, None], axis=0) * scale
     query = whole_query / gains[:, None]
     for _ in tl.static_range(PARTS):
         accs = accs + (tl.zeros((C.WIDTH, C.ROWS), dtype=tl.float32),)  # noqa: RUF005
@@ -362,12 +380,12 @@ def _coded_kv_cache_attention_kernel(
         k_high = BEHIND + k_pair[:, None] * (C.WIDTH // 2) + k_half[None, :]
         v_high = BEHIND + width[:, None] * (C.GROUP // 4) + v_pair[None, :]
     PLACES: tl.constexpr = BLOCK // 2
-    k_base = pool.k_codes.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
-    v_base = pool.v_codes.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
+    k_base = pool.k_codes.to(tl.pointer_type(tl.uint16)) + shared * groups * PLACES
+    v_base = pool.v_codes.to(tl.pointer_type(tl.uint16)) + shared * groups * PLACES
     K_SCALES: tl.constexpr = C.GROUP if C.IS_PER_HEAD else 2 * C.DEPTH
     V_SCALES: tl.constexpr = C.GROUP if C.IS_PER_HEAD else 2 * C.GROUP * (C.DEPTH // C.CHANNELS)
-    ks_base = pool.k_scales + pair * groups * K_SCALES
-    vs_base = pool.v_scales + pair * groups * V_SCALES
+    ks_base = pool.k_scales + shared * groups * K_SCALES
+    vs_base = pool.v_scales + shared * groups * V_SCALES
     wide_zero = pair * 0  # makes addresses 64-bit numbers
 
     for turn in tl.range(split, tl.cdiv(tiles, C.AT_ONCE * C.HALVES), splits, num_stages=C.STAGES):
@@ -426,6 +444,8 @@ def _coded_kv_cache_attention_kernel(
                 k_norm = _choose(k_norms, half, C.HALVES)
                 v_norms = v_norms + (more,)  # noqa: RUF005
                 score *= k_norm
+                if C.IS_ALIGNED:
+                    score += of_mean[None, :]
                 is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
             elif C.KEPT > 0:
                 is_seen = is_seen & ((position < first) | (position >= first + C.KEPT))
@@ -517,6 +537,29 @@ def _coded_kv_cache_attention_kernel(
             acc = tl.where((half == 0)[None, :], acc, others[part])
         zero = tl.sum(zeros[part * C.WIDTH // C.CHANNELS], axis=0)
         whole = whole + (acc * (V_LOWER / _gain(part, C)) + zero[None, :],)  # noqa: RUF005
+    if C.IS_ALIGNED and not C.IS_TURNED:
+        v_mean_ptr = means_ptr + pair * (2 * C.DEPTH) + C.DEPTH
+        moved = ()
+        for part in tl.static_range(PARTS):
+            v_mean = tl.load(v_mean_ptr + part * C.WIDTH + width).to(tl.float32)
+            moved = moved + (whole[part] + total[None, :] * v_mean[:, None],)  # noqa: RUF005
+        whole = moved
+    # Each half of the columns is a separate share.
+    row_of = pair * C.REPEAT + rows % LANES
+    share_of = split * C.HALVES + half
+    shares = splits * C.HALVES
+    if C.IS_TURNED:
+        # The sum of merged values is turned back when all shares are there: it has its own.
+        shares += splits
+        is_row = rows % LANES < C.REPEAT
+        merged = (largest, total, whole)
+        _store_share(merged, share_ptr, stat_ptr, row_of * shares + share_of, is_row, stat_count, C)
+        largest = tl.full((C.ROWS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((C.ROWS,), dtype=tl.float32)
+        nothing = ()
+        for _ in tl.static_range(PARTS):
+            nothing = nothing + (tl.zeros((C.WIDTH, C.ROWS), dtype=tl.float32),)  # noqa: RUF005
+        whole = nothing
     state = (largest, total, whole)
     # Tokens that are not in codes belong to the first half.
     is_row = rows < C.REPEAT
@@ -539,7 +582,7 @@ def _coded_kv_cache_attention_kernel(
         turn = (split + splits - TILES % splits) % splits
         for tile in tl.range(turn, (C.KEPT + C.KEPT_TILE - 1) // C.KEPT_TILE, splits, num_stages=1):
             row = tile * C.KEPT_TILE + tl.arange(0, C.KEPT_TILE)
-            position = tl.load(pool.places + pair * C.KEPT + row, mask=row < C.KEPT, other=-1)
+            position = tl.load(pool.places + shared * C.KEPT + row, mask=row < C.KEPT, other=-1)
             is_seen = (position >= 0) & (position < coded)
             if C.HAS_MASK:
                 is_seen = _seen(mask, batch, position, is_seen, mask_count)
@@ -547,13 +590,10 @@ def _coded_kv_cache_attention_kernel(
             both = (pool.k_kept + kept, pool.v_kept + kept)
             state = _attend_exact(both, row, is_seen, whole_q, scale, state, C)
     largest, total, accs = state
-    # Each half of the columns is a separate share.
-    is_row = rows % LANES < C.REPEAT
-    row_of = pair * C.REPEAT + rows % LANES
-    share_of = split * C.HALVES + half
-    for part in tl.static_range(PARTS):
-        channel = (part * C.WIDTH + width)[:, None]
-        if C.IS_ALONE:
+    if C.IS_ALONE:
+        is_row = rows % LANES < C.REPEAT
+        for part in tl.static_range(PARTS):
+            channel = (part * C.WIDTH + width)[:, None]
             tl.store(
                 out_ptr + row_of[None, :] * C.DEPTH + channel,
                 (accs[part] / tl.where(total == 0.0, 1.0, total)[None, :]).to(
@@ -561,16 +601,105 @@ def _coded_kv_cache_attention_kernel(
                 ),
                 mask=is_row[None, :],
             )
-        else:
-            tl.store(
-                share_ptr + (row_of * splits * C.HALVES + share_of)[None, :] * C.DEPTH + channel,
-                accs[part],
-                mask=(is_row & (largest != float("-inf")))[None, :],
-            )
-    if not C.IS_ALONE:
-        place = row_of * splits * C.HALVES + share_of
-        tl.store(stat_ptr + place, largest, mask=is_row)
-        tl.store(stat_ptr + stat_count + place, total, mask=is_row)
+    else:
+        is_row = rows % LANES < C.REPEAT
+        if C.IS_TURNED:
+            is_row = rows < C.REPEAT
+            share_of = splits * C.HALVES + split + rows * 0
+        _store_share(state, share_ptr, stat_ptr, row_of * shares + share_of, is_row, stat_count, C)
+
+
+@triton.jit
+def _store_share(state, share_ptr, stat_ptr, place, is_row, stat_count, C: tl.constexpr):
+    """Store a share's sums, its largest score and its sum of weights."""
+    largest, total, accs = state
+    width = tl.arange(0, C.WIDTH)
+    is_there = is_row & (largest != float("-inf"))
+    for part in tl.static_range(C.DEPTH // C.WIDTH):
+        tl.store(
+            share_ptr + place[None, :] * C.DEPTH + (part * C.WIDTH + width)[:, None],
+            accs[part],
+            mask=is_there[None, :],
+        )
+    tl.store(stat_ptr + place, largest, mask=is_row)
+    tl.store(stat_ptr + stat_count + place, total, mask=is_row)
+
+
+@triton.jit
+def _coded_kv_cache_turn_kernel(
+    q,  # (B, HEADS, 1, D), and strides of its first, second and last axis
+    turns_ptr,  # (B, KV_HEADS, 2, D, D)
+    turned_ptr,  # (B, HEADS, D) fp32
+    sizes,  # HEADS, and query heads per key-value head
+    DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Turn queries as the keys of an aligned layer were turned."""
+    q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
+    heads, repeat = sizes
+    row = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, DEPTH)
+    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    base = q_ptr + (row // heads) * stride_q_batch + (row % heads) * stride_q_head
+    query = tl.load(base + depth * stride_q_depth).to(tl.float32)
+    turn_ptr = turns_ptr + (row // repeat) * (2 * DEPTH * DEPTH)
+    turn = tl.load(turn_ptr + depth[:, None] * DEPTH + channel[None, :]).to(tl.float32)
+    tl.store(turned_ptr + row * DEPTH + channel, tl.sum(query[:, None] * turn, axis=0))
+
+
+@triton.jit
+def _coded_kv_cache_combine_turned_kernel(
+    share_ptr,  # (rows, merged + exact, D) fp32: of merged tokens, then of those that are not
+    stat_ptr,  # (2, rows, merged + exact) fp32
+    out_ptr,  # (rows, D)
+    means_ptr,  # (B, KV_HEADS, 2, D)
+    turns_ptr,  # (B, KV_HEADS, 2, D, D)
+    sizes,  # numbers of shares of either kind, query heads per key-value head, rows times shares
+    DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MERGED_BLOCK: tl.constexpr,
+    EXACT_BLOCK: tl.constexpr,
+):
+    """Combine shares, and turn the sum of the merged tokens' values back to their own layer."""
+    merged, exact, repeat, stat_count = sizes
+    row = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, DEPTH)
+    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    share = tl.arange(0, MERGED_BLOCK)
+    other = tl.arange(0, EXACT_BLOCK)
+    place = row * (merged + exact) + share
+    other_place = row * (merged + exact) + merged + other
+    low = float("-inf")
+    largest = tl.load(stat_ptr + place, mask=share < merged, other=low)
+    other_largest = tl.load(stat_ptr + other_place, mask=other < exact, other=low)
+    base = tl.maximum(tl.max(largest, axis=0), tl.max(other_largest, axis=0))
+    base = tl.where(base == low, 0.0, base)
+    weight = tl.exp2(largest - base)
+    other_weight = tl.exp2(other_largest - base)
+    total = tl.load(stat_ptr + stat_count + place, mask=share < merged, other=0.0)
+    other_total = tl.load(stat_ptr + stat_count + other_place, mask=other < exact, other=0.0)
+    of_merged = tl.sum(weight * total, axis=0)
+    whole = of_merged + tl.sum(other_weight * other_total, axis=0)
+    # Shares without tokens were never written.
+    values = tl.load(
+        share_ptr + place[:, None] * DEPTH + depth[None, :],
+        mask=(largest != low)[:, None],
+        other=0.0,
+    )
+    values = tl.sum(values * weight[:, None], axis=0)
+    map_of = (row // repeat) * 2 + 1
+    turn_ptr = turns_ptr + map_of * (DEPTH * DEPTH)
+    turn = tl.load(turn_ptr + channel[:, None] * DEPTH + depth[None, :]).to(tl.float32)
+    result = tl.sum(turn * values[None, :], axis=1)
+    result += of_merged * tl.load(means_ptr + map_of * DEPTH + channel).to(tl.float32)
+    values = tl.load(
+        share_ptr + other_place[:, None] * DEPTH + channel[None, :],
+        mask=(other_largest != low)[:, None],
+        other=0.0,
+    )
+    result += tl.sum(values * other_weight[:, None], axis=0)
+    result = result / tl.where(whole == 0.0, 1.0, whole)
+    tl.store(out_ptr + row * DEPTH + channel, result.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit

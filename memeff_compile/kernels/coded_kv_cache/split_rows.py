@@ -16,7 +16,7 @@ from .._triton.launch import start
 from ..device import on_device, processors
 from .layout import Pool
 from .shapes import MIN_ROWS, rows_for, splits_for
-from .split_codes import combine, mask_argument, paired_norms, room_for
+from .split_codes import combine, mask_argument, paired_norms, room_for, turned
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, 1, N), or None
     scale: float,  # factor of the scores
     bits: int,  # PLAIN
+    maps: Sequence[Tensor | None] = (None, None, None),  # as of `reference.view`
     *,
     # programs per sequence and key-value head, by default from static sizes
     splits: int | None = None,
@@ -66,15 +67,19 @@ def attend(
     if splits is None:
         tiles = -(-row_count // plan.tile)
         splits = splits_for(pairs, tiles, processors(q.device) * plan.programs)
-    out, share, stat = room_for(q, splits)
+    means, turns, slots = maps
+    exact = 0 if turns is None else splits
+    shares = splits + exact
+    out, share, stat = room_for(q, shares)
     mask_count = 0 if mask is None else mask.shape[3]
     with on_device(q):
+        read = means, None if turns is None else turned(q, turns), slots
         start(
             split_rows_kernels._coded_kv_cache_rows_kernel,
             (pairs, splits),
-            *((q, q.stride(0), q.stride(1), q.stride(3)), rows, paired),
+            *((q, q.stride(0), q.stride(1), q.stride(3)), rows, paired, read),
             *(mask_argument(mask, rows.counts), out, share, stat, scale * math.log2(math.e)),
-            (kv_heads, row_count, mask_count, splits, batch * heads * splits),
+            (kv_heads, row_count, mask_count, splits, batch * heads * shares),
             REPEAT=repeat,
             DEPTH=depth,
             ROWS=rows_for(repeat),
@@ -82,10 +87,12 @@ def attend(
             WINDOW=window,
             KEPT=rows.k_kept.shape[2],
             HAS_MASK=mask is not None,
-            IS_ALONE=splits == 1,
+            IS_ALONE=shares == 1,
+            IS_ALIGNED=means is not None,
+            IS_TURNED=turns is not None,
             STAGES=plan.stages,
             UPCAST=not q.is_cuda,
             num_warps=plan.warps,
         )
-        combine(out, share, stat, splits)
+        combine(out, share, stat, shares, maps, exact)
     return out.transpose(1, 2)

@@ -472,10 +472,14 @@ class CodedLayer(InPlace):
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         return self._view()
 
+    def maps(self) -> tuple[Tensor, ...]:
+        """Return the maps of a layer that is aligned to another, which the ops take last."""
+        return ()
+
     def _view(self) -> tuple[Tensor, Tensor]:
         norms = (None, None) if self.norms is None else (self.norms[..., 0], self.norms[..., 1])
         how = (self.settings["bits"], self.room)
-        keys, values = op_folder.coded_kv_cache_view(*self.pool(), *norms, *how)
+        keys, values = op_folder.coded_kv_cache_view(*self.pool(), *norms, *how, *self.maps())
         return keys, values
 
     def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens

@@ -24,16 +24,25 @@ class Pair:
     def __init__(self, numbers: tuple[int, int], merge: MiniCache, keep_first: int) -> None:
         # numbers of the layers; first tokens of a sequence that stay as they come
         self.numbers, self.merge, self.keep_first = numbers, merge, keep_first
+        self.is_aligned = merge.align != "none"
         self.shape: tuple[int, ...] | None = None
         self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
         # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the shared tensors, once they exist."""
+        """Yield the shared tensors, once they exist, and the maps that align the layers."""
         if self.shape is not None:
-            for name in op_folder.SHARED:
+            for name in (*op_folder.SHARED, *(op_folder.MAPS if self.is_aligned else ())):
                 yield (self, name), getattr(self, name)
+
+    def shared(self) -> list[Tensor]:
+        """Return the shared tensors in the order in which the ops take them."""
+        return [getattr(self, name) for name in op_folder.SHARED]
+
+    def maps(self) -> list[Tensor]:
+        """Return the tensors that align the layers, in this order; none if they are not."""
+        return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
     def torn(self) -> str:
         """Return the error text for tokens left waiting by an interrupted forward pass."""
@@ -53,6 +62,8 @@ class Pair:
         held.bound.fill_(torch.nan)
         held.kept_count.zero_()
         held.left_over.zero_()
+        if self.is_aligned:
+            op_folder.identity(self.maps())
 
 
 class MergedLayer(CodedLayer):
@@ -86,13 +97,20 @@ class MergedLayer(CodedLayer):
 
     def pool(self) -> list[Tensor]:
         """Return the tensors that the ops for view and attention take."""
-        return op_folder.pool_of([tensor for _, tensor in self.pair.tensors()], self.own())
+        return op_folder.pool_of(self.pair.shared(), self.own())
+
+    def maps(self) -> tuple[Tensor, ...]:
+        """Return the maps that the ops for view and attention take; none if not aligned."""
+        held = self.pair.maps()
+        return tuple(held[1:] if self.is_upper else held[:1])
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
         """Make its tensors, and the shared ones with the first of the two."""
         shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
+            if self.pair.is_aligned:
+                shared |= op_folder.shapes_of_maps(layout, batch, heads)
             self._make(self.pair, shared)
             self.pair.span = torch.empty(0, 0, self.max_cache_len, device=self.device)
             self.pair.shape = shape
@@ -109,7 +127,7 @@ class MergedLayer(CodedLayer):
 
     def lengthy(self) -> list[Tensor]:
         """Return the tensors whose third size follows from the length, kept rows among them."""
-        shared = (tensor for _, tensor in self.pair.tensors() if tensor.dim() > 2)
+        shared = (tensor for tensor in self.pair.shared() if tensor.dim() > 2)
         return [*super().lengthy(), *shared]
 
     def _first_tokens(self, batch: int, heads: int) -> Tensor:
@@ -141,11 +159,12 @@ class MergedLayer(CodedLayer):
         lower, merge = cast("MergedLayer", self.lower), self.pair.merge
         waiting, self.pair.parked = self.pair.parked or (None, None), None
         new = (*waiting, key_states, value_states)
-        shared = (tensor for _, tensor in self.pair.tensors())
+        shared, maps = self.pair.shared(), self.pair.maps()
         bits, recent = self.settings["bits"], self.settings["recent"]
         how = (bits, recent, self.room, self.pair.keep_first)
         rule = (merge.rule, merge.t, merge.gamma, merge.reading, merge.scale, self.is_empty)
-        op_folder.coded_kv_cache_append_pair(*shared, *lower.own(), *self.own(), *new, *how, *rule)
+        held = (*shared, *lower.own(), *self.own())
+        op_folder.coded_kv_cache_append_pair(*held, *new, *how, *rule, *maps)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return a dense view, including waiting tokens; nan if they do not fit."""

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import READINGS, RULES, SCALES
 
+ALIGNMENTS = ("heads", "none")
+"""How the rows of two layers are brought near each other before they are merged."""
+
 ALIKE = 0.5
 """Mean cosine between the rows of two layers, below which they are not merged unasked."""
 
@@ -36,6 +39,10 @@ class MiniCache:
             By default half of the layers.
         end_layer: layers from it on are not merged; by default all are. The last layer alone may
             cost the most: see `fidelity_report`.
+        align: ``heads`` takes each layer's mean from its rows, matches the heads of two layers and
+            turns the upper layer's rows towards the lower's before they are merged; the maps are
+            fitted on the first tokens that the cache gets. ``none`` merges rows as they are, as
+            the paper does.
         rule: which direction replaces two: ``slerp``, on the arc between them; ``average``, their
             weighted mean; ``max_norm``, the longer row's.
         t: position on the arc, or the weight: 0 is the lower layer's, 1 the upper's.
@@ -65,11 +72,12 @@ class MiniCache:
     retained: float = 0.01
     reading: str = "distinct"
     scale: str = "norm"
+    align: str = "heads"
     fidelity: Measured | None = field(default=None, repr=False, compare=False)
     force: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        words = {"rule": RULES, "reading": READINGS, "scale": SCALES}
+        words = {"rule": RULES, "reading": READINGS, "scale": SCALES, "align": ALIGNMENTS}
         for name, given in vars(self).items():
             if name in ("fidelity", "force"):
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -16,12 +17,14 @@ from memeff_compile.kernels.coded_kv_cache import (
     coded_kv_cache_append_lower,
     coded_kv_cache_append_pair,
     coded_kv_cache_attention,
+    coded_kv_cache_view,
     engine_for,
     pair_reference,
+    reference,
 )
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
 from tests.support.coded_caches import by_hand
-from tests.support.merged_caches import Pair, draw
+from tests.support.merged_caches import Pair, aligned_rows, draw
 
 pytestmark = pytest.mark.gpu
 
@@ -181,6 +184,146 @@ def test_a_graph_is_replayed_while_groups_are_merged(bits: int) -> None:
     assert pairs[0].filled() == pairs[1].filled() == [420, 256] * 2
     for mine, theirs in zip(pairs[0].all(), pairs[1].all(), strict=True):
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+# --- aligned layers -------------------------------------------------------------------------------
+
+
+def aligned(layout: Layout, dtype: torch.dtype) -> Pair:
+    return Pair(layout, 2, 4, LIMIT, dtype, first=(0, 7), device="cuda", align=True)
+
+
+def first_tokens(pair: Pair, rows: list[Tensor], settings: Merging, **more: Any) -> None:
+    lower, upper = (rows[0], rows[1]), (rows[2], rows[3])
+    given = (pair.tensors(), lower, upper, pair.layout.bits, pair.layout.recent, LIMIT, settings)
+    pair_reference.append(*given, is_first=True, **more)
+
+
+def restored(pair: Pair) -> list[Tensor]:
+    found: list[Tensor] = []
+    for is_upper in (False, True):
+        held = [*pair.pool(is_upper=is_upper), *pair.norms(is_upper=is_upper)]
+        maps = pair.maps_of(is_upper=is_upper)
+        found += coded_kv_cache_view(*held, pair.layout.bits, LIMIT, *maps)
+    return found
+
+
+@pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
+@pytest.mark.parametrize(("layout", "merging"), [CASES[0], CASES[2], CASES[3], CASES[4], CASES[7]])
+def test_aligned_layers_are_appended_to_as_the_reference_does(
+    layout: Layout, merging: Merging, dtype: torch.dtype
+) -> None:
+    rows = aligned_rows(2, 4, 600, layout.depth, dtype, "cuda")
+    rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows]
+    pairs = [aligned(layout, dtype) for _ in range(2)]
+    for pair, more in zip(pairs, ({"merging": append_pairs.merge_prompt}, {}), strict=True):
+        first_tokens(pair, [x[:, :, :400] for x in rows], merging, **more)
+    assert pairs[0].maps[3].tolist() == [[1, 2, 3, 0]] * 2
+    for start, end in ((400, 401), (401, 600)):
+        part = [x[:, :, start:end] for x in rows]
+        for pair, by_kernels in zip(pairs, (True, False), strict=True):
+            both(pair, part, merging, by_kernels=by_kernels)
+    assert pairs[0].filled() == pairs[1].filled()
+    wrong = []
+    for found, expected, came in zip(*map(restored, pairs), rows, strict=True):
+        real = torch.ones(2, 600, dtype=torch.bool, device="cuda")
+        real[1, :7] = False
+        mine, theirs, truth = (
+            x.transpose(1, 2)[:, :600][real].float() for x in (found, expected, came)
+        )
+        spread = (truth - truth.mean(0)).norm()
+        assert float((mine - theirs).norm() / spread) < 2e-2
+        wrong.append(float((mine - truth).norm() / spread))
+    few = {16: 0.1, 4: 0.15, 3: 0.3, 2: 0.6}[layout.bits]
+    assert max(wrong) < few, wrong
+
+
+READ = [
+    *((bits, 128, torch.bfloat16, 4) for bits in (PLAIN, 8, 4, 3, 2)),
+    (4, 64, torch.bfloat16, 1),
+    (4, 256, torch.bfloat16, 4),
+    (4, 128, torch.bfloat16, 12),
+    (4, 128, torch.float16, 4),
+    (PLAIN, 64, torch.float16, 1),
+]
+
+
+@pytest.mark.parametrize(("bits", "depth", "dtype", "repeat"), READ)
+def test_attention_over_aligned_rows_equals_float64(
+    bits: int, depth: int, dtype: torch.dtype, repeat: int
+) -> None:
+    torch.manual_seed(0)
+    layout = Layout(depth, bits, kept=60)
+    mask = torch.rand(2, 1, 1, LIMIT, device="cuda") < 0.7
+    for tokens in (1, 191, 192, 700):
+        pair = aligned(layout, dtype)
+        first_tokens(pair, aligned_rows(2, 4, tokens, depth, dtype, "cuda"), Merging(gamma=0.2))
+        for is_upper, seen in itertools.product((False, True), (None, mask)):
+            q = torch.randn(2, 4 * repeat, 1, depth, device="cuda", dtype=dtype)
+            pool, norms = pair.pool(is_upper=is_upper), pair.norms(is_upper=is_upper)
+            maps = (*pair.maps_of(is_upper=is_upper), None, None)[:3]
+            found = coded_kv_cache_attention(q, *pool, *norms, bits, seen, None, *maps)
+            wide = [x.double() if x is not None and x.is_floating_point() else x for x in maps]
+            held = [x.double() if x.is_floating_point() else x for x in pool]
+            lengths = [x.double() for x in norms]
+            given = (seen, depth**-0.5, bits, wide)
+            expected = reference.attend(q.double(), held, lengths, *given)
+            difference = float((found.double() - expected).abs().max())
+            assert difference <= 2 * BUDGET[dtype] * max(1.0, float(expected.abs().max()))
+
+
+def aligned_step(pair: Pair, new: list[Tensor], q: Tensor) -> list[Tensor]:
+    """Append a token to the lower layer, read it, append to the upper, read it."""
+    bits, recent = pair.layout.bits, pair.layout.recent
+    window = pair.lower[0], pair.lower[1], pair.lower[4]
+    coded_kv_cache_append_lower(*window, *new[:2], LIMIT)
+    found = []
+    for is_upper in (False, True):
+        if is_upper:
+            given = (None, None, *new[2:], bits, recent, LIMIT, *SETTINGS)
+            coded_kv_cache_append_pair(*pair.all(), *given, *pair.maps)
+        held = [*pair.pool(is_upper=is_upper), *pair.norms(is_upper=is_upper)]
+        maps = pair.maps_of(is_upper=is_upper)
+        found.append(coded_kv_cache_attention(q, *held, bits, None, None, *maps))
+    return found
+
+
+@pytest.mark.parametrize("bits", [PLAIN, 3])
+def test_a_graph_is_replayed_while_groups_are_aligned_and_merged(bits: int) -> None:
+    pairs = [aligned(Layout(128, bits, kept=20), torch.bfloat16) for _ in range(2)]
+    rows = aligned_rows(2, 4, 420, 128, torch.bfloat16, "cuda")
+    q = torch.randn(2, 8, 1, 128, device="cuda").bfloat16()
+    for pair in pairs:
+        first_tokens(pair, [x[:, :, :100] for x in rows], Merging())
+    new = [x[:, :, 100:101].clone() for x in rows]
+    for pair in pairs:  # compiles
+        aligned_step(pair, new, q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = aligned_step(pairs[0], new, q)
+    for token in range(101, 420):
+        for held, source in zip(new, rows, strict=True):
+            held.copy_(source[:, :, token : token + 1])
+        graph.replay()
+        expected = aligned_step(pairs[1], new, q)
+        if token % 37 == 0:
+            for mine, theirs in zip(out, expected, strict=True):
+                assert torch.equal(mine, theirs)
+    assert pairs[0].filled() == pairs[1].filled() == [420, 256] * 2
+    for mine, theirs in zip(pairs[0].all(), pairs[1].all(), strict=True):
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+def test_a_prompt_is_fitted_and_merged_without_a_wait_for_the_gpu() -> None:
+    rows = aligned_rows(2, 4, 600, 128, torch.bfloat16, "cuda")
+    for _ in range(2):  # the first time compiles
+        pair = aligned(Layout(128, 4, kept=60), torch.bfloat16)
+        torch.cuda.set_sync_debug_mode("error" if _ else "default")
+        try:
+            first_tokens(pair, rows, Merging(), merging=append_pairs.merge_prompt)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert pair.filled() == [600, 448] * 2
 
 
 def test_more_tokens_than_there_is_room_for_are_no_numbers() -> None:

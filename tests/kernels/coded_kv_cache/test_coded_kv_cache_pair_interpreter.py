@@ -13,12 +13,13 @@ from memeff_compile.kernels.coded_kv_cache import (
     Layout,
     append_pairs,
     pair_reference,
+    reference,
     split_codes,
     split_rows,
 )
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
 from tests.support.coded_caches import by_hand
-from tests.support.merged_caches import Pair, draw
+from tests.support.merged_caches import Pair, aligned_rows, draw
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
 
@@ -178,3 +179,86 @@ def test_lengths_in_half_precision_are_read_two_at_once(bits: int) -> None:
     found = engine.attend(q, pool, norms, None, 0.25, bits)
     expected = by_hand(q, pool, bits, 0.25, None, norms)
     assert float((found.double() - expected).abs().max()) < 2e-2
+
+
+ALIGNED = [
+    pytest.param(16, Merging(gamma=0.05, keep_first=2), id="16"),
+    pytest.param(4, Merging(gamma=0.05, keep_first=2), id="4"),
+    pytest.param(3, Merging(gamma=0.1, keep_first=2, t=0.7), id="3, t=0.7"),
+    pytest.param(2, Merging(gamma=0.1, keep_first=2, scale="projection"), id="2, projection"),
+]
+
+
+def first_tokens(pair: Pair, rows: list[Tensor], settings: Merging, **more: Any) -> None:
+    """Append the first tokens, on which the maps are fitted."""
+    lower, upper = (rows[0], rows[1]), (rows[2], rows[3])
+    given = (pair.tensors(), lower, upper, pair.layout.bits, pair.layout.recent)
+    pair_reference.append(*given, LIMIT, settings, is_first=True, **more)
+
+
+@pytest.mark.parametrize(("bits", "merging"), ALIGNED)
+def test_aligned_layers_are_appended_to_as_the_reference_does(bits: int, merging: Merging) -> None:
+    rows = aligned_rows(2, 2, 66, 16, torch.float32)
+    rows[2][:, :, 40] *= -1
+    layout = Layout(16, bits, **SMALL)
+    pairs = [Pair(layout, 2, 2, LIMIT, torch.float32, first=(0, 3), align=True) for _ in range(2)]
+    engines = (append_pairs, pair_reference)
+    more = ({"merging": append_pairs.merge_prompt}, {})
+    for pair, given in zip(pairs, more, strict=True):
+        first_tokens(pair, [x[:, :, :50] for x in rows], merging, **given)
+    compare(*pairs)
+    for start, end in ((50, 51), (51, 66)):
+        part = [x[:, :, start:end] for x in rows]
+        for pair, engine in zip(pairs, engines, strict=True):
+            step(engine, pair, part, merging, parked=end - start > 1)
+        compare(*pairs)
+    assert pairs[0].maps[3].tolist() == [[1, 0]] * 2
+    assert pairs[0].filled() == [66, 48] * 2
+
+
+def test_an_aligned_prompt_is_merged_a_few_groups_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = aligned_rows(2, 2, 80, 16, torch.float32)
+    pairs = [
+        Pair(Layout(16, 4, **SMALL), 2, 2, LIMIT, torch.float32, first=(0, 3), align=True)
+        for _ in range(2)
+    ]
+    first_tokens(pairs[0], rows, Merging(keep_first=2), merging=append_pairs.merge_prompt)
+    monkeypatch.setattr(append_pairs, "_ALIGNED", 1)
+    first_tokens(pairs[1], rows, Merging(keep_first=2), merging=append_pairs.merge_prompt)
+    for one, other in zip(pairs[0].all(), pairs[1].all(), strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    assert pairs[0].filled() == [80, 64] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [PLAIN, 8, 4, 3, 2])
+@pytest.mark.parametrize(
+    ("tokens", "repeat", "splits"), [(31, 2, 3), (70, 1, 1), (70, 4, 2), (70, 12, 5)]
+)
+def test_attention_over_aligned_rows_equals_float64(
+    bits: int, tokens: int, repeat: int, splits: int, dtype: torch.dtype
+) -> None:
+    rows = aligned_rows(2, 2, tokens, 16, dtype)
+    pair = Pair(Layout(16, bits, **SMALL), 2, 2, LIMIT, dtype, first=(0, 3), align=True)
+    first_tokens(pair, rows, Merging(gamma=0.1, keep_first=2))
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 2 * repeat, 1, 16, generator=generator).to(dtype)
+    mask = torch.rand(2, 1, 1, LIMIT, generator=generator) < 0.6
+    if bits == PLAIN:
+        engine, plan = split_rows, {"splits": splits}
+    else:
+        shapes = split_codes.plan_for(4, 4, 16, bits, q.device, repeat).shapes
+        engine, plan = split_codes, {"plan": split_codes.Plan(shapes, splits)}
+    for is_upper in (False, True):
+        pool, norms = pair.pool(is_upper=is_upper), pair.norms(is_upper=is_upper)
+        maps = (*pair.maps_of(is_upper=is_upper), None, None)[:3]
+        wide = [x.double() if x is not None and x.is_floating_point() else x for x in maps]
+        held = [x.double() if x.is_floating_point() else x for x in pool]
+        lengths = [x.double() for x in norms]
+        for seen in (None, mask):
+            found = engine.attend(q, pool, norms, seen, 0.25, bits, maps, **plan)
+            expected = reference.attend(q.double(), held, lengths, seen, 0.25, bits, wide)
+            wrong = float((found.double() - expected).abs().max())
+            assert wrong < (5e-5 if dtype == torch.float32 else 3e-2)

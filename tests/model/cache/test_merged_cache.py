@@ -15,7 +15,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import memeff_compile
 from memeff_compile import KVCache, MiniCache
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels.coded_kv_cache import bytes_after, op, pair_bytes
+from memeff_compile.kernels.coded_kv_cache import bytes_after, map_bytes, op, pair_bytes
 from memeff_compile.kernels.device import planned_for
 from memeff_compile.model.cache.layers import CodedLayer, ExactLayer
 from memeff_compile.model.cache.merged_layers import MergedLayer
@@ -27,6 +27,7 @@ LENGTH = 96
 SHORT: dict[str, Any] = {"group": 32, "recent": 16}
 ALL_KEPT = MiniCache(start_layer=1, gamma=1.0, retained=1.0)
 LOSSY = MiniCache(start_layer=1, retained=0.05)
+UNALIGNED = MiniCache(start_layer=1, retained=0.05, align="none")
 
 
 def make(family: str = "Llama", **settings: Any) -> Any:
@@ -79,7 +80,7 @@ def test_a_cache_that_keeps_every_row_equals_a_static_cache(model: Any, bits: in
 def test_what_is_restored_has_the_length_of_what_came(model: Any, bits: int) -> None:
     """Lengths are kept whatever the direction; kept rows and recent ones are the same bits."""
     exact = fill(model, DynamicCache(config=model.config))
-    cache = fill(model, KVCache(model.config, LENGTH, bits, merge=LOSSY, **SHORT))
+    cache = fill(model, KVCache(model.config, LENGTH, bits, merge=UNALIGNED, **SHORT))
     for place in (1, 2):
         layer = cache.layers[place]
         for held, came in zip(
@@ -159,7 +160,7 @@ def test_compiled_decoding_reads_the_shared_store_and_equals_eager(model: Any, b
     fired = [r for r in records if r.pass_name == "compress_kv_cache"]
     assert [r.action for r in fired] == ["rewrote"] * (2 if bits == 16 else LAYERS)
     said = " ".join(memeff_compile.last_report().details().split())
-    assert "directions two layers share" in said
+    assert "aligned directions two layers share" in said
     assert "Merging layers saves memory, not time" in said
     assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
 
@@ -301,6 +302,44 @@ def test_a_reset_cache_is_as_good_as_new(model: Any, bits: int) -> None:
     assert held == [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
 
 
+def maps_of(cache: Any) -> list[Tensor]:
+    return [x.clone() for x in cache.layers[1].pair.maps()]
+
+
+def test_maps_are_fitted_on_the_first_tokens_of_an_empty_cache(model: Any) -> None:
+    """Later prompts are merged with these maps; a crop of all tokens, or a reset, forgets them."""
+    ids = prompt(tokens=90)
+    cache = KVCache(model.config, LENGTH, 16, merge=LOSSY, **SHORT)
+
+    def put(start: int, end: int) -> list[Tensor]:
+        with torch.no_grad():
+            model(input_ids=ids[:, start:end], past_key_values=cache)
+        return maps_of(cache)
+
+    first = put(0, 30)
+    turns, slots = first[2], first[3]
+    eye = torch.eye(16).expand_as(turns)
+    assert float((turns - eye).abs().max()) > 0.1
+    torch.testing.assert_close(turns @ turns.mT, eye, rtol=0, atol=1e-5)
+    assert slots.sort(1).values.tolist() == [[0, 1]] * 2
+    assert all(map(torch.equal, put(30, 70), first))
+    assert [line["merged"] for line in cache.merged()] == [32]
+    cache.reset()
+    assert torch.equal(maps_of(cache)[2], eye)
+    second = put(20, 50)
+    assert not torch.equal(second[2], first[2])
+    cache.crop(-30)
+    assert all(map(torch.equal, put(0, 30), first))
+
+
+def test_layers_that_are_not_aligned_have_no_maps_and_take_no_memory_for_them(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, LENGTH, 4, merge=UNALIGNED, **SHORT))
+    aligned = fill(model, KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT))
+    assert cache.layers[1].maps() == cache.layers[2].maps() == ()
+    assert [len(aligned.layers[at].maps()) for at in (1, 2)] == [1, 3]
+    assert aligned.nbytes - cache.nbytes == map_bytes(cache.layers[1].layout, 2, 2, 4)
+
+
 def test_a_pass_that_ended_between_two_layers_is_noticed(model: Any) -> None:
     cache = fill(model, KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT))
     one = torch.zeros(2, 2, 1, 16)
@@ -385,7 +424,7 @@ def test_bytes_are_those_of_the_formula(model: Any, bits: int) -> None:
     cache = fill(model, KVCache(model.config, 4096, bits, merge=merge))
     lower = cache.layers[1]
     assert lower.layout.kept == 4 + 41
-    expected = pair_bytes(lower.layout, 2, 2, 4096, 4)
+    expected = pair_bytes(lower.layout, 2, 2, 4096, 4) + map_bytes(lower.layout, 2, 2, 4)
     if bits == 16:
         expected += cache.layers[0].nbytes
     else:
@@ -467,6 +506,7 @@ def test_a_setting_that_cannot_be_served_is_refused(
     [
         ({"rule": "mean"}, "rule is 'mean'; 'slerp', 'average', 'max_norm' is needed"),
         ({"reading": "both"}, "reading is 'both'"),
+        ({"align": "all"}, "align is 'all'; 'heads', 'none' is needed"),
         ({"scale": 2}, "scale is 2"),
         ({"t": 1.5}, "t is 1.5; a number from 0 to 1"),
         ({"gamma": -0.1}, "gamma is -0.1"),
