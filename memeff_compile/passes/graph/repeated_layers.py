@@ -63,19 +63,24 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 
 
 def _borders(info: GraphInfo) -> list[Node]:
-    """Return the first node of each layer, and the first after the last layer."""
+    """Return the first node of each layer, and the first after the last layer of each stack."""
     nodes = candidates(info)
     allowed = crossed_by_tensors(info, nodes)
-    blocks = [(node, block_of(node)) for node in nodes]
-    last = max((place for place, (_, block) in enumerate(blocks) if block), default=-1)
+    blocks = [block_of(node) for node in nodes]
+    ends = {_stack(block): place + 1 for place, block in enumerate(blocks) if block}.values()
     found, current = [], ""
-    for place, (node, block) in enumerate(blocks):
-        # Nodes between two layers belong to the previous layer.
-        if (block and block != current) or place == last + 1:
+    for place, (node, block) in enumerate(zip(nodes, blocks, strict=True)):
+        # Nodes between two layers of a stack belong to the previous layer.
+        if (block and block != current) or place in ends:
             current = block
             if place and node in allowed:
                 found.append(node)
     return found
+
+
+def _stack(block: str) -> str:
+    """Return the name that the layers of one stack have in common."""
+    return block.rstrip("_0123456789")
 
 
 def _keys(info: GraphInfo, borders: list[Node]) -> list[Hashable]:
@@ -87,7 +92,10 @@ def _keys(info: GraphInfo, borders: list[Node]) -> list[Hashable]:
 
 
 def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
-    """Return whether a write may reach a tensor that was computed on the other side of a border."""
+    """Return whether a write may reach a tensor that was computed on the other side of a border.
+
+    A tensor that is written only where it is created may cross a border: its writes are done.
+    """
     if not info.writes:
         return False
     begins = {node: place for place, node in enumerate(borders, 1)}
@@ -95,15 +103,20 @@ def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
     for node in info.gm.graph.nodes:
         place = begins.get(node, place)
         place_of[node] = place
+    created: dict[int | None, int | None] = {_storage(node): None for node in info.placeholders}
     crossing = set()
     for node, at in place_of.items():
-        if node.op != "placeholder" and any(place_of[user] > at for user in node.users):
-            crossing.add(_storage(node))
+        if node.op != "placeholder":
+            created.setdefault(_storage(node), at)
+            if any(place_of[user] > at for user in node.users):
+                crossing.add(_storage(node))
     for write in info.writes:
-        if any(_storage(target) in crossing for target in write.targets):
-            return True
-        if info.needs_grad and any(_has_gradient(target) for target in write.targets):
-            return True
+        for target in write.targets:
+            storage = _storage(target)
+            if storage is not None and created.get(storage) == place_of[write.node]:
+                continue
+            if storage in crossing or (info.needs_grad and _has_gradient(target)):
+                return True
     return False
 
 

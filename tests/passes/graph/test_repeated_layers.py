@@ -219,6 +219,49 @@ def test_a_tensor_written_across_a_border_keeps_the_graph_whole(compilations: li
     assert len(compilations) == 2
 
 
+class Making(nn.Module):
+    """A layer that writes to a tensor that it has made, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
+        made[:, 1:] = torch.tanh(self.linear(x))[:, :-1]
+        made += x * scale
+        return made
+
+
+def test_a_tensor_written_where_it_is_made_crosses_a_border(compilations: list[int]) -> None:
+    compare(Net([Making() for _ in range(BLOCKS)]), torch.randn(3, WIDTH))
+    assert records()["repeated_layers"] == f"{BLOCKS} layers of 1 kind, each kind compiled once"
+    assert len(compilations) == 1 + 3
+
+
+class Stacks(nn.Module):
+    """An encoder and a decoder, with a norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Net(alike(4)), Net(alike(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.tanh(x.mean())
+        for block in self.encoder.blocks:
+            x = block(x, scale)
+        x = encoded = nn.functional.layer_norm(x, (WIDTH,))
+        for block in self.decoder.blocks:
+            x = block(x, scale) + encoded
+        return x.square().mean(), encoded
+
+
+def test_the_last_layer_of_an_encoder_equals_the_others(compilations: list[int]) -> None:
+    compare(Stacks(), torch.randn(3, WIDTH))
+    # the last layer of the decoder is followed by another sum
+    assert records()["repeated_layers"].startswith("4 layers of 1 kind")
+
+
 class Remembering(nn.Module):
     """A layer that writes to a buffer which the caller keeps."""
 
