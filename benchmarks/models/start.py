@@ -5,10 +5,10 @@
     python benchmarks/models/start.py --device cuda --model gemma3-1b --layers 8 --together
 
 Each compilation runs in a process of its own with empty caches: Inductor alone, memeff, and memeff
-with `memeff.regions="auto"`. A row has the seconds of the first forward and backward pass (and those
-of the CPU, with child processes), how they divide, the median milliseconds of later ones, the peak
-of the allocator on a GPU, the largest relative difference of a gradient from eager PyTorch's, and
-what the report says of layers.
+with `memeff.regions="auto"`. A row has the seconds of the first forward and backward pass (and
+those of the CPU, with child processes), how they divide, the median milliseconds of later ones, the
+peak of the allocator on a GPU, the largest relative difference of a gradient from eager PyTorch's,
+and what the report says of layers.
 
 `--together` compiles the backends in one process, with the caches that it finds, and measures their
 steps in turns: that is how small differences of a step are measured. There each gradient is
