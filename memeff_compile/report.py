@@ -402,6 +402,7 @@ class GraphReport:
     after: str = ""  # the graph for the inner compiler, as text
     logits: LogitsUse | None = None  # how deferred logits were used at run time, if there are any
     replays: Replays | None = None  # how often it ran as a CUDA graph, if it can
+    cause: str = ""  # why an earlier graph of the function did not serve the call, or ""
 
     def __str__(self) -> str:
         return self._text(set())
@@ -452,7 +453,7 @@ class GraphReport:
         return replace(self, records=(*records, record))
 
     def _to_dict(self, *, include_graphs: bool) -> dict[str, Any]:
-        plain = ("name", "training", "nodes", "seconds")
+        plain = ("name", "training", "nodes", "seconds", "cause")
         data: dict[str, Any] = {
             **{name: getattr(self, name) for name in plain},
             "logits": None if self.logits is None else asdict(self.logits),
@@ -533,6 +534,9 @@ class Report(VerbReport):
             names = ", ".join(silent[:8]) + (f" and {len(silent) - 8} more" * (len(silent) > 8))
             went = f"{names} went on unchanged: no pass found anything to do there."
             texts.append(textwrap.fill(went, text_width()))
+        causes = [f"  {graph.name}: {graph.cause}" for graph in self.graphs if graph.cause]
+        if causes:
+            texts.append("\n".join(["compiled again, with the cause:", *causes]))
         return "\n\n".join([self._summary(), *texts])
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:

@@ -280,6 +280,22 @@ def test_compile_id() -> None:
     assert compat.compile_id() == ""
 
 
+@probes("recompile_reason")
+def test_a_second_compilation_has_a_reason() -> None:
+    reasons = []
+
+    def asking(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        reasons.append(compat.recompile_reason())
+        return gm.forward
+
+    run = torch.compile(torch.tanh, backend=asking)
+    for length in (2, 3):
+        run(torch.ones(length))
+    assert reasons[0] == ""
+    assert "size mismatch at index 0. expected 2, actual 3" in reasons[1]
+    assert compat.recompile_reason() == ""
+
+
 @probes("trace_artifact")
 def test_an_artifact_goes_into_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
@@ -342,6 +358,18 @@ def test_a_logging_function_can_be_ignored() -> None:
 
 
 # --- symbols ----------------------------------------------------------------------------------------------
+
+
+@probes("symbols_of")
+def test_the_symbols_of_values_are_named() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        x = next(n for n in placeholders(gm) if compat.source_name(n) == "L['x']")
+        value = compat.example_value(x)
+        rows = value.shape[0]
+        assert compat.symbols_of(value) == compat.symbols_of([rows, None]) == {str(rows)}
+        assert compat.symbols_of((7, "text")) == set()
+
+    look(question, torch.ones(5, 4), dynamic=True)
 
 
 @probes("statically_true", "known_size", "size_hint", "known_number", "hold_constant")

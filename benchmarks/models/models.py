@@ -35,6 +35,7 @@ from benchmarks.turns import Turns
 SHAPES: dict[str, tuple[int, int]] = {
     "llama3.2-1b": (8, 2048),
     "gemma2-2b": (4, 2048),
+    "gemma3-1b": (8, 2048),
     "qwen3-1.7b": (4, 4096),
     "tiny": (2, 64),
 }
@@ -44,7 +45,7 @@ PEERS = ("liger", "liger inductor")
 
 def config(name: str, layers: int | None = None) -> Any:
     """Return the transformers config of a benchmark model: real sizes, maybe fewer layers."""
-    from transformers import Gemma2Config, LlamaConfig, Qwen3Config
+    from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
     if name == "llama3.2-1b":
         return LlamaConfig(
@@ -60,6 +61,17 @@ def config(name: str, layers: int | None = None) -> Any:
         )
     if name == "gemma2-2b":
         return Gemma2Config(num_hidden_layers=layers or 26)
+    if name == "gemma3-1b":
+        return Gemma3TextConfig(
+            vocab_size=262144,
+            hidden_size=1152,
+            intermediate_size=6912,
+            num_hidden_layers=layers or 26,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=256,
+            sliding_window=512,
+        )
     if name == "qwen3-1.7b":
         return Qwen3Config(
             vocab_size=151936,

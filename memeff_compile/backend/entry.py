@@ -24,6 +24,7 @@ from ..kernels.library import direct_in_inductor
 from ..options import Options, key_of, or_off
 from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
+from .few_graphs import for_any_batch
 from .sharded_layers import compile_layers
 from .trip import WRAPPERS, Trip, let_be_saved
 
@@ -201,6 +202,8 @@ def compile(
     if not any(hooks.compile(request, given) for hooks in asked):
         compile_layers(model, given)
         compat.compile_in_place(model, given)
+        if dynamic is None:
+            compat.wrap_compiled(model, for_any_batch)
     return cast("Compilable", model)
 
 

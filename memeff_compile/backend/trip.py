@@ -29,6 +29,7 @@ from ..passes.graph.pipeline import Outcome, enforce_strict, run
 from ..verify.first_call import verified
 from ..verify.op_by_op import KeptGraph, keep
 from . import cuda_graphs, sharded_layers
+from .few_graphs import cause_of
 from .replay import Recorder, engine_for
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Trip:
         self._cut(info)
         self._hand_over(info)
         self._look_for_layers(info)
+        if reason := compat.recompile_reason():
+            self.outcome.report = replace(self.outcome.report, cause=cause_of(reason))
         report.record_graph(self.outcome.report)
         enforce_strict(options, self.outcome.report)
         if self.outcome.changed:

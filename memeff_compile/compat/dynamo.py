@@ -176,6 +176,17 @@ def compile_id() -> str:
     return "" if current is None else str(current)
 
 
+def recompile_reason() -> str:
+    """Return Dynamo's reason for compiling the present function again, or an empty string."""
+    from torch._dynamo.utils import get_metrics_context
+
+    context = get_metrics_context()
+    if not context.in_progress():
+        return ""
+    found = str(context._metrics.get("recompile_reason") or "")
+    return "" if found.startswith("Unable to find") else found
+
+
 def ignore_while_tracing(function: Callable[..., Any]) -> None:
     """Let Dynamo treat a logging function as a no-op instead of breaking the graph at it."""
     from torch._dynamo import config

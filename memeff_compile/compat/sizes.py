@@ -71,6 +71,17 @@ def hold_constant(value: Any) -> None:
         float(symbol)
 
 
+def symbols_of(value: Any) -> set[str]:
+    """Return the names of the symbols in a value's sizes and strides."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    if isinstance(value, (tuple, list)):
+        return set[str]().union(*map(symbols_of, value))
+    if not isinstance(value, (torch.Tensor, torch.SymInt)):
+        return set()
+    return {symbol.name for symbol in free_symbols(value)}
+
+
 def size_hint(size: Any) -> int:
     """Return a number for a size, the hint of a symbol; 0 when it has none. Adds no guard."""
     if isinstance(size, int):

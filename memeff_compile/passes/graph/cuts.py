@@ -208,17 +208,37 @@ def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
             open_now.remove(node.args[0])
     place = {node: number for number, group in enumerate(groups) for node in group}
     end = len(groups)
-    given = gm.graph.find_nodes(op="placeholder")
-    sizes = [node for node in given if isinstance(compat.example_value(node), torch.SymInt)]
+    order = {node: n for n, node in enumerate(gm.graph.nodes)}
+    sizes = size_inputs(gm)
     found = []
     for number, group in enumerate(groups):
-        needed = dict.fromkeys([*sizes, *(each for n in group for each in n.all_input_nodes)])
+        read = dict.fromkeys(each for n in group for each in n.all_input_nodes)
+        symbols: set[str] = set()
+        for each in (*group, *read) if sizes else ():
+            symbols |= compat.symbols_of(compat.example_value(each))
+        given = {sizes[name] for name in symbols & sizes.keys()}
+        given |= {node for node in read if node.op == "placeholder" and is_size(node)}
+        needed = dict.fromkeys([*sorted(given, key=order.__getitem__), *read])
         outside = [n for n in needed if n.op != "get_attr" and place.get(n, -1) < number]
         takes = tuple(n for n in outside if not enters_autocast(n))
         # a user without an index is the output
         used = [n for n in group if any(place.get(u, end) > number for u in n.users)]
         gives = tuple(n for n in used if not enters_autocast(n))
         found.append(Piece(_piece(gm, group, takes, gives, entered[number]), takes, gives))
+    return found
+
+
+def is_size(node: Node) -> bool:
+    """Return whether a node is a size."""
+    return isinstance(compat.example_value(node), torch.SymInt)
+
+
+def size_inputs(gm: GraphModule) -> dict[str, Node]:
+    """Return the first input for each symbol of a graph's sizes, by the symbol's name."""
+    found: dict[str, Node] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if is_size(node):
+            found.setdefault(str(compat.example_value(node)), node)
     return found
 
 

@@ -7,8 +7,9 @@ the forward and in the backward pass.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,9 +18,9 @@ from torch.fx import Node
 
 from ... import compat
 from ...report import Record
-from .cuts import block_of, candidates, crossed_by_tensors, split
+from .cuts import Piece, block_of, candidates, crossed_by_tensors, is_size, size_inputs, split
 from .graph_info import GraphInfo
-from .structure import structure
+from .structure import structure, with_names
 
 LEAST = 4
 """Equal layers from which cutting pays: fewer are compiled with the rest of the graph."""
@@ -49,45 +50,101 @@ def repeated_layers(info: GraphInfo) -> Repeated:
         return Repeated(why_not="graph_is_saved")
     if _writes_across(info, borders):
         return Repeated(why_not="layers_written_across")
-    keys = _keys(info, borders)
+    pieces = split(info.gm, set(borders))
+    keys = _keys(info, pieces)
+    if _equate_sizes(info, pieces, keys):
+        keys = _keys(info, split(info.gm, set(borders)))
     count = Counter(keys)
-    shared = [number for number in count.values() if number >= LEAST]
-    if not shared:
+    if max(count.values()) < LEAST:
         return Repeated(why_not="layers_differ")
     kept: list[Node] = []
+    cut: list[Hashable] = []  # the partitions that consist of one layer
     pairs = zip((None, *borders), keys, strict=True)
     for is_shared, each in groupby(pairs, lambda pair: count[pair[1]] >= LEAST):
-        found = [start for start, _ in each]
-        kept += [start for start in (found if is_shared else found[:1]) if start is not None]
+        run = list(each)
+        found = [start for start, _ in (run if is_shared else run[:1])]
+        kept += [start for start in found if start is not None]
+        cut += [key for _, key in run] if is_shared or len(run) == 1 else []
+    # Fewer equal layers share a function too if they lie between others.
+    shared = [number for number in Counter(cut).values() if number > 1]
     return Repeated(tuple(kept), sum(shared), len(shared))
 
 
 def _borders(info: GraphInfo) -> list[Node]:
-    """Return the first node of each layer, and the first after the last layer."""
+    """Return the first node of each layer, and the first after the last layer of each stack."""
     nodes = candidates(info)
     allowed = crossed_by_tensors(info, nodes)
-    blocks = [(node, block_of(node)) for node in nodes]
-    last = max((place for place, (_, block) in enumerate(blocks) if block), default=-1)
+    blocks = [block_of(node) for node in nodes]
+    ends = {_stack(block): place + 1 for place, block in enumerate(blocks) if block}.values()
     found, current = [], ""
-    for place, (node, block) in enumerate(blocks):
-        # Nodes between two layers belong to the previous layer.
-        if (block and block != current) or place == last + 1:
+    for place, (node, block) in enumerate(zip(nodes, blocks, strict=True)):
+        # Nodes between two layers of a stack belong to the previous layer.
+        if (block and block != current) or place in ends:
             current = block
             if place and node in allowed:
                 found.append(node)
     return found
 
 
-def _keys(info: GraphInfo, borders: list[Node]) -> list[Hashable]:
+def _stack(block: str) -> str:
+    """Return the name that the layers of one stack have in common."""
+    return block.rstrip("_0123456789")
+
+
+def _keys(info: GraphInfo, pieces: Sequence[Piece]) -> list[Hashable]:
     known = {node: compat.example_input(node) for node in info.placeholders}
     return [
         structure(p.graph, [known.get(node, compat.example_value(node)) for node in p.takes])
-        for p in split(info.gm, set(borders))
+        for p in pieces
     ]
 
 
+def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hashable]) -> bool:
+    """Merge sizes that each layer stores for itself, such as the length of its cache.
+
+    Layers are compared with their numbers left out of the names of sizes. If they are equal then,
+    and so are the numbers of the present call, guards require it of later calls: otherwise the
+    graph is compiled again. Return whether sizes were merged.
+    """
+    sizes = size_inputs(info.gm)
+    if len(sizes) < LEAST:
+        return False
+    names = {
+        symbol: f"{_ANY_LAYER.sub('#', compat.source_name(node))}={compat.size_hint(value)}"
+        for symbol, node in sizes.items()
+        if (value := compat.example_value(node)) is not None
+    }
+    alike: dict[Hashable, list[Piece]] = {}
+    for piece, key in zip(pieces, keys, strict=True):
+        alike.setdefault(with_names(key, names), []).append(piece)
+    is_merged = False
+    if max(map(len, alike.values())) < LEAST:
+        return False
+    for first, *others in alike.values():
+        for other in others:
+            for pair in zip(first.takes, other.takes, strict=True):
+                one, two = map(compat.example_value, pair)
+                if all(map(is_size, pair)) and str(one) != str(two):
+                    is_merged |= compat.holds(one == two)
+    if is_merged:
+        sizes = size_inputs(info.gm)
+        for node in filter(is_size, info.placeholders):
+            first_of_all = sizes[str(compat.example_value(node))]
+            if first_of_all is not node:
+                node.replace_all_uses_with(first_of_all)
+        info.gm.recompile()
+    return is_merged
+
+
+_ANY_LAYER = re.compile(r"(?<=[.\[])\d+(?=[\].]|$)(?<!\(\)\[\d)")
+"""A number in the name of an input, but not that of a dimension, as in `keys.size()[2]`."""
+
+
 def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
-    """Return whether a write may reach a tensor that was computed on the other side of a border."""
+    """Return whether a write may reach a tensor that was computed on the other side of a border.
+
+    A tensor that is written only where it is created may cross a border: its writes are done.
+    """
     if not info.writes:
         return False
     begins = {node: place for place, node in enumerate(borders, 1)}
@@ -95,15 +152,20 @@ def _writes_across(info: GraphInfo, borders: list[Node]) -> bool:
     for node in info.gm.graph.nodes:
         place = begins.get(node, place)
         place_of[node] = place
+    created: dict[int | None, int | None] = {_storage(node): None for node in info.placeholders}
     crossing = set()
     for node, at in place_of.items():
-        if node.op != "placeholder" and any(place_of[user] > at for user in node.users):
-            crossing.add(_storage(node))
+        if node.op != "placeholder":
+            created.setdefault(_storage(node), at)
+            if any(place_of[user] > at for user in node.users):
+                crossing.add(_storage(node))
     for write in info.writes:
-        if any(_storage(target) in crossing for target in write.targets):
-            return True
-        if info.needs_grad and any(_has_gradient(target) for target in write.targets):
-            return True
+        for target in write.targets:
+            storage = _storage(target)
+            if storage is not None and created.get(storage) == place_of[write.node]:
+                continue
+            if storage in crossing or (info.needs_grad and _has_gradient(target)):
+                return True
     return False
 
 

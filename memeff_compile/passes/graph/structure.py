@@ -7,6 +7,7 @@ constants, and the sizes, strides, dtypes and aliasing of the inputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,18 @@ def structure(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Hashable:
         given = _constant(node.args, places), _constant(node.kwargs, places)
         lines.append((node.op, target, *given, repr(node.meta.get("custom"))))
     return (tuple(lines), len(places), None if inputs is None else _described(inputs))
+
+
+def with_names(key: Hashable, names: Mapping[str, str]) -> Hashable:
+    """Return a key with other names for the symbols of sizes."""
+    if isinstance(key, tuple):
+        return tuple(with_names(each, names) for each in key)
+    if isinstance(key, str) and key:
+        return _SYMBOL.sub(lambda found: names.get(found.group(), found.group()), key)
+    return key
+
+
+_SYMBOL = re.compile(r"\bs\d+\b")
 
 
 def _attribute(gm: GraphModule, node: Node) -> Hashable:

@@ -219,6 +219,49 @@ def test_a_tensor_written_across_a_border_keeps_the_graph_whole(compilations: li
     assert len(compilations) == 2
 
 
+class Making(nn.Module):
+    """A layer that writes to a tensor that it has made, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
+        made[:, 1:] = torch.tanh(self.linear(x))[:, :-1]
+        made += x * scale
+        return made
+
+
+def test_a_tensor_written_where_it_is_made_crosses_a_border(compilations: list[int]) -> None:
+    compare(Net([Making() for _ in range(BLOCKS)]), torch.randn(3, WIDTH))
+    assert records()["repeated_layers"] == f"{BLOCKS} layers of 1 kind, each kind compiled once"
+    assert len(compilations) == 1 + 3
+
+
+class Stacks(nn.Module):
+    """An encoder and a decoder, with a norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Net(alike(4)), Net(alike(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.tanh(x.mean())
+        for block in self.encoder.blocks:
+            x = block(x, scale)
+        x = encoded = nn.functional.layer_norm(x, (WIDTH,))
+        for block in self.decoder.blocks:
+            x = block(x, scale) + encoded
+        return x.square().mean(), encoded
+
+
+def test_the_last_layer_of_an_encoder_equals_the_others(compilations: list[int]) -> None:
+    compare(Stacks(), torch.randn(3, WIDTH))
+    # the last layer of the decoder is followed by another sum
+    assert records()["repeated_layers"].startswith("4 layers of 1 kind")
+
+
 class Remembering(nn.Module):
     """A layer that writes to a buffer which the caller keeps."""
 
@@ -240,6 +283,59 @@ def test_buffers_that_layers_write_are_written(compilations: list[int]) -> None:
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(list(model.buffers()), list(twin.buffers()))
     assert len(compilations) == 3 + 1
+
+
+class Memory:
+    """The tensor and the length that a layer stores for itself."""
+
+    def __init__(self, length: int) -> None:
+        self.rows, self.length = torch.ones(length, WIDTH, dtype=torch.float64), length
+
+
+class Storing(nn.Module):
+    """A layer that appends a row to what it stores, and divides by the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        memory.rows = torch.cat([memory.rows, self.linear(x)])
+        memory.length += 1
+        return torch.tanh(memory.rows.sum(0, keepdim=True)) / memory.length
+
+
+class Storage(nn.Module):
+    """Layers and what each stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Storing() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor, memories: list[Memory]) -> Tensor:
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x = layer(x, memory)
+        return x
+
+
+@torch.no_grad()
+def test_layers_that_store_their_own_sizes_are_equal(compilations: list[int]) -> None:
+    """Guards hold for later calls: lengths that differ are compiled again."""
+    model = Storage().double()
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "auto"}
+    compiled = torch.compile(model, backend="memeff", options=options)
+    x = torch.ones(1, WIDTH, dtype=torch.float64)
+    said, counts = [], []
+    for lengths in ([2] * BLOCKS, [5] * BLOCKS, [9] * BLOCKS, [3, *[4] * (BLOCKS - 1)]):
+        ours, theirs = ([Memory(length) for length in lengths] for _ in range(2))
+        torch.testing.assert_close(compiled(x, ours), model(x, theirs))
+        for found, expected in zip(ours, theirs, strict=True):
+            assert found.length == expected.length
+            torch.testing.assert_close(found.rows, expected.rows)
+        said += [r.sentence.split(",")[0] for r in memeff_compile.graphs()[-1].records]
+        counts.append(len(compilations))
+    assert said == [f"{BLOCKS} layers of 1 kind"] * 3 + [f"{BLOCKS - 1} layers of 1 kind"]
+    assert counts[1] == counts[2], "the second graph serves every length"
 
 
 def test_verification_compares_the_whole(compilations: list[int]) -> None:
