@@ -1,12 +1,15 @@
 """Scores of real models in tasks, under every lossy mode.
 
     python benchmarks/quality/task_scores.py measure --models FOLDER [FOLDER ...]
+    python benchmarks/quality/task_scores.py times --models FOLDER [FOLDER ...]
+    python benchmarks/quality/task_scores.py table
 
 FOLDER is an argument of `from_pretrained`. Tasks are those of tasks.py; all modes answer the same
 items. A row has a model, a task, a seed and a mode, and says of each item whether it was right, so
 that a mode is compared with the exact model item by item. Rows that are there already are not
 measured again: after --budget seconds, or when it was stopped, the command goes on where its rows
-end.
+end. `times` adds the time of reading a prompt and of writing a token, eagerly, with weights that
+stay coded.
 
 A cache takes the text before the question as the prompt, which attends exactly; the question and
 the answer, in pieces of 64 tokens, read the cache. Attention in low bits and weights of fewer bits
@@ -21,27 +24,22 @@ import statistics
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import memeff_compile
 from benchmarks import RESULTS, rows
-from benchmarks.quality import tasks, texts
-from benchmarks.quality.modes import CALIBRATED, Mode, modes
-from benchmarks.quality.subject import Lowered, Subject
+from benchmarks.quality import tasks
+from benchmarks.quality.answering import Answering
+from benchmarks.quality.modes import Mode, modes
+from benchmarks.quality.subject import Subject
 from memeff_compile.errors import MemeffError
 
-PIECE = 64
 LEFT_OUT = ("max_norm", "groups of 32", "three quarters on, slerp, t 0.5", "half on, slerp, t 0.6")
 """Parts of names of modes that perplexity tells from others well enough."""
 EXACT = Mode("exact")
-CALIBRATION = (448, 4)
-"""Length and number of texts that levels of attention are chosen on."""
 
 
 def chosen(layers: int, given: argparse.Namespace) -> list[Mode]:
@@ -52,112 +50,6 @@ def chosen(layers: int, given: argparse.Namespace) -> list[Mode]:
     return [EXACT, *found]
 
 
-class Answering:
-    """A model that answers items under a mode.
-
-    Args:
-        subject: the model.
-        mode: how.
-        coded: whether weights stay as codes, as they would in use.
-    """
-
-    def __init__(self, subject: Subject, mode: Mode, coded: bool = False) -> None:
-        self.subject, self.mode = subject, mode
-        self.facts: dict[str, Any] = {}
-        self.model: Any = None
-        self.levels: str | list[str] = mode.level or ""
-        if mode.mantissa is not None:
-            self.model, self.facts = subject.with_weights(mode.mantissa, coded)
-        elif mode.compiled:
-            self.model = subject.compiled(mode.level or "exact")
-        elif mode.share is not None or mode.level == CALIBRATED:
-            self.levels = self._calibrated()
-            self.facts["levels"] = {each: self.levels.count(each) for each in set(self.levels)}
-
-    def _calibrated(self) -> list[str]:
-        length, count = CALIBRATION
-        ids = texts.rows_of(self.subject.tokenizer, "source", length, count)
-        inputs = [{"input_ids": row[None].to(self.subject.device)} for row in ids]
-        given: dict[str, Any] = {"levels": ("8b",)}
-        if self.mode.share is not None:
-            given = {"share": self.mode.share}
-        found = memeff_compile.calibrate_attention(self.subject.model.base_model, inputs, **given)
-        return [str(each) for each in found["levels"].values()]
-
-    def around(self) -> AbstractContextManager[Any]:
-        """Return the context of one forward pass of several tokens."""
-        if self.mode.level is None or self.mode.compiled:
-            return nullcontext()
-        return Lowered(self.levels, judged=False).forward()
-
-    def cache(self, length: int) -> Any:
-        """Return an empty cache, or None where the mode has no own."""
-        if self.mode.cache is None:
-            return None
-        return memeff_compile.KVCache(self.subject.model.config, length, **self.mode.cache)
-
-    def last(self, ids: Tensor, first: int) -> Tensor:
-        """Return the last states of tokens (B, N)."""
-        cache = self.cache(ids.shape[1])
-        pieces = None if cache is None else (first, PIECE)
-        around = self.around()
-        found = self.subject.states(ids, self.model, cache, pieces, around, layers=False).last
-        if cache is not None:
-            self.facts["cache_bytes_a_token"] = round(cache.nbytes / ids.numel(), 1)
-        return found
-
-    @torch.no_grad()
-    def judge(self, items: tasks.Rows, kind: str, batch: int) -> list[bool]:
-        """Return which items are right."""
-        if kind == "code":
-            return self._code(items, batch)
-        found: list[Tensor] = []
-        most = max(items.answers)
-        first = items.first // PIECE * PIECE
-        for part in torch.arange(len(items.ids)).split(batch):
-            ids = items.ids[part].to(self.subject.device)
-            last = self.last(ids, first)[:, -most - 1 : -1]
-            log_p = self.subject.logits(last.flatten(0, 1)).log_softmax(-1)
-            log_p = log_p.view(len(ids), most, -1)
-            wanted = ids[:, -most:]
-            own = torch.tensor([items.answers[each] for each in part], device=ids.device)
-            is_answer = torch.arange(most, device=ids.device) >= most - own[:, None]
-            if kind == "exact":
-                same = log_p.argmax(-1) == wanted
-                found.append((same | ~is_answer).all(1).float().cpu())
-            else:
-                of_each = log_p.gather(-1, wanted[..., None])[..., 0] * is_answer
-                found.append(of_each.sum(1).cpu())
-        scores = torch.cat(found)
-        if kind == "exact":
-            return [bool(each) for each in scores]
-        scores = (scores / torch.tensor(items.characters)).view(-1, items.each)
-        return [bool(each) for each in scores.argmax(1) == 0]
-
-    def _code(self, items: tasks.Rows, batch: int) -> list[bool]:
-        """Let the model write greedily, and judge each text."""
-        from transformers import DynamicCache
-
-        body = (self.model or self.subject.model).base_model
-        right: list[bool] = []
-        for ids in items.ids.to(self.subject.device).split(batch):
-            cache = self.cache(ids.shape[1] + tasks.WRITTEN)
-            cache = DynamicCache() if cache is None else cache
-            with self.around():
-                out = body(input_ids=ids, past_key_values=cache)
-            written: list[Tensor] = []
-            while True:
-                last = out.last_hidden_state[:, -1]
-                written.append(self.subject.logits(last).argmax(-1, keepdim=True))
-                if len(written) == tasks.WRITTEN:
-                    break
-                out = body(input_ids=written[-1], past_key_values=cache)
-            for row in torch.cat(written, 1):
-                text = self.subject.tokenizer.decode(row)
-                right.append(tasks.parses(items.questions[len(right)], text))
-        return right
-
-
 def batch_of(length: int, device: str) -> int:
     """Return how many rows of a length go through the model at a time."""
     return max(1, (65_536 if device == "cuda" else 2048) // length)
@@ -166,14 +58,10 @@ def batch_of(length: int, device: str) -> int:
 def measure(given: argparse.Namespace) -> int:
     """Write a row for each model, seed, mode and task that has none."""
     deadline = time.monotonic() + given.budget
-    before = [row for path in (given.out, *given.had) if path.exists() for row in rows.read(path)]
-    done = {key_of(row) for row in before if row["what"] == "tasks"}
+    done = {key_of(row) for row in before(given) if row["what"] == "tasks"}
     environment = rows.environment()
     for folder in given.models:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = getattr(torch, given.dtype or ("bfloat16" if device == "cuda" else "float32"))
-        torch.backends.cuda.matmul.allow_tf32 = False
-        subject = Subject(folder, device, dtype)
+        subject = subject_in(folder, given)
         asked = [task for task in tasks.TASKS if task.length <= subject.longest]
         if given.tasks:
             asked = [task for task in asked if any(part in task.name for part in given.tasks)]
@@ -183,22 +71,23 @@ def measure(given: argparse.Namespace) -> int:
                 open_tasks = [
                     task
                     for task in asked
-                    if (subject.name, task.name, seed, mode.name, str(dtype)) not in done
+                    if (subject.name, task.name, seed, mode.name, subject.facts["dtype"])
+                    not in done
                 ]
                 answering: Answering | None = None
                 for task in open_tasks:
                     if time.monotonic() > deadline:
                         print(f"out of time before {mode.name}, {task.name}", flush=True)
                         return 0
-                    facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed,
-                             "kind": task.kind, "chance": task.chance, "mode": mode.name}  # fmt: skip
+                    facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
+                    facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
                     started = time.monotonic()
                     try:
                         answering = answering or Answering(subject, mode)
                         at = (task.name, seed)
                         if at not in made:
                             made[at] = tasks.rows_of(subject.tokenizer, task, seed, given.count)
-                        batch = batch_of(task.length, device)
+                        batch = batch_of(task.length, subject.device)
                         right = answering.judge(made[at], task.kind, batch)
                     except MemeffError as problem:
                         found: dict[str, Any] = {"refused": str(problem)}
@@ -219,9 +108,162 @@ def measure(given: argparse.Namespace) -> int:
     return 0
 
 
+def times(given: argparse.Namespace) -> int:
+    """Write a row for each model and mode that has no times."""
+    deadline = time.monotonic() + given.budget
+    done = {(row["model"], row["mode"]) for row in before(given) if row["what"] == "task times"}
+    environment = rows.environment()
+    for folder in given.models:
+        subject = subject_in(folder, given)
+        batch, length, count = given.shape
+        ids = torch.arange(batch * length).remainder(1000).add(100).view(batch, length)
+        ids = ids.to(subject.device)
+        for mode in chosen(subject.layers, given):
+            if (subject.name, mode.name) in done or mode.compiled:
+                continue
+            if time.monotonic() > deadline:
+                print(f"out of time before the times of {mode.name}", flush=True)
+                return 0
+            facts = {"what": "task times", **subject.facts, "mode": mode.name}
+            try:
+                found = Answering(subject, mode, coded=subject.device == "cuda").times(ids, count)
+            except MemeffError as problem:
+                found = {"refused": str(problem)}
+            shape = {"batch": batch, "prompt": length, "tokens": count}
+            rows.append(given.out, {**facts, **shape, **found, **environment})
+            print(f"{mode.name}: {found}", flush=True)
+    return 0
+
+
+def before(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows that are there already."""
+    return [row for path in (given.out, *given.had) if path.exists() for row in rows.read(path)]
+
+
+def subject_in(folder: Path, given: argparse.Namespace) -> Subject:
+    """Return the model in a folder."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = given.dtype or ("bfloat16" if device == "cuda" else "float32")
+    return Subject(folder, device, getattr(torch, dtype))
+
+
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return the values of a row that name its measurement."""
-    return row["model"], row["task"], row["seed"], row["mode"], f"torch.{row['dtype']}"
+    return row["model"], row["task"], row["seed"], row["mode"], row["dtype"]
+
+
+class Change(NamedTuple):
+    """A mode's score in a task, compared with the exact model on the same items.
+
+    Attributes:
+        right: share of right items.
+        change: difference from the exact model's share.
+        error: standard error of `change`; for the exact model that of `right`.
+    """
+
+    right: float
+    change: float
+    error: float
+
+
+Scores = dict[str, dict[str, Change]]
+"""Mode -> task -> change; the exact model first."""
+
+
+def scores(found: list[dict[str, Any]]) -> Scores:
+    """Return the scores of one model, over all seeds that both it and the exact model have."""
+    latest = rows.latest([row for row in found if "answers" in row], "task", "seed", "mode")
+    answers = {(r["mode"], r["task"], r["seed"], r["digest"]): r["answers"] for r in latest}
+    made: Scores = {}
+    for mode in dict.fromkeys(key[0] for key in answers):
+        for task in dict.fromkeys(key[1] for key in answers):
+            pairs: list[tuple[int, int]] = []
+            for (own, named, *drawn), given in answers.items():
+                exact = answers.get((EXACT.name, named, *drawn))
+                if (own, named) == (mode, task) and exact is not None:
+                    pairs += zip(map(int, exact), map(int, given), strict=True)
+            if pairs:
+                made.setdefault(mode, {})[task] = _change(pairs, mode == EXACT.name)
+    return made
+
+
+def _change(pairs: list[tuple[int, int]], is_exact: bool) -> Change:
+    right = statistics.mean(b for _, b in pairs)
+    samples = [float(b) if is_exact else float(b - a) for a, b in pairs]
+    error = statistics.stdev(samples) / len(samples) ** 0.5 if len(samples) > 1 else math.nan
+    return Change(right, 0.0 if is_exact else statistics.mean(samples), error)
+
+
+def solved(found: list[dict[str, Any]], made: Scores) -> list[str]:
+    """Return the tasks in which the exact model is above chance by four standard errors."""
+    chance = {row["task"]: row["chance"] for row in found}
+    exact = made.get(EXACT.name, {})
+    return [task for task, own in exact.items() if own.right > chance[task] + 4 * own.error]
+
+
+def mean_of(made: dict[str, Change], over: list[str]) -> Change | None:
+    """Return the mean over tasks, or None where one is missing."""
+    if not over or any(task not in made for task in over):
+        return None
+    each = [made[task] for task in over]
+    error = sum(one.error**2 for one in each) ** 0.5 / len(each)
+    right, change = (statistics.mean(column) for column in list(zip(*each, strict=True))[:2])
+    return Change(right, change, error)
+
+
+def costs(found: list[dict[str, Any]], mode: str) -> str:
+    """Return the size of a mode's cache or weights, in percent of the exact model's."""
+    share = share_of_bytes(found, mode)
+    return "" if share is None else f"{share:.0%}".replace("%", " %")
+
+
+def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
+    """Return the bytes of a mode's cache, over all tasks, or weights, compared with bf16."""
+    own = [row for row in found if row["mode"] == mode]
+    bits = [row["bits"] for row in own if "bits" in row]
+    if bits:
+        return float(bits[-1]) / 16
+    exact = [row for row in found if row["mode"] == "cache, 16 bits"]
+    sizes = [row["cache_mib"] for row in (*own[-1:], *exact[-1:]) if "cache_mib" in row]
+    return sizes[0] / sizes[1] if len(sizes) == 2 else None
+
+
+def table(given: argparse.Namespace) -> int:
+    """Print scores as Markdown: a table for each model."""
+    all_rows = before(given)
+    for name in dict.fromkeys((row["model"], row["dtype"]) for row in all_rows):
+        here = [row for row in all_rows if (row["model"], row["dtype"]) == name]
+        asked = [row for row in here if row["what"] == "tasks"]
+        timed = [row for row in here if row["what"] == "task times"]
+        made = scores(asked)
+        over = solved(asked, made)
+        counts = [
+            len(row["answers"]) for row in asked if "answers" in row and row["mode"] == "exact"
+        ]
+        print(f"\n{name[0]}, {name[1]}, {sum(counts):,} items\n")
+        print(f"| mode | bytes | {' | '.join(over)} | mean |")
+        print("|---" * (len(over) + 3) + "|")
+        for mode, own in made.items():
+            mean = mean_of(own, over)
+            cells = [shown(own.get(task), mode) for task in over] + [shown(mean, mode)]
+            size = costs([*asked, *timed], mode)
+            print(f"| {' | '.join([mode, size, *cells])} |")
+        left = [f"{t} ({100 * c.right:.0f} %)" for t, c in made["exact"].items() if t not in over]
+        if left:
+            print(f"\nNot above chance: {', '.join(left)}.")
+    return 0
+
+
+def shown(own: Change | None, mode: str) -> str:
+    """Return a cell: percent of the exact model, points of change of every other one."""
+    if own is None:
+        return ""
+    if mode == EXACT.name:
+        return f"{100 * own.right:.0f} % ({100 * own.error:.0f})"
+    return (
+        "0" if own.change == own.error == 0 else f"{100 * own.change:+.0f} ({100 * own.error:.0f})"
+    )
 
 
 def main() -> int:
@@ -229,7 +271,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["measure"])
+    parser.add_argument("action", choices=["measure", "times", "table"])
     parser.add_argument("--models", nargs="+", type=Path, default=[], help="folders")
     parser.add_argument("--modes", nargs="+", default=[], help="parts of names; all without")
     parser.add_argument("--tasks", nargs="+", default=[], help="parts of names; all without")
@@ -237,11 +279,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="items of a task, for a trial")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
+    parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 32], metavar="N",
+                        help="batch, prompt and written tokens of times")  # fmt: skip
     parser.add_argument("--had", nargs="+", type=Path, default=[], help="more files of rows")
     where = "nvidia-h100" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, default=RESULTS / where / "tasks.jsonl")
     given = parser.parse_args()
-    return {"measure": measure}[given.action](given)
+    return {"measure": measure, "times": times, "table": table}[given.action](given)
 
 
 if __name__ == "__main__":

@@ -374,9 +374,10 @@ def definitions() -> list[tuple[str, str]]:
                 continue
             text = inspect.getdoc(own) or ""
             first = " ".join(text.split("\n\n")[0].split())
-            if 30 <= len(first) <= 120 and first[0].isupper() and first.endswith("."):
-                if attribute.lower() not in first.lower() and first not in found.values():
-                    found[f"{name}.{attribute}"] = first
+            is_sentence = 30 <= len(first) <= 120 and first[0].isupper() and first.endswith(".")
+            tells = attribute.lower() in first.lower() or first in found.values()
+            if is_sentence and not tells:
+                found[f"{name}.{attribute}"] = first
     return list(found.items())
 
 
@@ -406,6 +407,10 @@ def functions(draw: random.Random, characters: int) -> Iterator[Item]:
         yield Item(source[max(0, start - characters) : start], source[start:end], ("",))
 
 
+GOES_ON = ("never closed", "expected an indented block", "unterminated triple", "EOF")
+"""Parts of messages about a text that ends too early."""
+
+
 def parses(head: str, written: str) -> bool:
     """Say whether the lines that a model wrote after a function's head are Python.
 
@@ -424,15 +429,14 @@ def parses(head: str, written: str) -> bool:
                 warnings.simplefilter("ignore")
                 tree = ast.parse(head + "\n".join(own) + "\n")
         except (SyntaxError, ValueError) as problem:
-            message = str(problem)
-            at_end = getattr(problem, "lineno", 0) or 0
-            open_ended = "never closed" in message or "expected an indented block" in message
-            if not (open_ended or "unterminated triple" in message or "EOF" in message):
-                if at_end < head.count("\n") + len(own) or len(own) == 1:
-                    return False
+            line = getattr(problem, "lineno", 0) or 0
+            is_last = line >= head.count("\n") + len(own) and len(own) > 1
+            if not (is_last or any(part in str(problem) for part in GOES_ON)):
+                return False
             own.pop()
             continue
-        return len(tree.body[0].body) > 1
+        (function,) = tree.body
+        return isinstance(function, ast.FunctionDef) and len(function.body) > 1
     return False
 
 
