@@ -37,7 +37,7 @@ class Answering:
         if mode.mantissa is not None:
             self.model, self.facts = subject.with_weights(mode.mantissa, coded)
         elif mode.compiled:
-            self.model = subject.compiled(mode.level or "exact")
+            self.model = subject.compiled(mode.level)
         elif mode.share is not None or mode.level == CALIBRATED:
             self.levels = self._calibrated()
             self.facts["levels"] = {each: self.levels.count(each) for each in set(self.levels)}
@@ -73,6 +73,13 @@ class Answering:
         if cache is not None:
             self.facts["cache_bytes_a_token"] = round(cache.nbytes / ids.numel(), 1)
         return found
+
+    def row(self, items: tasks.Rows, kind: str, batch: int) -> dict[str, Any]:
+        """Return which items are right, and what they are."""
+        right = self.judge(items, kind, batch)
+        found = {"items": len(right), "right": sum(right), "digest": tasks.digest(items)}
+        answers = "".join(str(int(each)) for each in right)
+        return {**found, "answers": answers, "length": items.ids.shape[1], **self.facts}
 
     @torch.no_grad()
     def judge(self, items: tasks.Rows, kind: str, batch: int) -> list[bool]:

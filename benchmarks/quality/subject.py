@@ -101,7 +101,7 @@ class Subject:
     """A model and its tokenizer.
 
     Args:
-        folder: as `from_pretrained` takes it.
+        folder: as `from_pretrained` takes it; MODEL+METHOD-SEED is a fine-tuned one.
         device: where to run.
         dtype: to compute in; weights that are compressed are bf16 before.
     """
@@ -109,7 +109,8 @@ class Subject:
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.name, self.device, self.dtype = folder.name, device, dtype
+        self.name, _, self.tuned = folder.name.partition("+")
+        self.device, self.dtype = device, dtype
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
         self.stored = load(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
@@ -144,10 +145,10 @@ class Subject:
             raise UnsupportedInputError(f"no weight of {self.name} was compressed:\n{report}")
         return self._ready(model), {"bits": report.bits, "compressed": count}
 
-    def compiled(self, level: str) -> Any:
-        """Return the model compiled with attention in low bits at any length."""
+    def compiled(self, level: str | None) -> Any:
+        """Return the model compiled, with attention in low bits at any length if a level says so."""
         registered()
-        options = {"memeff.attention": level, "memeff.attention.length": 0}
+        options = {} if level is None else {"memeff.attention": level, "memeff.attention.length": 0}
         options["memeff.inner"] = "aot_eager"  # the rest is the exact model's own arithmetic
         torch.compiler.reset()
         memeff_compile.reset()

@@ -4,12 +4,13 @@
     python benchmarks/quality/task_scores.py times --models FOLDER [FOLDER ...]
     python benchmarks/quality/task_scores.py table
 
-FOLDER is an argument of `from_pretrained`. Tasks are those of tasks.py; all modes answer the same
-items. A row has a model, a task, a seed and a mode, and says of each item whether it was right, so
-that a mode is compared with the exact model item by item. Rows that are there already are not
-measured again: after --budget seconds, or when it was stopped, the command goes on where its rows
-end. `times` adds the time of reading a prompt and of writing a token, eagerly, with weights that
-stay coded.
+FOLDER is an argument of `from_pretrained`. One that `fine_tuning.py --save` wrote is a mode of the
+model that was fine-tuned, and compared with that fine-tuned by the exact loss. Tasks are those of
+tasks.py; all modes answer the same items. A row has a model, a task, a seed and a mode, and says of
+each item whether it was right, so that a mode is compared with the exact model item by item. Rows
+that are there already are not measured again: after --budget seconds, or when it was stopped, the
+command goes on where its rows end. `times` adds the time of reading a prompt and of writing a
+token, eagerly, with weights that stay coded.
 
 A cache takes the text before the question as the prompt, which attends exactly; the question and
 the answer, in pieces of 64 tokens, read the cache. Attention in low bits and weights of fewer bits
@@ -19,11 +20,13 @@ take everything in one go.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,16 +41,12 @@ from benchmarks.quality.subject import Subject
 from memeff_compile.errors import MemeffError
 
 LEFT_OUT = ("max_norm", "groups of 32", "three quarters on, slerp, t 0.5", "half on, slerp, t 0.6")
+LEFT_OUT += ("8b, compiled",)
 """Parts of names of modes that perplexity tells from others well enough."""
+COMPILED = Mode("compiled, exact", compiled=True)
 EXACT = Mode("exact")
-
-
-def chosen(layers: int, given: argparse.Namespace) -> list[Mode]:
-    """Return the modes to measure, the exact model first."""
-    found = [mode for mode in modes(layers) if not any(part in mode.name for part in LEFT_OUT)]
-    if given.modes:
-        found = [mode for mode in found if any(part in mode.name for part in given.modes)]
-    return [EXACT, *found]
+TUNED = "fine-tuned, "
+"""How modes of fine-tuned models begin; a method and a seed follow."""
 
 
 def batch_of(length: int, device: str) -> int:
@@ -58,54 +57,59 @@ def batch_of(length: int, device: str) -> int:
 def measure(given: argparse.Namespace) -> int:
     """Write a row for each model, seed, mode and task that has none."""
     deadline = time.monotonic() + given.budget
-    done = {key_of(row) for row in before(given) if row["what"] == "tasks"}
+    done = {key_of(row) for row in before(given) if row["what"] == "tasks" and "failed" not in row}
     environment = rows.environment()
     for folder in given.models:
         subject = subject_in(folder, given)
-        asked = [task for task in tasks.TASKS if task.length <= subject.longest]
-        if given.tasks:
-            asked = [task for task in asked if any(part in task.name for part in given.tasks)]
         made: dict[tuple[str, int], tasks.Rows] = {}
-        for seed in given.seeds:
-            for mode in chosen(subject.layers, given):
-                open_tasks = [
-                    task
-                    for task in asked
-                    if (subject.name, task.name, seed, mode.name, subject.facts["dtype"])
-                    not in done
-                ]
-                answering: Answering | None = None
-                for task in open_tasks:
-                    if time.monotonic() > deadline:
-                        print(f"out of time before {mode.name}, {task.name}", flush=True)
-                        return 0
-                    facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
-                    facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
-                    started = time.monotonic()
-                    try:
-                        answering = answering or Answering(subject, mode)
-                        at = (task.name, seed)
-                        if at not in made:
-                            made[at] = tasks.rows_of(subject.tokenizer, task, seed, given.count)
-                        batch = batch_of(task.length, subject.device)
-                        right = answering.judge(made[at], task.kind, batch)
-                    except MemeffError as problem:
-                        found: dict[str, Any] = {"refused": str(problem)}
-                    except Exception as problem:  # a crash of one is no reason to miss the others
-                        traceback.print_exc()
-                        found = {"failed": f"{type(problem).__name__}: {problem}"[:300]}
-                    else:
-                        found = {"items": len(right), "right": sum(right),
-                                 "answers": "".join(str(int(each)) for each in right),
-                                 "length": task.length, "digest": tasks.digest(made[at]),
-                                 **answering.facts}  # fmt: skip
-                    found["seconds"] = round(time.monotonic() - started, 2)
-                    rows.append(given.out, {**facts, **found, **environment})
-                    shown = {k: found.get(k) for k in ("right", "items", "refused", "failed")}
-                    print(
-                        f"{mode.name}; {task.name}; {seed}: {shown} {found['seconds']}", flush=True
+        for seed, mode in itertools.product(given.seeds, modes_of(subject, given)):
+            answering: Answering | None = None
+            for task in tasks_of(subject, given):
+                facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
+                facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
+                if key_of(facts) in done:
+                    continue
+                if time.monotonic() > deadline:
+                    print(f"out of time before {mode.name}, {task.name}", flush=True)
+                    return 0
+                started = time.monotonic()
+                try:
+                    answering = answering or Answering(subject, mode)
+                    at = (task.name, seed)
+                    if at not in made:
+                        made[at] = tasks.rows_of(subject.tokenizer, task, seed, given.count)
+                    found = answering.row(
+                        made[at], task.kind, batch_of(task.length, subject.device)
                     )
+                except MemeffError as problem:
+                    found = {"refused": str(problem)}
+                except Exception as problem:  # a crash of one is no reason to miss the others
+                    traceback.print_exc()
+                    found = {"failed": f"{type(problem).__name__}: {problem}"[:300]}
+                found["seconds"] = round(time.monotonic() - started, 2)
+                rows.append(given.out, {**facts, **found, **environment})
+                told = {k: found[k] for k in ("right", "items", "refused", "failed") if k in found}
+                print(f"{mode.name}; {task.name}; {seed}: {told} {found['seconds']}", flush=True)
     return 0
+
+
+def tasks_of(subject: Subject, given: argparse.Namespace) -> list[tasks.Task]:
+    """Return the tasks that a model is long enough for."""
+    found = [task for task in tasks.TASKS if task.length <= subject.longest]
+    if given.tasks:
+        found = [task for task in found if any(part in task.name for part in given.tasks)]
+    return found
+
+
+def modes_of(subject: Subject, given: argparse.Namespace) -> list[Mode]:
+    """Return the modes to measure, the exact model first; one of a fine-tuned model."""
+    if subject.tuned:
+        return [Mode(f"{TUNED}{subject.tuned}")]
+    found = [*modes(subject.layers), COMPILED]
+    if given.modes:
+        found = [mode for mode in found if any(part in mode.name for part in given.modes)]
+    found = [mode for mode in found if not any(part in mode.name for part in LEFT_OUT)]
+    return [EXACT, *found]
 
 
 def times(given: argparse.Namespace) -> int:
@@ -118,7 +122,7 @@ def times(given: argparse.Namespace) -> int:
         batch, length, count = given.shape
         ids = torch.arange(batch * length).remainder(1000).add(100).view(batch, length)
         ids = ids.to(subject.device)
-        for mode in chosen(subject.layers, given):
+        for mode in modes_of(subject, given):
             if (subject.name, mode.name) in done or mode.compiled:
                 continue
             if time.monotonic() > deadline:
@@ -180,12 +184,21 @@ def scores(found: list[dict[str, Any]]) -> Scores:
         for task in dict.fromkeys(key[1] for key in answers):
             pairs: list[tuple[int, int]] = []
             for (own, named, *drawn), given in answers.items():
-                exact = answers.get((EXACT.name, named, *drawn))
+                exact = answers.get((_base(own, answers), named, *drawn))
                 if (own, named) == (mode, task) and exact is not None:
                     pairs += zip(map(int, exact), map(int, given), strict=True)
             if pairs:
                 made.setdefault(mode, {})[task] = _change(pairs, mode == EXACT.name)
     return made
+
+
+def _base(mode: str, known: Iterable[tuple[Any, ...]]) -> str:
+    """Return the mode that a mode is compared with."""
+    method, _, seed = mode.removeprefix(TUNED).rpartition("-")
+    if not mode.startswith(TUNED) or method == EXACT.name:
+        return EXACT.name
+    base = f"{TUNED}{EXACT.name}-{seed}"
+    return base if any(key[0] == base for key in known) else EXACT.name
 
 
 def _change(pairs: list[tuple[int, int]], is_exact: bool) -> Change:

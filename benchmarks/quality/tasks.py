@@ -429,8 +429,8 @@ def parses(head: str, written: str) -> bool:
                 warnings.simplefilter("ignore")
                 tree = ast.parse(head + "\n".join(own) + "\n")
         except (SyntaxError, ValueError) as problem:
-            line = getattr(problem, "lineno", 0) or 0
-            is_last = line >= head.count("\n") + len(own) and len(own) > 1
+            at = getattr(problem, "lineno", 0) or 0
+            is_last = at >= head.count("\n") + len(own) and len(own) > 1
             if not (is_last or any(part in str(problem) for part in GOES_ON)):
                 return False
             own.pop()
