@@ -146,7 +146,7 @@ class Subject:
         return self._ready(model), {"bits": report.bits, "compressed": count}
 
     def compiled(self, level: str | None) -> Any:
-        """Return the model compiled, with attention in low bits at any length if a level says so."""
+        """Return the model compiled, with attention of a level at any length."""
         registered()
         options = {} if level is None else {"memeff.attention": level, "memeff.attention.length": 0}
         options["memeff.inner"] = "aot_eager"  # the rest is the exact model's own arithmetic

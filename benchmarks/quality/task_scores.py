@@ -177,7 +177,9 @@ Scores = dict[str, dict[str, Change]]
 
 def scores(found: list[dict[str, Any]]) -> Scores:
     """Return the scores of one model, over all seeds that both it and the exact model have."""
-    latest = rows.latest([row for row in found if "answers" in row], "task", "seed", "mode")
+    latest = rows.latest(
+        [row for row in found if "answers" in row], "task", "seed", "mode", "digest"
+    )
     answers = {(r["mode"], r["task"], r["seed"], r["digest"]): r["answers"] for r in latest}
     made: Scores = {}
     for mode in dict.fromkeys(key[0] for key in answers):
