@@ -244,6 +244,18 @@ def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
     return sizes[0] / sizes[1] if len(sizes) == 2 else None
 
 
+def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
+    """Return the time of a prompt and the tokens after it, compared with the exact model."""
+    timed = [row for row in found if "token_ms" in row]
+    both = [[row for row in timed if row["mode"] == name][-1:] for name in (mode, EXACT.name)]
+    if not all(both):
+        return None
+    own, exact = (
+        row["prompt_ms"]["median"] + row["tokens"] * row["token_ms"]["median"] for (row,) in both
+    )
+    return float(own / exact)
+
+
 def table(given: argparse.Namespace) -> int:
     """Print scores as Markdown: a table for each model."""
     all_rows = before(given)

@@ -269,14 +269,21 @@ def test_rows_end_where_time_does_and_go_on_from_there(folder: Path, tmp_path: P
     assert "Not above chance: copying" in shown
 
 
-def test_exact_modes_answer_as_the_exact_model(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode("cache", cache={"bits": 16}),
+        pytest.param(Mode("compiled", compiled=True), marks=pytest.mark.slow),
+    ],
+    ids=lambda mode: mode.name,
+)
+def test_exact_modes_answer_as_the_exact_model(mode: Mode, folder: Path) -> None:
     from benchmarks.quality.subject import Subject
 
     subject = Subject(folder, "cpu", torch.float32)
     items = tasks.rows_of(subject.tokenizer, BY_NAME["addition, likeliest of 4"], 0, 3)
     plain = answering.Answering(subject, Mode("exact")).judge(items, "choice", 4)
-    for mode in (Mode("cache", cache={"bits": 16}), Mode("compiled", compiled=True)):
-        assert answering.Answering(subject, mode).judge(items, "choice", 4) == plain
+    assert answering.Answering(subject, mode).judge(items, "choice", 4) == plain
 
 
 def test_figures_of_trained_models_hold_what_arithmetic_says() -> None:
