@@ -43,7 +43,7 @@ from memeff_compile.errors import MemeffError
 LEFT_OUT = ("max_norm", "groups of 32", "three quarters on, slerp, t 0.5", "half on, slerp, t 0.6")
 LEFT_OUT += ("8b, compiled",)
 """Parts of names of modes that perplexity tells from others well enough."""
-COMPILED = Mode("compiled, exact", compiled=True)
+COMPILED = Mode("compiled", compiled=True)
 EXACT = Mode("exact")
 TUNED = "fine-tuned, "
 """How modes of fine-tuned models begin; a method and a seed follow."""
@@ -105,11 +105,10 @@ def modes_of(subject: Subject, given: argparse.Namespace) -> list[Mode]:
     """Return the modes to measure, the exact model first; one of a fine-tuned model."""
     if subject.tuned:
         return [Mode(f"{TUNED}{subject.tuned}")]
-    found = [*modes(subject.layers), COMPILED]
+    found = [EXACT, *modes(subject.layers), COMPILED]
     if given.modes:
         found = [mode for mode in found if any(part in mode.name for part in given.modes)]
-    found = [mode for mode in found if not any(part in mode.name for part in LEFT_OUT)]
-    return [EXACT, *found]
+    return [mode for mode in found if not any(part in mode.name for part in LEFT_OUT)]
 
 
 def times(given: argparse.Namespace) -> int:

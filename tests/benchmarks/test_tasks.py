@@ -247,7 +247,7 @@ MODES = ["exact", "cache, 2 bits"]
 def test_rows_end_where_time_does_and_go_on_from_there(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "tasks.jsonl"
     given = ["measure", "--models", str(folder), "--count", "2", "--out", str(out)]
-    given += ["--seeds", "0", "--tasks", "copying", "code", "--modes", *MODES[1:]]
+    given += ["--seeds", "0", "--tasks", "copying", "code", "--modes", *MODES]
     script("task_scores", *given, "--budget", "0")
     assert not out.exists()
     script("task_scores", *given, "--tasks", "copying")
