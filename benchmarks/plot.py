@@ -316,25 +316,6 @@ def _band(axis: Any, several: list[dict[int, float]], label: str, shade: str) ->
         axis.fill_between(steps, low, high, color=shade, alpha=0.2, linewidth=0)
 
 
-def probabilities(rows: list[Row]) -> Any:
-    """Draw the mean probability of the i-th likeliest token of the latest row."""
-    row = rows[-1]
-    figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    axis.plot(row["rank"], row["probability"], color=COLOURS["inductor"])
-    axis.axhline(row["eps"], color=COLOURS["memeff"], linewidth=0.8, linestyle="--")
-    text = f"2^-12: {row['ranks_above_eps']} ranks above"
-    axis.annotate(text, (row["rank"][0], row["eps"]), xytext=(2, 3), **_POINTS)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    tidy(axis, "i-th likeliest token", "mean probability")
-    shares = ", ".join(f"{size} {share:.1%}" for size, share in row["active_share"].items())
-    facts = f"active tiles {shares}\nmass below 2^-12: {row['mass_below_eps']:.2%}"
-    axis.text(0.97, 0.97, facts, transform=axis.transAxes, ha="right", va="top", fontsize=7)
-    title = f"Trained model of {row['parameters'] / 1e6:.0f} M parameters, V = {row['V']}"
-    figure.suptitle(f"{title}\n{caption(rows)}", fontsize=8)
-    return figure
-
-
 def ternary_training(rows: list[Row]) -> Any:
     """Draw validation loss of ternary models over the second half of their steps.
 
@@ -387,31 +368,6 @@ TERNARY_PANELS = {
     "full precision and ternary": ["full precision", "full precision relu2", "b1.58", "a4.8"],
 }
 """Title of a panel -> its runs."""
-
-
-def exponents(rows: list[Row]) -> Any:
-    """Draw how often each exponent occurs, before and after training."""
-    figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    by_when = {row["when"]: row for row in rows}
-    for (when, row), shade in zip(by_when.items(), ("#9a9a9a", "#e4572e"), strict=False):
-        share = [count / row["weights"] for count in row["exponents"]]
-        seen = [place for place, count in enumerate(row["exponents"]) if count]
-        axis.step(
-            [place - 127 for place in seen],
-            [share[place] for place in seen],
-            where="mid",
-            color=shade,
-            label=f"{when}: {row['entropy']['exponent']:.2f} of 8 bits",
-        )
-    axis.set_yscale("log")
-    axis.legend(fontsize=7, frameon=False)
-    tidy(axis, "exponent", "share of weights")
-    found = by_when["trained"]["entropy"]
-    entropies = (
-        f"entropy of sign {found['sign']:.2f} of 1, mantissa {found['mantissa']:.2f} of 7 bits"
-    )
-    figure.suptitle(f"{entropies}\n{caption(rows)}", fontsize=8)
-    return figure
 
 
 def coded_weight_throughput(rows: list[Row]) -> Any:
@@ -537,7 +493,7 @@ def tasks(rows: list[Row]) -> Any:
                     axis.annotate(_short(mode), (100 * across, up), **_BESIDE)
         left.set_title(f"{model}, {count} tasks", fontsize=9)
         tidy(left, "bytes of the cache (blue) or weights (orange), % of bf16", "mean score, %")
-        tidy(right, "time of a prompt and 32 tokens, % of exact", "")
+        tidy(right, "time of a prompt and 256 tokens, % of exact", "")
     figure.suptitle(caption(rows), fontsize=8)
     return figure
 
@@ -629,8 +585,6 @@ def trained_layers(rows: list[Row]) -> Any:
     return figure
 
 
-_POINTS = {"textcoords": "offset points", "fontsize": 7}
-
 TRAINED = {
     "trained-probabilities": trained_probabilities,
     "trained-exponents": trained_exponents,
@@ -647,11 +601,9 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "head-and-loss.jsonl": (head_and_loss, "head-and-loss"),
     "scaling.jsonl": (scaling, "scaling"),
     "convergence.jsonl": (curves, "convergence"),
-    "probabilities.jsonl": (probabilities, "probabilities"),
     "weights-ablation.jsonl": (weights_ablation, "weights-ablation"),
     "attention-ablation.jsonl": (attention_ablation, "attention-ablation"),
     "ternary-qat.jsonl": (ternary_training, "ternary-qat"),
-    "coded-weight-exponents.jsonl": (exponents, "coded-weight-exponents"),
     "coded-weight-throughput.jsonl": (coded_weight_throughput, "coded-weight-throughput"),
 }
 """File of rows -> its painter, and the name of the figure."""

@@ -1,7 +1,6 @@
 """Scores of real models in tasks, under every lossy mode.
 
     python benchmarks/quality/task_scores.py measure --models FOLDER [FOLDER ...]
-    python benchmarks/quality/task_scores.py times --models FOLDER [FOLDER ...]
     python benchmarks/quality/task_scores.py table
 
 FOLDER is an argument of `from_pretrained`. One that `fine_tuning.py --save` wrote is a mode of the
@@ -9,8 +8,9 @@ model that was fine-tuned, and compared with that fine-tuned by the exact loss. 
 tasks.py; all modes answer the same items. A row has a model, a task, a seed and a mode, and says of
 each item whether it was right, so that a mode is compared with the exact model item by item. Rows
 that are there already are not measured again: after --budget seconds, or when it was stopped, the
-command goes on where its rows end. `times` adds the time of reading a prompt and of writing a
-token, eagerly, with weights that stay coded.
+command goes on where its rows end. Tasks in which the exact model is no better than chance are
+asked of it alone, unless --tasks names them. --times adds the time of reading a prompt and of
+writing a token, with weights that stay coded.
 
 A cache takes the text before the question as the prompt, which attends exactly; the question and
 the answer, in pieces of 64 tokens, read the cache. Attention in low bits and weights of fewer bits
@@ -20,13 +20,13 @@ take everything in one go.
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import math
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,10 @@ from memeff_compile.errors import MemeffError
 LEFT_OUT = ("max_norm", "groups of 32", "three quarters on, slerp, t 0.5", "half on, slerp, t 0.6")
 LEFT_OUT += ("8b, compiled",)
 """Parts of names of modes that perplexity tells from others well enough."""
+SURE = 4
+"""Standard errors above chance, from which on a task counts."""
+AFTER = 256
+"""Tokens after a prompt whose time is compared."""
 COMPILED = Mode("compiled", compiled=True)
 EXACT = Mode("exact")
 TUNED = "fine-tuned, "
@@ -54,43 +58,98 @@ def batch_of(length: int, device: str) -> int:
     return max(1, (65_536 if device == "cuda" else 2048) // length)
 
 
+class Run:
+    """One call of the command: what is asked, what is there, and when it must end."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.environment = given, rows.environment()
+        self.deadline = time.monotonic() + given.budget
+        had = before(given)
+        self.done = {key_of(row) for row in had if "failed" not in row}
+        self.exact = [row for row in had if row.get("mode") == EXACT.name and "answers" in row]
+
+    def write(self, facts: dict[str, Any], make: Callable[[], dict[str, Any]]) -> None:
+        """Write a row, unless there is one, with the figures or why there are none."""
+        if key_of(facts) in self.done:
+            return
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"out of time before {facts['mode']}, {facts.get('task', 'times')}")
+        started = time.monotonic()
+        try:
+            found = make()
+        except MemeffError as problem:
+            found = {"refused": str(problem)}
+        except Exception as problem:  # a crash of one is no reason to miss the others
+            traceback.print_exc()
+            found = {"failed": f"{type(problem).__name__}: {problem}"[:300]}
+        row = {**facts, **found, "seconds": round(time.monotonic() - started, 2)}
+        rows.append(self.given.out, {**row, **self.environment})
+        if facts["mode"] == EXACT.name and "answers" in row:
+            self.exact.append(row)
+        told = ("right", "items", "token_ms", "refused", "failed", "seconds")
+        shown = {name: row[name] for name in told if name in row}
+        print(f"{facts['mode']}; {facts.get('task', 'times')}: {shown}", flush=True)
+
+    def is_solved(self, model: str, task: tasks.Task) -> bool:
+        """Say whether the exact model is better than chance in a task, as far as rows tell."""
+        known = [row for row in self.exact if (row["model"], row["task"]) == (model, task.name)]
+        answers = "".join(row["answers"] for row in known)
+        right = answers.count("1") / max(len(answers), 1)
+        error = (right * (1 - right) / max(len(answers), 1)) ** 0.5
+        return not known or right > task.chance + SURE * max(error, 0.01)
+
+
 def measure(given: argparse.Namespace) -> int:
     """Write a row for each model, seed, mode and task that has none."""
-    deadline = time.monotonic() + given.budget
-    done = {key_of(row) for row in before(given) if row["what"] == "tasks" and "failed" not in row}
-    environment = rows.environment()
-    for folder in given.models:
-        subject = subject_in(folder, given)
-        made: dict[tuple[str, int], tasks.Rows] = {}
-        for seed, mode in itertools.product(given.seeds, modes_of(subject, given)):
-            answering: Answering | None = None
-            for task in tasks_of(subject, given):
-                facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
-                facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
-                if key_of(facts) in done:
-                    continue
-                if time.monotonic() > deadline:
-                    print(f"out of time before {mode.name}, {task.name}", flush=True)
-                    return 0
-                started = time.monotonic()
-                try:
-                    answering = answering or Answering(subject, mode)
-                    at = (task.name, seed)
-                    if at not in made:
-                        made[at] = tasks.rows_of(subject.tokenizer, task, seed, given.count)
-                    found = answering.row(
-                        made[at], task.kind, batch_of(task.length, subject.device)
-                    )
-                except MemeffError as problem:
-                    found = {"refused": str(problem)}
-                except Exception as problem:  # a crash of one is no reason to miss the others
-                    traceback.print_exc()
-                    found = {"failed": f"{type(problem).__name__}: {problem}"[:300]}
-                found["seconds"] = round(time.monotonic() - started, 2)
-                rows.append(given.out, {**facts, **found, **environment})
-                told = {k: found[k] for k in ("right", "items", "refused", "failed") if k in found}
-                print(f"{mode.name}; {task.name}; {seed}: {told} {found['seconds']}", flush=True)
+    run = Run(given)
+    try:
+        for folder in given.models:
+            subject = subject_in(folder, given)
+            for seed in given.seeds:
+                _answer(run, subject, seed)
+            if given.times and not subject.tuned:
+                _time(run, subject)
+    except TimeoutError as problem:
+        print(problem, flush=True)
     return 0
+
+
+def _answer(run: Run, subject: Subject, seed: int) -> None:
+    made: dict[str, tasks.Rows] = {}
+    for mode in modes_of(subject, run.given):
+        answering: Answering | None = None
+
+        def make(task: tasks.Task, mode: Mode = mode) -> dict[str, Any]:
+            nonlocal answering
+            answering = answering or Answering(subject, mode)
+            if task.name not in made:
+                made[task.name] = tasks.rows_of(subject.tokenizer, task, seed, run.given.count)
+            batch = batch_of(task.length, subject.device)
+            return answering.row(made[task.name], task.kind, batch)
+
+        for task in tasks_of(subject, run.given):
+            is_asked = mode.name == EXACT.name or run.given.tasks
+            if not is_asked and not run.is_solved(subject.name, task):
+                continue
+            facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
+            facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
+            run.write(facts, functools.partial(make, task))
+
+
+def _time(run: Run, subject: Subject) -> None:
+    batch, length, count = run.given.shape
+    ids = torch.arange(batch * length).remainder(1000).add(100).view(batch, length)
+    ids = ids.to(subject.device)
+    for mode in modes_of(subject, run.given):
+        if mode.compiled:
+            continue
+        facts = {"what": "task times", **subject.facts, "mode": mode.name, "batch": batch}
+        facts |= {"prompt": length, "tokens": count}
+
+        def make(mode: Mode = mode) -> dict[str, Any]:
+            return Answering(subject, mode, coded=subject.device == "cuda").times(ids, count)
+
+        run.write(facts, make)
 
 
 def tasks_of(subject: Subject, given: argparse.Namespace) -> list[tasks.Task]:
@@ -111,33 +170,6 @@ def modes_of(subject: Subject, given: argparse.Namespace) -> list[Mode]:
     return [mode for mode in found if not any(part in mode.name for part in LEFT_OUT)]
 
 
-def times(given: argparse.Namespace) -> int:
-    """Write a row for each model and mode that has no times."""
-    deadline = time.monotonic() + given.budget
-    done = {(row["model"], row["mode"]) for row in before(given) if row["what"] == "task times"}
-    environment = rows.environment()
-    for folder in given.models:
-        subject = subject_in(folder, given)
-        batch, length, count = given.shape
-        ids = torch.arange(batch * length).remainder(1000).add(100).view(batch, length)
-        ids = ids.to(subject.device)
-        for mode in modes_of(subject, given):
-            if (subject.name, mode.name) in done or mode.compiled:
-                continue
-            if time.monotonic() > deadline:
-                print(f"out of time before the times of {mode.name}", flush=True)
-                return 0
-            facts = {"what": "task times", **subject.facts, "mode": mode.name}
-            try:
-                found = Answering(subject, mode, coded=subject.device == "cuda").times(ids, count)
-            except MemeffError as problem:
-                found = {"refused": str(problem)}
-            shape = {"batch": batch, "prompt": length, "tokens": count}
-            rows.append(given.out, {**facts, **shape, **found, **environment})
-            print(f"{mode.name}: {found}", flush=True)
-    return 0
-
-
 def before(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows that are there already."""
     return [row for path in (given.out, *given.had) if path.exists() for row in rows.read(path)]
@@ -153,7 +185,8 @@ def subject_in(folder: Path, given: argparse.Namespace) -> Subject:
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return the values of a row that name its measurement."""
-    return row["model"], row["task"], row["seed"], row["mode"], row["dtype"]
+    named = ("what", "model", "task", "seed", "mode", "dtype")
+    return tuple(row.get(name) for name in named)
 
 
 class Change(NamedTuple):
@@ -213,7 +246,11 @@ def solved(found: list[dict[str, Any]], made: Scores) -> list[str]:
     """Return the tasks in which the exact model is above chance by four standard errors."""
     chance = {row["task"]: row["chance"] for row in found}
     exact = made.get(EXACT.name, {})
-    return [task for task, own in exact.items() if own.right > chance[task] + 4 * own.error]
+    return [
+        task
+        for task, own in exact.items()
+        if own.right > chance[task] + SURE * max(own.error, 0.01)
+    ]
 
 
 def mean_of(made: dict[str, Change], over: list[str]) -> Change | None:
@@ -249,9 +286,7 @@ def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
     both = [[row for row in timed if row["mode"] == name][-1:] for name in (mode, EXACT.name)]
     if not all(both):
         return None
-    own, exact = (
-        row["prompt_ms"]["median"] + row["tokens"] * row["token_ms"]["median"] for (row,) in both
-    )
+    own, exact = (row["prompt_ms"] + AFTER * row["token_ms"] for (row,) in both)
     return float(own / exact)
 
 
@@ -297,7 +332,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["measure", "times", "table"])
+    parser.add_argument("action", choices=["measure", "table"])
     parser.add_argument("--models", nargs="+", type=Path, default=[], help="folders")
     parser.add_argument("--modes", nargs="+", default=[], help="parts of names; all without")
     parser.add_argument("--tasks", nargs="+", default=[], help="parts of names; all without")
@@ -305,13 +340,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="items of a task, for a trial")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
-    parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 32], metavar="N",
+    parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 9], metavar="N",
                         help="batch, prompt and written tokens of times")  # fmt: skip
+    parser.add_argument("--times", action="store_true", help="as well")
     parser.add_argument("--had", nargs="+", type=Path, default=[], help="more files of rows")
     where = "nvidia-h100" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, default=RESULTS / where / "tasks.jsonl")
     given = parser.parse_args()
-    return {"measure": measure, "times": times, "table": table}[given.action](given)
+    return {"measure": measure, "table": table}[given.action](given)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ def rows_of_attention() -> list[dict[str, Any]]:
 def rows_of_tasks() -> list[dict[str, Any]]:
     shared = {"model": "m", "dtype": "bfloat16", "seed": 0, "digest": "d", "chance": 0.0, **STATED}
     asked = {"what": "tasks", "task": "copying", **shared}
-    timed = {"what": "task times", "tokens": 9, "prompt_ms": {"median": 1.0}, **shared}
-    timed |= {"token_ms": {"median": 1.0}, "cache_mib": 4.0}
+    timed = {"what": "task times", "tokens": 9, "prompt_ms": 1.0, **shared}
+    timed |= {"token_ms": 1.0, "cache_mib": 4.0}
     sizes = [("exact", {}), ("cache, 16 bits", {}), ("cache, 2 bits", {}), ("weights", {"bits": 9})]
     return [
         {**row, **more, "mode": mode}
@@ -103,18 +103,11 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
             curve += [{**name, "step": s, "validation": 3.0 + shift - s / 9} for s in (1, 2)]
             curve += [{**name, "done": True, "validation": 2.0 + shift}]
     write(folder / "convergence.jsonl", curve)
-    ranked = {"rank": [1, 2], "probability": [0.5, 0.1], "eps": 2**-12, "ranks_above_eps": 2}
-    facts = {"active_share": {"128x128": 0.1}, "mass_below_eps": 0.01, "parameters": 10, "V": 2}
-    write(folder / "probabilities.jsonl", [{**ranked, **facts, **STATED}])
     write(folder / "weights-ablation.jsonl", rows_of_weights())
     write(folder / "attention-ablation.jsonl", rows_of_attention())
     trained = [{"run": "hybrid/0", "recipe": {}, **STATED}, {"run": "hybrid/0", "done": True}]
     trained[1:1] = [{"run": "hybrid/0", "step": s, "validation": 3.0 - s / 9} for s in (1, 2)]
     write(folder / "ternary-qat.jsonl", trained)
-    bits = {"sign": 1.0, "exponent": 2.6, "mantissa": 7.0}
-    counted = {"weights": 3, "exponents": [0, 2, 1], "entropy": bits, **STATED}
-    times = [{"when": when, **counted} for when in ("initial", "trained")]
-    write(folder / "coded-weight-exponents.jsonl", times)
     speed = {"way": "win4", "in_gb_per_s": 1.0, "out_gb_per_s": 2.0, **STATED}
     sizes = [{**speed, "side": 2**power, "mib": 2.0**power} for power in (1, 2)]
     write(folder / "coded-weight-throughput.jsonl", sizes)
