@@ -21,6 +21,17 @@ CALIBRATION = (448, 4)
 """Length and number of texts that levels of attention are chosen on."""
 
 
+def levels_of(subject: Subject, mode: Mode, length: int, count: int) -> str | list[str]:
+    """Return a mode's level of attention, or that of each call, chosen on texts of "source"."""
+    if mode.share is None and mode.level != CALIBRATED:
+        return mode.level or "exact"
+    ids = texts.rows_of(subject.tokenizer, "source", length, count)
+    inputs = [{"input_ids": row[None].to(subject.device)} for row in ids]
+    given: dict[str, Any] = {"levels": ("8b",)} if mode.share is None else {"share": mode.share}
+    found = memeff_compile.calibrate_attention(subject.model.base_model, inputs, **given)
+    return [str(each) for each in found["levels"].values()]
+
+
 def device_time(call: Callable[[], Any]) -> float:
     """Return the milliseconds of a call: of its kernels on a GPU, else of the host."""
     if not torch.cuda.is_available():
@@ -46,24 +57,15 @@ class Answering:
         self.subject, self.mode = subject, mode
         self.facts: dict[str, Any] = {}
         self.model: Any = None
-        self.levels: str | list[str] = mode.level or ""
+        self.levels: str | list[str] = ""
         if mode.mantissa is not None:
             self.model, self.facts = subject.with_weights(mode.mantissa, coded)
         elif mode.compiled:
             self.model = subject.compiled(mode.level)
-        elif mode.share is not None or mode.level == CALIBRATED:
-            self.levels = self._calibrated()
-            self.facts["levels"] = {each: self.levels.count(each) for each in set(self.levels)}
-
-    def _calibrated(self) -> list[str]:
-        length, count = CALIBRATION
-        ids = texts.rows_of(self.subject.tokenizer, "source", length, count)
-        inputs = [{"input_ids": row[None].to(self.subject.device)} for row in ids]
-        given: dict[str, Any] = {"levels": ("8b",)}
-        if self.mode.share is not None:
-            given = {"share": self.mode.share}
-        found = memeff_compile.calibrate_attention(self.subject.model.base_model, inputs, **given)
-        return [str(each) for each in found["levels"].values()]
+        elif mode.level is not None:
+            self.levels = levels_of(subject, mode, *CALIBRATION)
+            if not isinstance(self.levels, str):
+                self.facts["levels"] = {each: self.levels.count(each) for each in set(self.levels)}
 
     def around(self) -> AbstractContextManager[Any]:
         """Return the context of one forward pass of several tokens."""

@@ -40,8 +40,13 @@ from benchmarks.quality.modes import Mode, modes
 from benchmarks.quality.subject import Subject
 from memeff_compile.errors import MemeffError
 
-LEFT_OUT = ("max_norm", "groups of 32", "three quarters on, slerp, t 0.5", "half on, slerp, t 0.6")
-LEFT_OUT += ("8b, compiled",)
+LEFT_OUT = (
+    "max_norm",
+    "groups of 32",
+    "three quarters on, slerp, t 0.5",
+    "half on, slerp, t 0.6",
+    "8b, compiled",
+)
 """Parts of names of modes that perplexity tells from others well enough."""
 SURE = 4
 """Standard errors above chance, from which on a task counts."""
