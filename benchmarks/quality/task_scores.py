@@ -159,7 +159,8 @@ def _time(run: Run, subject: Subject) -> None:
 
 def tasks_of(subject: Subject, given: argparse.Namespace) -> list[tasks.Task]:
     """Return the tasks that a model is long enough for."""
-    found = [task for task in tasks.TASKS if task.length <= subject.longest]
+    longest = min(subject.longest, given.longest)
+    found = [task for task in tasks.TASKS if task.length <= longest]
     if given.tasks:
         found = [task for task in found if any(part in task.name for part in given.tasks)]
     return found
@@ -342,6 +343,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=[], help="parts of names; all without")
     parser.add_argument("--tasks", nargs="+", default=[], help="parts of names; all without")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--longest", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--count", type=int, help="items of a task, for a trial")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds")

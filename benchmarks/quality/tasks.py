@@ -454,8 +454,8 @@ TASKS = (
     Task("needles, 2k", "exact", needles, 2048, 64),
     Task("key-value, 8k", "exact", key_values, 8192, 24),
     Task("needles, 8k", "exact", needles, 8192, 24),
-    Task("key-value, 32k", "exact", key_values, 32768, 16),
-    Task("needles, 32k", "exact", needles, 32768, 16),
+    Task("key-value, 32k", "exact", key_values, 32768, 8),
+    Task("needles, 32k", "exact", needles, 32768, 8),
     Task("code that parses", "code", functions, SHORT, 48),
 )
 """Those of `task_scores.py`."""
