@@ -24,6 +24,7 @@ from matplotlib import pyplot
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import ROOT
 from benchmarks.models import convergence
+from benchmarks.quality import task_scores
 from benchmarks.rows import latest, read
 
 COLOURS = {
@@ -315,25 +316,6 @@ def _band(axis: Any, several: list[dict[int, float]], label: str, shade: str) ->
         axis.fill_between(steps, low, high, color=shade, alpha=0.2, linewidth=0)
 
 
-def probabilities(rows: list[Row]) -> Any:
-    """Draw the mean probability of the i-th likeliest token of the latest row."""
-    row = rows[-1]
-    figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    axis.plot(row["rank"], row["probability"], color=COLOURS["inductor"])
-    axis.axhline(row["eps"], color=COLOURS["memeff"], linewidth=0.8, linestyle="--")
-    text = f"2^-12: {row['ranks_above_eps']} ranks above"
-    axis.annotate(text, (row["rank"][0], row["eps"]), xytext=(2, 3), **_POINTS)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    tidy(axis, "i-th likeliest token", "mean probability")
-    shares = ", ".join(f"{size} {share:.1%}" for size, share in row["active_share"].items())
-    facts = f"active tiles {shares}\nmass below 2^-12: {row['mass_below_eps']:.2%}"
-    axis.text(0.97, 0.97, facts, transform=axis.transAxes, ha="right", va="top", fontsize=7)
-    title = f"Trained model of {row['parameters'] / 1e6:.0f} M parameters, V = {row['V']}"
-    figure.suptitle(f"{title}\n{caption(rows)}", fontsize=8)
-    return figure
-
-
 def ternary_training(rows: list[Row]) -> Any:
     """Draw validation loss of ternary models over the second half of their steps.
 
@@ -386,31 +368,6 @@ TERNARY_PANELS = {
     "full precision and ternary": ["full precision", "full precision relu2", "b1.58", "a4.8"],
 }
 """Title of a panel -> its runs."""
-
-
-def exponents(rows: list[Row]) -> Any:
-    """Draw how often each exponent occurs, before and after training."""
-    figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    by_when = {row["when"]: row for row in rows}
-    for (when, row), shade in zip(by_when.items(), ("#9a9a9a", "#e4572e"), strict=False):
-        share = [count / row["weights"] for count in row["exponents"]]
-        seen = [place for place, count in enumerate(row["exponents"]) if count]
-        axis.step(
-            [place - 127 for place in seen],
-            [share[place] for place in seen],
-            where="mid",
-            color=shade,
-            label=f"{when}: {row['entropy']['exponent']:.2f} of 8 bits",
-        )
-    axis.set_yscale("log")
-    axis.legend(fontsize=7, frameon=False)
-    tidy(axis, "exponent", "share of weights")
-    found = by_when["trained"]["entropy"]
-    entropies = (
-        f"entropy of sign {found['sign']:.2f} of 1, mantissa {found['mantissa']:.2f} of 7 bits"
-    )
-    figure.suptitle(f"{entropies}\n{caption(rows)}", fontsize=8)
-    return figure
 
 
 def coded_weight_throughput(rows: list[Row]) -> Any:
@@ -507,9 +464,136 @@ def _scores(axis: Any, row: Row) -> None:
     axis.errorbar(places, means, spreads, fmt="o-", markersize=3, color=shade, label=row["model"])
 
 
-_POINTS = {"textcoords": "offset points", "fontsize": 7}
+def tasks(rows: list[Row]) -> Any:
+    """Draw each mode's mean change over tasks against its bytes and its times, a row per model."""
+    found = {}
+    for name in unique((row["model"], row["dtype"]) for row in rows):
+        here = [row for row in rows if (row["model"], row["dtype"]) == name]
+        asked = [row for row in here if row["what"] == "tasks"]
+        made = task_scores.scores(asked)
+        over = task_scores.solved(asked, made)
+        means = {mode: task_scores.mean_of(own, over) for mode, own in made.items()}
+        if sum(mean is not None for mean in means.values()) > 1:
+            found[name] = (here, means, len(over))
+    if not found:
+        return None
+    figure, axes = pyplot.subplots(len(found), 2, figsize=(9, 3.8 * len(found)), squeeze=False)
+    for (left, right), ((model, _), (here, means, count)) in zip(axes, found.items(), strict=True):
+        for mode, mean in means.items():
+            if mean is None:
+                continue
+            shade = next((c for part, c in MODE_COLOURS.items() if mode.startswith(part)), "black")
+            spot = {"fmt": "o", "markersize": 4, "color": shade}
+            share = task_scores.share_of_bytes(here, mode)
+            ratio = task_scores.share_of_time(here, mode)
+            for axis, across in ((left, share), (right, ratio)):
+                if across is not None:
+                    up = 100 * mean.right
+                    axis.errorbar(100 * across, up, 100 * mean.error, **spot)
+                    axis.annotate(_short(mode), (100 * across, up), **_BESIDE)
+        left.set_title(f"{model}, {count} tasks", fontsize=9)
+        tidy(left, "bytes of the cache (blue) or weights (orange), % of bf16", "mean score, %")
+        tidy(right, "time of a prompt and 256 tokens, % of exact", "")
+    figure.suptitle(caption(rows), fontsize=8)
+    return figure
 
+
+def _short(mode: str) -> str:
+    return mode.partition(", ")[2].replace(" bits of 7", "").replace("merged from ", "")
+
+
+MODE_COLOURS = {"cache": "#4c78a8", "weights": "#f2a541", "attention": "#2da44e"}
+
+
+def trained_probabilities(rows: list[Row]) -> Any:
+    """Draw the mean probability of the i-th likeliest token of real models."""
+    rows = latest([row for row in rows if row["part"] == "probabilities"], "model")
+    figure, axis = pyplot.subplots(figsize=(5, 3.6))
+    for row in rows:
+        label = f"{row['model']}: {row['ranks_above_eps']} ranks above"
+        axis.plot(row["rank"], row["probability"], label=label)
+        axis.axhline(row["eps"], color="black", linewidth=0.6, linestyle="--")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.legend(frameon=False, fontsize=7)
+    tidy(axis, "i-th likeliest token (dashed: 2^-12)", "mean probability")
+    figure.suptitle(
+        f"Real models, {rows[0]['tokens']} tokens of prose\n{caption(rows)}", fontsize=8
+    )
+    return figure
+
+
+def trained_exponents(rows: list[Row]) -> Any:
+    """Draw how often each exponent occurs in real models' weights, and in random ones."""
+    rows = latest([row for row in rows if row["part"] == "exponents"], "model")
+    figure, axes = pyplot.subplots(1, len(rows), figsize=(4.5 * len(rows), 3.6), squeeze=False)
+    for axis, row in zip(axes[0], rows, strict=True):
+        for kind, shade in (("random", "#9a9a9a"), ("trained", "#e4572e")):
+            counts = row[kind]["exponents"]
+            seen = [place for place, count in enumerate(counts) if count and place]
+            share = [counts[place] / row["weights"] for place in seen]
+            label = f"{kind}: {row[kind]['entropy']['exponent']:.2f} of 8 bits"
+            across = [place - 127 for place in seen]
+            axis.step(across, share, where="mid", color=shade, label=label)
+        axis.set_yscale("log")
+        axis.set_title(row["model"], fontsize=9)
+        axis.legend(frameon=False, fontsize=7)
+        tidy(axis, "exponent", "share of weights")
+    figure.suptitle(caption(rows), fontsize=8)
+    return figure
+
+
+def trained_codes(rows: list[Row]) -> Any:
+    """Draw channels of one layer's keys, and 4-bit codes with means and without."""
+    rows = latest([row for row in rows if row["part"] == "codes"], "model")
+    figure, axes = pyplot.subplots(len(rows), 3, figsize=(12, 3.4 * len(rows)), squeeze=False)
+    for (first, *others), row in zip(axes, rows, strict=True):
+        places = range(len(row["channel_mean"]))
+        first.errorbar(places, row["channel_mean"], row["channel_deviation"], fmt="o", markersize=2)
+        place = f"layer {row['shown']['layer']}, head {row['shown']['head']}"
+        first.set_title(f"{row['model']}, keys of {place}", fontsize=9)
+        tidy(first, "channel", "mean and deviation over tokens")
+        for axis, name in zip(others, ("queries", "keys"), strict=True):
+            for kind, shade in ((name, "#9a9a9a"), (f"{name}, smoothed", "#e4572e")):
+                counts = row["counts"][kind]
+                share = [count / sum(counts) for count in counts]
+                label = f"{kind}: {row['entropy'][kind]:.2f} bits used"
+                axis.step(range(-7, 8), share, where="mid", color=shade, label=label)
+            axis.legend(frameon=False, fontsize=7)
+            tidy(axis, "4-bit code", "share, all layers and heads")
+    figure.suptitle(caption(rows), fontsize=8)
+    return figure
+
+
+def trained_layers(rows: list[Row]) -> Any:
+    """Draw cosines of neighbouring layers' keys and values, as they are and aligned."""
+    rows = latest([row for row in rows if row["part"] == "layers"], "model")
+    figure, axes = pyplot.subplots(len(rows), 2, figsize=(9, 3.2 * len(rows)), squeeze=False)
+    for pair, row in zip(axes, rows, strict=True):
+        for axis, name in zip(pair, ("keys", "values"), strict=True):
+            for end, shade, label in (
+                ("", "#9a9a9a", "as they are"),
+                (", aligned", "#e4572e", "aligned"),
+                (", later", "#f2a541", "aligned on earlier tokens"),
+            ):
+                axis.plot(row["cosines"][name + end], "o-", markersize=3, color=shade, label=label)
+            axis.set_ylim(-0.5, 1)
+            axis.set_title(f"{row['model']}, {name}", fontsize=9)
+            tidy(axis, "layer, and the next one", "mean cosine")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    figure.suptitle(caption(rows), fontsize=8)
+    return figure
+
+
+TRAINED = {
+    "trained-probabilities": trained_probabilities,
+    "trained-exponents": trained_exponents,
+    "trained-codes": trained_codes,
+    "trained-layers": trained_layers,
+}
+"""Figures of `trained-figures.jsonl`."""
 PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
+    "tasks.jsonl": (tasks, "tasks"),
     "models.jsonl": (training_steps, "training-step"),
     "batch.jsonl": (batch, "training-step-by-batch"),
     "distributed.jsonl": (gpus, "gpus"),
@@ -517,11 +601,9 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "head-and-loss.jsonl": (head_and_loss, "head-and-loss"),
     "scaling.jsonl": (scaling, "scaling"),
     "convergence.jsonl": (curves, "convergence"),
-    "probabilities.jsonl": (probabilities, "probabilities"),
     "weights-ablation.jsonl": (weights_ablation, "weights-ablation"),
     "attention-ablation.jsonl": (attention_ablation, "attention-ablation"),
     "ternary-qat.jsonl": (ternary_training, "ternary-qat"),
-    "coded-weight-exponents.jsonl": (exponents, "coded-weight-exponents"),
     "coded-weight-throughput.jsonl": (coded_weight_throughput, "coded-weight-throughput"),
 }
 """File of rows -> its painter, and the name of the figure."""
@@ -536,7 +618,8 @@ def main() -> None:
     parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures")
     given = parser.parse_args()
     for folder in sorted(p for p in given.results.iterdir() if p.is_dir()):
-        for file, (paint, name) in PAINTERS.items():
+        several = [("trained-figures.jsonl", each, name) for name, each in TRAINED.items()]
+        for file, paint, name in [*((f, *pair) for f, pair in PAINTERS.items()), *several]:
             if (folder / file).exists():
                 figure = paint(read(folder / file))
                 if figure is None:

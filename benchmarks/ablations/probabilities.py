@@ -4,7 +4,7 @@
 
 The model's validation text goes through its trunk; probabilities are computed with fp32 products of
 bf16 hidden states and weights. Tiles are the filter's: a tile is active if any |p - 1(target)|
-inside reaches eps = 2**-12. One row of JSON comes out; `plot.py` draws it.
+inside reaches eps = 2**-12. One row of JSON comes out. `trained_figures.py` has real models.
 """
 
 from __future__ import annotations

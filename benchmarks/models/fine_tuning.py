@@ -152,12 +152,22 @@ def measure(given: argparse.Namespace) -> int:
                 found |= {"before": before, "seconds": round(time.perf_counter() - started, 1)}
                 found["rewrites"] = None if fused is None else methods.rewrites(method)
                 print(method, seed, found["validation"], found["seconds"], "s", flush=True)
+                if given.save is not None:
+                    save(model, given.save / f"{given.model.name}+{method}-{seed}", given.model)
                 row = {**facts, "method": method, "seed": seed, **found}
                 rows.append(given.out, {**row, **rows.environment()})
         except Exception as problem:
             failed += 1
             print(f"{method}: {type(problem).__name__}: {problem}"[:400], flush=True)
     return failed
+
+
+def save(model: Any, folder: Path, tokenizer: Path) -> None:
+    """Write a fine-tuned model, which `task_scores.py` takes as a mode of the one it was."""
+    from transformers import AutoTokenizer
+
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
 def _is_there(path: Path, facts: dict[str, Any], method: str, seed: int) -> bool:
@@ -222,6 +232,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, nargs="+", help="folders to take the text from")
     parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
+    parser.add_argument("--save", type=Path, help="a folder for the models; never commit it")
     parser.add_argument("--out", type=Path, default=RESULTS / "fine-tuning.jsonl")
     given = parser.parse_args()
     if given.action == "table":

@@ -38,8 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows
 from benchmarks.quality import texts
+from benchmarks.quality.answering import levels_of
 from benchmarks.quality.command import parser_of, run, subject_of
-from benchmarks.quality.modes import CALIBRATED, Mode, modes
+from benchmarks.quality.modes import Mode, modes
 from benchmarks.quality.subject import Lowered, States, Subject
 from memeff_compile.errors import MemeffError
 
@@ -151,7 +152,7 @@ class Bench:
     def __init__(self, subject: Subject, given: argparse.Namespace) -> None:
         self.subject, self.given = subject, given
         self.weights: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self.levels: list[str] = []
+        self.levels: dict[str, str | list[str]] = {}
         self.compiled: Any = None
         self.modes = [
             mode
@@ -179,20 +180,13 @@ class Bench:
             found = subject.states(ids, self.compiled)
             facts["sites"] = subject.sites()
             return found
-        lowered = facts.setdefault("lowered", Lowered(self._levels(mode.level)))
+        lowered = facts.setdefault("lowered", Lowered(self._levels(mode)))
         return subject.states(ids, around=lowered.forward())
 
-    def _levels(self, level: str) -> str | list[str]:
-        if level != CALIBRATED.removeprefix("attention, "):
-            return level
-        if not self.levels:
-            ids = texts.rows_of(self.subject.tokenizer, "source", self.given.length, CALIBRATION)
-            inputs = [{"input_ids": row[None].to(self.subject.device)} for row in ids]
-            found = memeff_compile.calibrate_attention(
-                self.subject.model.base_model, inputs, levels=("8b",)
-            )
-            self.levels = [str(each) for each in found["levels"].values()]
-        return self.levels
+    def _levels(self, mode: Mode) -> str | list[str]:
+        if mode.name not in self.levels:
+            self.levels[mode.name] = levels_of(self.subject, mode, self.given.length, CALIBRATION)
+        return self.levels[mode.name]
 
     def judge(self, ids: Tensor, deadline: float) -> Iterator[tuple[Mode, dict[str, Any]]]:
         """Yield each mode with its figures, all on the same sequences."""

@@ -24,6 +24,7 @@ class Mode:
         level: of attention; `CALIBRATED`: the calls that `calibrate_attention` keeps in `8b`.
         compiled: through the backend, at any length, instead of the op put into the model.
         mantissa: bits of the weights that are kept.
+        share: of attentions, those with the worst scores in `4b`, that run in `8b` instead.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Mode:
     level: str | None = None
     compiled: bool = False
     mantissa: int | None = None
+    share: float | None = None
 
 
 def modes(layers: int) -> list[Mode]:
@@ -54,5 +56,6 @@ def modes(layers: int) -> list[Mode]:
             settings = {"bits": 16, "merge": merge}
             found.append(Mode(f"cache, merged from {where} on, {shown}", cache=settings))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
+    found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))
     return found + [Mode(f"weights, {kept} bits of 7", mantissa=kept) for kept in MANTISSAS]

@@ -41,13 +41,14 @@ class Lowered(TorchFunctionMode):
 
     Attributes:
         levels: one for all attentions of a forward pass, or one for each.
+        judged: whether the exact result is computed, too, for the errors.
         off, size: sums of squares by attention: of the errors, and of the exact results.
         exact: attentions left as they were, for the level says so or the op cannot serve them.
     """
 
-    def __init__(self, levels: str | Sequence[str]) -> None:
+    def __init__(self, levels: str | Sequence[str], judged: bool = True) -> None:
         super().__init__()
-        self.levels = levels
+        self.levels, self.judged = levels, judged
         self.off: dict[int, float] = {}
         self.size: dict[int, float] = {}
         self.exact: set[int] = set()
@@ -55,17 +56,19 @@ class Lowered(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
-        result = func(*args, **given)
         if func is not F.scaled_dot_product_attention:
-            return result
+            return func(*args, **given)
         place, self.place = self.place, self.place + 1
         q, k, v = (*args, *(given[name] for name in ("query", "key", "value")[len(args) :]))[:3]
         level = self.levels if isinstance(self.levels, str) else self.levels[place]
         is_other = given.get("attn_mask") is not None or not given.get("is_causal")
         if level == "exact" or is_other or supports(q, k, v, level=level) is not None:
             self.exact.add(place)
-            return result
+            return func(*args, **given)
         found = self.low(q, k, v, given.get("scale"), level)
+        if not self.judged:
+            return found
+        result = func(*args, **given)
         off, size = float((found - result).float().norm() ** 2), float(result.float().norm() ** 2)
         self.off[place] = self.off.get(place, 0.0) + off
         self.size[place] = self.size.get(place, 0.0) + size
@@ -98,7 +101,7 @@ class Subject:
     """A model and its tokenizer.
 
     Args:
-        folder: as `from_pretrained` takes it.
+        folder: as `from_pretrained` takes it; MODEL+METHOD-SEED is a fine-tuned one.
         device: where to run.
         dtype: to compute in; weights that are compressed are bf16 before.
     """
@@ -106,7 +109,8 @@ class Subject:
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.name, self.device, self.dtype = folder.name, device, dtype
+        self.name, _, self.tuned = folder.name.partition("+")
+        self.device, self.dtype = device, dtype
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
         self.stored = load(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
@@ -127,21 +131,24 @@ class Subject:
     def _ready(self, model: Any) -> Any:
         return model.to(self.device, self.dtype)
 
-    def with_weights(self, mantissa: int) -> tuple[Any, dict[str, Any]]:
-        """Return the model with so many mantissa bits of its linears, and their size."""
+    def with_weights(self, mantissa: int, coded: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Return the model with so many mantissa bits of its linears, and their size.
+
+        `coded`: its weights stay as codes, which each forward pass decodes.
+        """
         model = copy.deepcopy(self.stored).to(self.device)
         report = memeff_compile.compress_(
             model, "tier", mantissa=mantissa, min_size=1, progress=False
         )
-        count = decompress_(model)
+        count = len(report.compressed) if coded else decompress_(model)
         if not count:
             raise UnsupportedInputError(f"no weight of {self.name} was compressed:\n{report}")
         return self._ready(model), {"bits": report.bits, "compressed": count}
 
-    def compiled(self, level: str) -> Any:
-        """Return the model compiled with attention in low bits at any length."""
+    def compiled(self, level: str | None) -> Any:
+        """Return the model compiled, with attention of a level at any length."""
         registered()
-        options = {"memeff.attention": level, "memeff.attention.length": 0}
+        options = {} if level is None else {"memeff.attention": level, "memeff.attention.length": 0}
         options["memeff.inner"] = "aot_eager"  # the rest is the exact model's own arithmetic
         torch.compiler.reset()
         memeff_compile.reset()
@@ -182,6 +189,7 @@ class Subject:
         cache: Any = None,
         pieces: tuple[int, int] | None = None,
         around: AbstractContextManager[Any] | None = None,
+        layers: bool = True,
     ) -> States:
         """Return the states of tokens (B, N) in one go, or through a cache piece by piece.
 
@@ -191,6 +199,7 @@ class Subject:
             cache: the cache of the pieces.
             pieces: tokens of the first, and of all others.
             around: a context manager around the forward pass.
+            layers: whether those after each layer are kept.
         """
         body = (model or self.model).base_model
         parts = [ids]
@@ -200,7 +209,8 @@ class Subject:
         found = []
         with nullcontext() if around is None else around:
             for part in parts:
-                out = body(input_ids=part, output_hidden_states=True, **given)
-                found.append(States(out.last_hidden_state, list(out.hidden_states[1:])))
-        layers = [torch.cat(each, 1) for each in zip(*(s.layers for s in found), strict=True)]
-        return States(torch.cat([s.last for s in found], 1), layers)
+                out = body(input_ids=part, output_hidden_states=layers, **given)
+                after = list(out.hidden_states[1:]) if layers else []
+                found.append(States(out.last_hidden_state, after))
+        each = [torch.cat(parts, 1) for parts in zip(*(s.layers for s in found), strict=True)]
+        return States(torch.cat([s.last for s in found], 1), each)

@@ -51,6 +51,37 @@ def rows_of_attention() -> list[dict[str, Any]]:
     ]
 
 
+def rows_of_tasks() -> list[dict[str, Any]]:
+    shared = {"model": "m", "dtype": "bfloat16", "seed": 0, "digest": "d", "chance": 0.0, **STATED}
+    asked = {"what": "tasks", "task": "copying", **shared}
+    timed = {"what": "task times", "tokens": 9, "prompt_ms": 1.0, **shared}
+    timed |= {"token_ms": 1.0, "cache_mib": 4.0}
+    sizes = [("exact", {}), ("cache, 16 bits", {}), ("cache, 2 bits", {}), ("weights", {"bits": 9})]
+    return [
+        {**row, **more, "mode": mode}
+        for mode, more in sizes
+        for row in ({**asked, "answers": "1" * 9 + "0"}, timed)
+    ]
+
+
+def rows_of_trained_models() -> list[dict[str, Any]]:
+    shared = {"model": "m", "tokens": 9, **STATED}
+    ranked = {"rank": [1, 2], "probability": [0.5, 0.1], "eps": 2**-12, "ranks_above_eps": 2}
+    kinds = {"exponents": [0, 2, 1], "entropy": {"exponent": 2.6}}
+    names = [f"{x}{end}" for x in ("queries", "keys") for end in ("", ", smoothed")]
+    coded: dict[str, Any] = {"counts": dict.fromkeys(names, [1] * 15)}
+    coded |= {"entropy": dict.fromkeys(names, 3.9), "shown": {"layer": 1, "head": 0}}
+    coded |= {"channel_mean": [0.1, 2.0], "channel_deviation": [1.0, 1.0]}
+    ends = ("", ", aligned", ", later")
+    cosines = {x + end: [0.1, None] for x in ("keys", "values") for end in ends}
+    return [
+        {"part": "probabilities", **ranked, **shared},
+        {"part": "exponents", "weights": 3, "trained": kinds, "random": kinds, **shared},
+        {"part": "codes", **coded, **shared},
+        {"part": "layers", "cosines": cosines, **shared},
+    ]
+
+
 def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     from benchmarks import plot
 
@@ -72,24 +103,19 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
             curve += [{**name, "step": s, "validation": 3.0 + shift - s / 9} for s in (1, 2)]
             curve += [{**name, "done": True, "validation": 2.0 + shift}]
     write(folder / "convergence.jsonl", curve)
-    ranked = {"rank": [1, 2], "probability": [0.5, 0.1], "eps": 2**-12, "ranks_above_eps": 2}
-    facts = {"active_share": {"128x128": 0.1}, "mass_below_eps": 0.01, "parameters": 10, "V": 2}
-    write(folder / "probabilities.jsonl", [{**ranked, **facts, **STATED}])
     write(folder / "weights-ablation.jsonl", rows_of_weights())
     write(folder / "attention-ablation.jsonl", rows_of_attention())
     trained = [{"run": "hybrid/0", "recipe": {}, **STATED}, {"run": "hybrid/0", "done": True}]
     trained[1:1] = [{"run": "hybrid/0", "step": s, "validation": 3.0 - s / 9} for s in (1, 2)]
     write(folder / "ternary-qat.jsonl", trained)
-    bits = {"sign": 1.0, "exponent": 2.6, "mantissa": 7.0}
-    counted = {"weights": 3, "exponents": [0, 2, 1], "entropy": bits, **STATED}
-    times = [{"when": when, **counted} for when in ("initial", "trained")]
-    write(folder / "coded-weight-exponents.jsonl", times)
     speed = {"way": "win4", "in_gb_per_s": 1.0, "out_gb_per_s": 2.0, **STATED}
     sizes = [{**speed, "side": 2**power, "mib": 2.0**power} for power in (1, 2)]
     write(folder / "coded-weight-throughput.jsonl", sizes)
+    write(folder / "tasks.jsonl", rows_of_tasks())
+    write(folder / "trained-figures.jsonl", rows_of_trained_models())
     script("plot", "--results", str(tmp_path / "rows"), "--figures", str(tmp_path / "figures"))
     drawn = {path.name.removesuffix("-box.png") for path in (tmp_path / "figures").iterdir()}
-    missing = {name for _, name in plot.PAINTERS.values()} - drawn
+    missing = {*plot.TRAINED, *(name for _, name in plot.PAINTERS.values())} - drawn
     assert missing == {"linear-cross-entropy"}, "its file is not written above"
 
 

@@ -1,0 +1,361 @@
+"""Scores of real models in tasks, under every lossy mode.
+
+    python benchmarks/quality/task_scores.py measure --models FOLDER [FOLDER ...]
+    python benchmarks/quality/task_scores.py table
+
+FOLDER is an argument of `from_pretrained`. One that `fine_tuning.py --save` wrote is a mode of the
+model that was fine-tuned, and compared with that fine-tuned by the exact loss. Tasks are those of
+tasks.py; all modes answer the same items. A row has a model, a task, a seed and a mode, and says of
+each item whether it was right, so that a mode is compared with the exact model item by item. Rows
+that are there already are not measured again: after --budget seconds, or when it was stopped, the
+command goes on where its rows end. Tasks in which the exact model is no better than chance are
+asked of it alone, unless --tasks names them. --times adds the time of reading a prompt and of
+writing a token, with weights that stay coded.
+
+A cache takes the text before the question as the prompt, which attends exactly; the question and
+the answer, in pieces of 64 tokens, read the cache. Attention in low bits and weights of fewer bits
+take everything in one go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import RESULTS, rows
+from benchmarks.quality import tasks
+from benchmarks.quality.answering import Answering
+from benchmarks.quality.modes import Mode, modes
+from benchmarks.quality.subject import Subject
+from memeff_compile.errors import MemeffError
+
+LEFT_OUT = (
+    "max_norm",
+    "groups of 32",
+    "three quarters on, slerp, t 0.5",
+    "half on, slerp, t 0.6",
+    "8b, compiled",
+)
+"""Parts of names of modes that perplexity tells from others well enough."""
+SURE = 4
+"""Standard errors above chance, from which on a task counts."""
+AFTER = 256
+"""Tokens after a prompt whose time is compared."""
+COMPILED = Mode("compiled", compiled=True)
+EXACT = Mode("exact")
+TUNED = "fine-tuned, "
+"""How modes of fine-tuned models begin; a method and a seed follow."""
+
+
+def batch_of(length: int, device: str) -> int:
+    """Return how many rows of a length go through the model at a time."""
+    return max(1, (65_536 if device == "cuda" else 2048) // length)
+
+
+class Run:
+    """One call of the command: what is asked, what is there, and when it must end."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.environment = given, rows.environment()
+        self.deadline = time.monotonic() + given.budget
+        had = before(given)
+        self.done = {key_of(row) for row in had if "failed" not in row}
+        self.exact = [row for row in had if row.get("mode") == EXACT.name and "answers" in row]
+
+    def write(self, facts: dict[str, Any], make: Callable[[], dict[str, Any]]) -> None:
+        """Write a row, unless there is one, with the figures or why there are none."""
+        if key_of(facts) in self.done:
+            return
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"out of time before {facts['mode']}, {facts.get('task', 'times')}")
+        started = time.monotonic()
+        try:
+            found = make()
+        except MemeffError as problem:
+            found = {"refused": str(problem)}
+        except Exception as problem:  # a crash of one is no reason to miss the others
+            traceback.print_exc()
+            found = {"failed": f"{type(problem).__name__}: {problem}"[:300]}
+        row = {**facts, **found, "seconds": round(time.monotonic() - started, 2)}
+        rows.append(self.given.out, {**row, **self.environment})
+        if facts["mode"] == EXACT.name and "answers" in row:
+            self.exact.append(row)
+        told = ("right", "items", "token_ms", "refused", "failed", "seconds")
+        shown = {name: row[name] for name in told if name in row}
+        print(f"{facts['mode']}; {facts.get('task', 'times')}: {shown}", flush=True)
+
+    def is_solved(self, model: str, task: tasks.Task) -> bool:
+        """Say whether the exact model is better than chance in a task, as far as rows tell."""
+        known = [row for row in self.exact if (row["model"], row["task"]) == (model, task.name)]
+        answers = "".join(row["answers"] for row in known)
+        right = answers.count("1") / max(len(answers), 1)
+        error = (right * (1 - right) / max(len(answers), 1)) ** 0.5
+        return not known or right > task.chance + SURE * max(error, 0.01)
+
+
+def measure(given: argparse.Namespace) -> int:
+    """Write a row for each model, seed, mode and task that has none."""
+    run = Run(given)
+    try:
+        for folder in given.models:
+            subject = subject_in(folder, given)
+            for seed in given.seeds:
+                _answer(run, subject, seed)
+            if given.times and not subject.tuned:
+                _time(run, subject)
+    except TimeoutError as problem:
+        print(problem, flush=True)
+    return 0
+
+
+def _answer(run: Run, subject: Subject, seed: int) -> None:
+    made: dict[str, tasks.Rows] = {}
+    for mode in modes_of(subject, run.given):
+        answering: Answering | None = None
+
+        def make(task: tasks.Task, mode: Mode = mode) -> dict[str, Any]:
+            nonlocal answering
+            answering = answering or Answering(subject, mode)
+            if task.name not in made:
+                made[task.name] = tasks.rows_of(subject.tokenizer, task, seed, run.given.count)
+            batch = batch_of(task.length, subject.device)
+            return answering.row(made[task.name], task.kind, batch)
+
+        for task in tasks_of(subject, run.given):
+            is_asked = mode.name == EXACT.name or run.given.tasks
+            if not is_asked and not run.is_solved(subject.name, task):
+                continue
+            facts = {"what": "tasks", **subject.facts, "task": task.name, "seed": seed}
+            facts |= {"kind": task.kind, "chance": task.chance, "mode": mode.name}
+            run.write(facts, functools.partial(make, task))
+
+
+def _time(run: Run, subject: Subject) -> None:
+    batch, length, count = run.given.shape
+    ids = torch.arange(batch * length).remainder(1000).add(100).view(batch, length)
+    ids = ids.to(subject.device)
+    for mode in modes_of(subject, run.given):
+        if mode.compiled:
+            continue
+        facts = {"what": "task times", **subject.facts, "mode": mode.name, "batch": batch}
+        facts |= {"prompt": length, "tokens": count}
+
+        def make(mode: Mode = mode) -> dict[str, Any]:
+            return Answering(subject, mode, coded=subject.device == "cuda").times(ids, count)
+
+        run.write(facts, make)
+
+
+def tasks_of(subject: Subject, given: argparse.Namespace) -> list[tasks.Task]:
+    """Return the tasks that a model is long enough for."""
+    longest = min(subject.longest, given.longest)
+    found = [task for task in tasks.TASKS if task.length <= longest]
+    if given.tasks:
+        found = [task for task in found if any(part in task.name for part in given.tasks)]
+    return found
+
+
+def modes_of(subject: Subject, given: argparse.Namespace) -> list[Mode]:
+    """Return the modes to measure, the exact model first; one of a fine-tuned model."""
+    if subject.tuned:
+        return [Mode(f"{TUNED}{subject.tuned}")]
+    found = [EXACT, *modes(subject.layers), COMPILED]
+    if given.modes:
+        found = [mode for mode in found if any(part in mode.name for part in given.modes)]
+    return [mode for mode in found if not any(part in mode.name for part in LEFT_OUT)]
+
+
+def before(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows that are there already."""
+    return [row for path in (given.out, *given.had) if path.exists() for row in rows.read(path)]
+
+
+def subject_in(folder: Path, given: argparse.Namespace) -> Subject:
+    """Return the model in a folder."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = given.dtype or ("bfloat16" if device == "cuda" else "float32")
+    return Subject(folder, device, getattr(torch, dtype))
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the values of a row that name its measurement."""
+    named = ("what", "model", "task", "seed", "mode", "dtype")
+    return tuple(row.get(name) for name in named)
+
+
+class Change(NamedTuple):
+    """A mode's score in a task, compared with the exact model on the same items.
+
+    Attributes:
+        right: share of right items.
+        change: difference from the exact model's share.
+        error: standard error of `change`; for the exact model that of `right`.
+    """
+
+    right: float
+    change: float
+    error: float
+
+
+Scores = dict[str, dict[str, Change]]
+"""Mode -> task -> change; the exact model first."""
+
+
+def scores(found: list[dict[str, Any]]) -> Scores:
+    """Return the scores of one model, over all seeds that both it and the exact model have."""
+    latest = rows.latest(
+        [row for row in found if "answers" in row], "task", "seed", "mode", "digest"
+    )
+    answers = {(r["mode"], r["task"], r["seed"], r["digest"]): r["answers"] for r in latest}
+    made: Scores = {}
+    for mode in dict.fromkeys(key[0] for key in answers):
+        for task in dict.fromkeys(key[1] for key in answers):
+            pairs: list[tuple[int, int]] = []
+            for (own, named, *drawn), given in answers.items():
+                exact = answers.get((_base(own, answers), named, *drawn))
+                if (own, named) == (mode, task) and exact is not None:
+                    pairs += zip(map(int, exact), map(int, given), strict=True)
+            if pairs:
+                made.setdefault(mode, {})[task] = _change(pairs, mode == EXACT.name)
+    return made
+
+
+def _base(mode: str, known: Iterable[tuple[Any, ...]]) -> str:
+    """Return the mode that a mode is compared with."""
+    method, _, seed = mode.removeprefix(TUNED).rpartition("-")
+    if not mode.startswith(TUNED) or method == EXACT.name:
+        return EXACT.name
+    base = f"{TUNED}{EXACT.name}-{seed}"
+    return base if any(key[0] == base for key in known) else EXACT.name
+
+
+def _change(pairs: list[tuple[int, int]], is_exact: bool) -> Change:
+    right = statistics.mean(b for _, b in pairs)
+    samples = [float(b) if is_exact else float(b - a) for a, b in pairs]
+    error = statistics.stdev(samples) / len(samples) ** 0.5 if len(samples) > 1 else math.nan
+    return Change(right, 0.0 if is_exact else statistics.mean(samples), error)
+
+
+def solved(found: list[dict[str, Any]], made: Scores) -> list[str]:
+    """Return the tasks in which the exact model is above chance by four standard errors."""
+    chance = {row["task"]: row["chance"] for row in found}
+    exact = made.get(EXACT.name, {})
+    return [
+        task
+        for task, own in exact.items()
+        if own.right > chance[task] + SURE * max(own.error, 0.01)
+    ]
+
+
+def mean_of(made: dict[str, Change], over: list[str]) -> Change | None:
+    """Return the mean over tasks, or None where one is missing."""
+    if not over or any(task not in made for task in over):
+        return None
+    each = [made[task] for task in over]
+    error = sum(one.error**2 for one in each) ** 0.5 / len(each)
+    right, change = (statistics.mean(column) for column in list(zip(*each, strict=True))[:2])
+    return Change(right, change, error)
+
+
+def costs(found: list[dict[str, Any]], mode: str) -> str:
+    """Return the size of a mode's cache or weights, in percent of the exact model's."""
+    share = share_of_bytes(found, mode)
+    return "" if share is None else f"{share:.0%}".replace("%", " %")
+
+
+def share_of_bytes(found: list[dict[str, Any]], mode: str) -> float | None:
+    """Return the bytes of a mode's cache, over all tasks, or weights, compared with bf16."""
+    own = [row for row in found if row["mode"] == mode]
+    bits = [row["bits"] for row in own if "bits" in row]
+    if bits:
+        return float(bits[-1]) / 16
+    exact = [row for row in found if row["mode"] == "cache, 16 bits"]
+    sizes = [row["cache_mib"] for row in (*own[-1:], *exact[-1:]) if "cache_mib" in row]
+    return sizes[0] / sizes[1] if len(sizes) == 2 else None
+
+
+def share_of_time(found: list[dict[str, Any]], mode: str) -> float | None:
+    """Return the time of a prompt and the tokens after it, compared with the exact model."""
+    timed = [row for row in found if "token_ms" in row]
+    both = [[row for row in timed if row["mode"] == name][-1:] for name in (mode, EXACT.name)]
+    if not all(both):
+        return None
+    own, exact = (row["prompt_ms"] + AFTER * row["token_ms"] for (row,) in both)
+    return float(own / exact)
+
+
+def table(given: argparse.Namespace) -> int:
+    """Print scores as Markdown: a table for each model."""
+    all_rows = before(given)
+    for name in dict.fromkeys((row["model"], row["dtype"]) for row in all_rows):
+        here = [row for row in all_rows if (row["model"], row["dtype"]) == name]
+        asked = [row for row in here if row["what"] == "tasks"]
+        timed = [row for row in here if row["what"] == "task times"]
+        made = scores(asked)
+        over = solved(asked, made)
+        counts = [
+            len(row["answers"]) for row in asked if "answers" in row and row["mode"] == "exact"
+        ]
+        print(f"\n{name[0]}, {name[1]}, {sum(counts):,} items\n")
+        print(f"| mode | bytes | {' | '.join(over)} | mean |")
+        print("|---" * (len(over) + 3) + "|")
+        for mode, own in made.items():
+            mean = mean_of(own, over)
+            cells = [shown(own.get(task), mode) for task in over] + [shown(mean, mode)]
+            size = costs([*asked, *timed], mode)
+            print(f"| {' | '.join([mode, size, *cells])} |")
+        left = [f"{t} ({100 * c.right:.0f} %)" for t, c in made["exact"].items() if t not in over]
+        if left:
+            print(f"\nNot above chance: {', '.join(left)}.")
+    return 0
+
+
+def shown(own: Change | None, mode: str) -> str:
+    """Return a cell: percent of the exact model, points of change of every other one."""
+    if own is None:
+        return ""
+    if mode == EXACT.name:
+        return f"{100 * own.right:.0f} % ({100 * own.error:.0f})"
+    return (
+        "0" if own.change == own.error == 0 else f"{100 * own.change:+.0f} ({100 * own.error:.0f})"
+    )
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=["measure", "table"])
+    parser.add_argument("--models", nargs="+", type=Path, default=[], help="folders")
+    parser.add_argument("--modes", nargs="+", default=[], help="parts of names; all without")
+    parser.add_argument("--tasks", nargs="+", default=[], help="parts of names; all without")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--longest", type=int, default=32768, help="tokens of a row")
+    parser.add_argument("--count", type=int, help="items of a task, for a trial")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds")
+    parser.add_argument("--shape", nargs=3, type=int, default=[8, 2048, 9], metavar="N",
+                        help="batch, prompt and written tokens of times")  # fmt: skip
+    parser.add_argument("--times", action="store_true", help="as well")
+    parser.add_argument("--had", nargs="+", type=Path, default=[], help="more files of rows")
+    where = "nvidia-h100" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--out", type=Path, default=RESULTS / where / "tasks.jsonl")
+    given = parser.parse_args()
+    return {"measure": measure, "table": table}[given.action](given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""Tasks: fixed prompts, right answers by hand, and a toy model that answers from its context."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.quality import answering, task_scores, tasks
+from benchmarks.quality.modes import Mode
+from benchmarks.quality.subject import States
+from tests.support.scripts import script
+
+GENERATED = {
+    "addition": "3411c6bbb675",
+    "addition, likeliest of 4": "349dc82d0610",
+    "word problems": "c278ad743195",
+    "copying": "8d4288178d40",
+    "sorting 3 digits": "490431bfc835",
+    "sorting 5 digits": "37909f938eac",
+    "key-value, 2k": "4437570f10d6",
+    "key-value, 8k": "0973b94ec543",
+    "key-value, 32k": "04556cb6b635",
+}
+"""Digests of the tasks that need no text: the same on every machine."""
+BY_NAME = {task.name: task for task in tasks.TASKS}
+COUNT = 3
+
+
+class Bytes:
+    """A tokenizer of bytes, with a token before every text."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        return SimpleNamespace(input_ids=[256] * add_special_tokens + list(text.encode()))
+
+    def decode(self, ids: Any) -> str:
+        return bytes(int(each) for each in ids if int(each) < 256).decode(errors="replace")
+
+
+class Knowing:
+    """A model whose likeliest next token is the one that followed the same twelve tokens before."""
+
+    device = "cpu"
+
+    def __init__(self, tells: bool = True) -> None:
+        self.tokenizer, self.tells = Bytes(), tells
+
+    def states(self, ids: Tensor, *_: Any, layers: bool) -> States:
+        last = torch.zeros(*ids.shape, 257)
+        for row, tokens in enumerate(ids.tolist()):
+            seen: dict[tuple[int, ...], int] = {}
+            for at, token in enumerate(tokens):
+                if at >= 12:
+                    seen[tuple(tokens[at - 12 : at])] = token
+                known = seen.get(tuple(tokens[at - 11 : at + 1]))
+                if known is not None and self.tells:
+                    last[row, at, known] = 9.0
+        return States(last, [])
+
+    def logits(self, last: Tensor) -> Tensor:
+        return last
+
+
+def rows(name: str, count: int = COUNT, seed: int = 0) -> tasks.Rows:
+    return tasks.rows_of(Bytes(), BY_NAME[name], seed, count)
+
+
+def judged(found: tasks.Rows, kind: str, tells: bool = True) -> list[bool]:
+    subject: Any = Knowing(tells)
+    return answering.Answering(subject, Mode("exact")).judge(found, kind, batch=2)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_prompts_are_fixed(name: str) -> None:
+    assert tasks.text_digest(BY_NAME[name], 0) == GENERATED[name]
+    assert tasks.text_digest(BY_NAME[name], 1) != GENERATED[name]
+
+
+def test_every_task_is_generated_or_from_packaged_text() -> None:
+    packaged = {"next sentence", "definitions", "needles, 2k", "needles, 8k", "needles, 32k"}
+    assert set(BY_NAME) == {*GENERATED, *packaged, "code that parses"}
+
+
+@pytest.mark.parametrize("task", tasks.TASKS, ids=lambda task: task.name)
+def test_prompts_of_a_seed_are_the_same_each_time(task: tasks.Task) -> None:
+    if task.length > 2048:
+        task = BY_NAME[task.name.replace("32k", "2k").replace("8k", "2k")]
+    found = tasks.rows_of(Bytes(), task, 0, 2)
+    assert tasks.digest(found) == tasks.digest(tasks.rows_of(Bytes(), task, 0, 2))
+    assert tasks.digest(found) != tasks.digest(tasks.rows_of(Bytes(), task, 1, 2))
+    written = tasks.WRITTEN if task.kind == "code" else 0
+    assert found.ids.shape == (2 * found.each, task.length - written)
+    assert (found.ids[:, 0] == 256).all()
+
+
+def answers(found: tasks.Rows) -> list[tuple[str, str]]:
+    """Return the end of each prompt, and the answer."""
+    shown = []
+    for ids, count in zip(found.ids, found.answers, strict=True):
+        shown.append((Bytes().decode(ids[-count - 90 : -count]), Bytes().decode(ids[-count:])))
+    return shown
+
+
+def test_sums_are_right() -> None:
+    for prompt, answer in answers(rows("addition", 20)):
+        a, b = re.findall(r"(\d+) \+ (\d+) =$", prompt)[0]
+        assert answer == f" {int(a) + int(b)}\n"
+    likely = answers(rows("addition, likeliest of 4", 20))
+    for first in range(0, len(likely), tasks.CHOICES):
+        own = likely[first : first + tasks.CHOICES]
+        assert len({answer for _, answer in own}) == tasks.CHOICES
+        a, b = re.findall(r"(\d+) \+ (\d+) =$", own[0][0])[0]
+        assert own[0][1] == f" {int(a) + int(b)}\n"
+    for prompt, answer in answers(rows("word problems", 20)):
+        has, more = map(int, re.findall(r"has (\d) \w+s and buys (\d) more", prompt + "")[0:1][0])
+        assert answer == f" {has + more}\n\n"
+
+
+def test_digits_are_sorted_and_words_copied() -> None:
+    for name in ("sorting 3 digits", "sorting 5 digits"):
+        for prompt, answer in answers(rows(name, 20)):
+            digits = re.findall(r"((?:\d )+)->$", prompt)[0].split()
+            assert answer.split() == sorted(digits)
+    for prompt, answer in answers(rows("copying", 20)):
+        assert answer == re.findall(r"Words:( .*)\nCopy:$", prompt)[0] + "\n"
+
+
+@pytest.mark.parametrize("name", ["key-value, 2k", "needles, 2k"])
+def test_what_is_asked_was_told_once_before_the_question(name: str) -> None:
+    found = rows(name, 8)
+    places = []
+    for ids, count in zip(found.ids, found.answers, strict=True):
+        text, answer = Bytes().decode(ids[:-count]), Bytes().decode(ids[-count:])
+        first, _, question = text.rpartition("The value" if "key" in name else "Question")
+        key = question.rstrip(":").splitlines()[-1].rpartition("Answer: ")[2]
+        told = key + (":" if "key" in name else "") + answer.rstrip("\n")
+        assert first.count(told) == 1
+        assert (
+            first[: first.index(told)].rstrip(" ").endswith(("\n", "The secret")) or "The" in told
+        )
+        places.append(first.index(told) / len(first))
+    assert max(places) - min(places) > 0.3, "keys lie all over the text"
+
+
+def test_a_model_that_looks_back_finds_keys_and_one_that_does_not_finds_none() -> None:
+    found = rows("key-value, 2k", 4)
+    assert judged(found, "exact") == [True] * 4
+    assert judged(found, "exact", tells=False) == [False] * 4
+
+
+def test_choices_go_by_probability_of_a_character() -> None:
+    ids = torch.tensor(
+        [[256, *b"ab1234567890xy", *b"1234567890xy", 57], [256, *b"ab1234567890xy", *b"1234567890xy", 65]]
+    )
+    ids[0, -1] = ids[1, -1] = 1
+    found = tasks.Rows(ids, [1, 1], [1, 2], 9, 2, ["", ""])
+    assert judged(found, "choice") == [False], "the longer answer has more probability a character"
+    same = tasks.Rows(ids, [1, 1], [1, 1], 9, 2, ["", ""])
+    assert judged(same, "choice") == [True]
+
+
+HEAD = 'def f(a):\n    """Say."""\n'
+
+
+@pytest.mark.parametrize(
+    ("written", "right"),
+    [
+        ("    return a\n", True),
+        ("    return a\n    x = (\n", True),
+        ("    return a\n\n\ndef g(:\n", True),
+        ("    x ==== 3\n    return\n", False),
+        ("    for x in a:\n        print(x\n        y = 3\n", False),
+        ("\n\ndef g():\n", False),
+        ("    # a remark\n", False),
+        ("    return", False),
+    ],
+)
+def test_code_must_parse_up_to_its_last_statement(written: str, right: bool) -> None:
+    assert tasks.parses(HEAD, written) is right
+
+
+def row(mode: str, answers: str, task: str = "copying", **others: Any) -> dict[str, Any]:
+    facts = {"what": "tasks", "model": "m", "dtype": "bfloat16", "chance": 0.0, "seed": 0}
+    return {**facts, "digest": "d", "task": task, "mode": mode, "answers": answers, **others}
+
+
+def test_modes_are_compared_item_by_item() -> None:
+    found = [row("exact", "1110"), row("half", "1011"), row("half", "0000", digest="other")]
+    made = task_scores.scores(found)
+    assert made["exact"]["copying"][:2] == (0.75, 0.0)
+    right, change, error = made["half"]["copying"]
+    assert (right, change) == (0.75, 0.0)
+    assert error == pytest.approx(torch.tensor([0.0, -1, 0, 1]).std().item() / 2)
+    assert task_scores.shown(made["half"]["copying"], "half") == "+0 (41)"
+    assert (
+        task_scores.shown(task_scores.scores([found[0]])["exact"]["copying"], "exact")
+        == "75 % (25)"
+    )
+
+
+def test_fine_tuned_models_are_compared_with_that_of_the_exact_loss() -> None:
+    found = [
+        row("exact", "0000"),
+        row("fine-tuned, exact-1", "1100"),
+        row("fine-tuned, mass-1", "1110"),
+    ]
+    made = task_scores.scores(found)
+    assert made["fine-tuned, exact-1"]["copying"].change == 0.5
+    assert made["fine-tuned, mass-1"]["copying"].change == 0.25
+
+
+def test_the_mean_is_over_tasks_above_chance() -> None:
+    found = [row("exact", "1" * 30 + "0" * 10), row("exact", "1" + "0" * 39, "sorting")]
+    assert task_scores.solved(found, task_scores.scores(found)) == ["copying"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write an untrained model, and a tokenizer of bytes."""
+    transformers = pytest.importorskip("transformers", reason="models are folders of it")
+    from tokenizers import ByteLevelBPETokenizer
+
+    made: Path = tmp_path_factory.mktemp("tiny")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["how many"], 260, show_progress=False)
+    tokenizer.save(str(made / "tokenizer.json"))
+    file = str(made / "tokenizer.json")
+    transformers.PreTrainedTokenizerFast(tokenizer_file=file).save_pretrained(made)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    config = transformers.LlamaConfig(**sizes, **heads, **ends, initializer_range=0.1)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(made)
+    return made
+
+
+MODES = ["exact", "cache, 2 bits"]
+
+
+def test_rows_end_where_time_does_and_go_on_from_there(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tasks.jsonl"
+    given = ["measure", "--models", str(folder), "--count", "2", "--out", str(out)]
+    given += ["--seeds", "0", "--tasks", "copying", "code", "--modes", *MODES]
+    script("task_scores", *given, "--budget", "0")
+    assert not out.exists()
+    script("task_scores", *given, "--tasks", "copying")
+    first = out.read_text().splitlines()
+    script("task_scores", *given)
+    whole = out.read_text().splitlines()
+    assert whole[: len(first)] == first
+    found = [json.loads(line) for line in whole]
+    names = {(each["mode"], each["task"]) for each in found}
+    assert len(names) == len(found), "no row is measured again"
+    assert {mode for mode, _ in names} == set(MODES)
+    assert {each["task"] for each in found} == {"copying", "code that parses"}
+    assert all(len(each["answers"]) == each["items"] == 2 for each in found)
+    script("task_scores", *given, "--times", "--shape", "1", "64", "3")
+    timed = [json.loads(line) for line in out.read_text().splitlines()[len(whole) :]]
+    assert {each["what"] for each in timed} == {"task times"}
+    assert all(each["token_ms"] > 0 for each in timed)
+    shown = script("task_scores", "table", "--out", str(out))
+    assert "Not above chance: copying" in shown
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode("cache", cache={"bits": 16}),
+        pytest.param(Mode("compiled", compiled=True), marks=pytest.mark.slow),
+    ],
+    ids=lambda mode: mode.name,
+)
+def test_exact_modes_answer_as_the_exact_model(mode: Mode, folder: Path) -> None:
+    from benchmarks.quality.subject import Subject
+
+    subject = Subject(folder, "cpu", torch.float32)
+    items = tasks.rows_of(subject.tokenizer, BY_NAME["addition, likeliest of 4"], 0, 3)
+    plain = answering.Answering(subject, Mode("exact")).judge(items, "choice", 4)
+    assert answering.Answering(subject, mode).judge(items, "choice", 4) == plain
+
+
+def test_figures_of_trained_models_hold_what_arithmetic_says() -> None:
+    from benchmarks.quality import trained_figures as figures
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 8)
+    turn, _ = torch.linalg.qr(torch.randn(2, 8, 8))
+    y = (x @ turn)[[1, 0]] + torch.randn(2, 1, 8)
+    assert abs(figures.cosine(x, y)) < 0.3
+    assert figures.cosine(*figures.turned(x, y, 64)) == pytest.approx(1, abs=1e-5)
+    assert figures.entropy(torch.tensor([0, 1, 2, 3])) == 2.0
+    codes = figures.codes_of(torch.tensor([[[7.0, -3.4], [0.2, 14.0]]]), 1)
+    assert codes.flatten().tolist() == [7, -3, 0, 7]
+
+
+def test_each_part_of_the_figures_has_a_row(folder: Path, tmp_path: Path) -> None:
+    from benchmarks.quality.trained_figures import PARTS
+
+    out = tmp_path / "figures.jsonl"
+    script("trained_figures", "--models", str(folder), "--length", "260", "--out", str(out))
+    found = {each["part"]: each for each in map(json.loads, out.read_text().splitlines())}
+    assert list(found) == list(PARTS)
+    assert sum(found["codes"]["counts"]["keys"]) == 2 * 256 * 32
+    assert found["exponents"]["trained"]["entropy"]["sign"] == pytest.approx(1, abs=0.01)
+    assert len(found["layers"]["cosines"]["keys, aligned"]) == 1
