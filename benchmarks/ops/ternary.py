@@ -17,6 +17,9 @@ quantising online, with random weights; one backend per process, so that the pea
 under torch.compile(mode="reduce-overhead"): with --backend inductor dense in bf16, with memeff the
 same model ternarised and packed. Both are compiled by memeff, so that attention is the same.
 
+`steps`: decoding steps of several batches and a prompt of one recipe, or dense; the whole model is
+one CUDA graph. `--turns NAME --processes 4` times four recipes one after the other.
+
 `sweep`: every tile, number of warps and stages per shape; the fastest are printed.
 
 `--turns FILE:COUNT` lets COUNT processes compile in parallel and measure one by one.
@@ -57,6 +60,7 @@ from memeff_compile.kernels.ternary_linear import (
     ternary_linear,
     ternary_linear_quantize,
 )
+from memeff_compile.model import TernaryLinear
 
 Call = Callable[[], Any]
 
@@ -337,6 +341,76 @@ def measure_decode(options: argparse.Namespace) -> None:
     records.write(options.out, row)
 
 
+RECIPES = ("dense", "b1.58", "a4.8", "a4.8-fp4")
+PROMPT = {"h200": 512, "tiny": 8}
+
+
+def kinds_by_recipe(model: torch.nn.Module) -> dict[str, dict[str, str]]:
+    """Return each linear's quantiser by recipe; the model is ternary afterwards."""
+    found = {}
+    for recipe in RECIPES[1:]:
+        memeff_compile.ternarize_(model, recipe)
+        named = model.named_modules()
+        found[recipe] = {p: m.kind for p, m in named if isinstance(m, TernaryLinear)}
+    return found
+
+
+@torch.no_grad()
+def measure_steps(options: argparse.Namespace) -> None:
+    """Write the time of a decoding step per batch, and of a prompt, as a CUDA graph of the model.
+
+    One recipe per process; `--turns` lets all of them time a case one after the other.
+    """
+    model = model_of(options, options.model).eval()
+    if options.recipe != "dense":
+        kinds = kinds_by_recipe(model)[options.recipe]
+        memeff_compile.ternarize_(model, kinds=kinds)
+        memeff_compile.pack_ternary_(model)
+    length, filled = FILLED[options.size]
+    chosen = {"memeff.regions": "auto", "memeff.cuda_graphs": "off"}
+    if options.size == "tiny":
+        chosen["memeff.inner"] = "aot_eager"
+    model.compile(backend="memeff", options=chosen, dynamic=False)
+    for case in options.cases.split(","):
+        is_prompt = case == "prompt"
+        batch, count = (1, PROMPT[options.size]) if is_prompt else (int(case), 1)
+        cache = filled_cache(model, batch, length, options.device)
+        ids = torch.randint(3, model.config.vocab_size, (batch, count), device=options.device)
+        begin = partial(set_filled, cache, 0 if is_prompt else filled)
+        begin()
+        started = time.perf_counter()
+        run = partial(model, input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if torch.cuda.is_available():
+            repeated = Repeated([run], least=1)
+        else:
+            run()
+        compiling = time.perf_counter() - started
+        samples = []
+        with my_turn(f"{options.turns}-{case}:{options.processes}" if options.turns else ""):
+            for _ in range(options.repeats):
+                begin()
+                if torch.cuda.is_available():
+                    samples.append(repeated.microseconds() / 1e3)
+                else:
+                    samples.append(timing.waited(run))
+        row = {
+            "kind": "ternary prompt" if is_prompt else "ternary decoding step",
+            "method": options.recipe,
+            "model": options.model,
+            "layers": options.layers or LAYERS[options.size][options.model],
+            "batch": batch,
+            "tokens": count,
+            "filled": 0 if is_prompt else filled,
+            "cuda_graph": "whole",
+            "ms": records.percentiles(samples),
+            "compile_s": round(compiling, 1),
+            "merged": memeff_compile.last_report().rewrites("ternarize_linear"),
+        }
+        records.write(options.out, row)
+        del cache, run
+        clean()
+
+
 # --- sweep ----------------------------------------------------------------------------------------
 
 Candidate = tuple[int, int, int, Any]
@@ -477,6 +551,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", default="kernels", choices=list(PARTS))
     parser.add_argument("--backend", default="memeff", choices=BACKENDS)
     parser.add_argument("--recipe", default="b1.58", help="of the packed model that decodes")
+    parser.add_argument("--model", default="decode", choices=("step", "decode"), help="700M or 3B")
+    parser.add_argument("--cases", default="1,8,32,prompt", help="of steps: batches, or prompt")
+    parser.add_argument("--processes", type=int, default=1, help="that take turns by --turns")
     parser.add_argument("--layers", type=int, default=0, help="other than the model's own number")
     parser.add_argument("--size", default="h200", choices=list(registry.TERNARY))
     parser.add_argument("--shapes", default="", help="columns x rows, as 4096x14336,2560x6912")
@@ -503,6 +580,7 @@ PARTS = {
     "sweep": sweep,
     "step": measure_step,
     "decode": measure_decode,
+    "steps": measure_steps,
 }
 
 
