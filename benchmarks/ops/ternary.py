@@ -239,7 +239,7 @@ def settings_of(backend: str, mode: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def my_turn(name: str) -> Iterator[None]:
+def my_turn(name: str, rest: float = 1.0) -> Iterator[None]:
     """Wait until as many processes as `FILE:COUNT` says are ready; then they measure one by one."""
     if not name:
         yield
@@ -251,7 +251,7 @@ def my_turn(name: str) -> Iterator[None]:
         while Path(path).read_text().count("ready") < int(count):
             time.sleep(0.5)
         fcntl.flock(stream, fcntl.LOCK_EX)
-        time.sleep(1.0)
+        time.sleep(rest)
         yield
 
 
@@ -386,7 +386,8 @@ def measure_steps(options: argparse.Namespace) -> None:
             run()
         compiling = time.perf_counter() - started
         samples = []
-        with my_turn(f"{options.turns}-{case}:{options.processes}" if options.turns else ""):
+        turn = f"{options.turns}-{case}:{options.processes}" if options.turns else ""
+        with my_turn(turn, rest=0.3):
             for _ in range(options.repeats):
                 begin()
                 if torch.cuda.is_available():
