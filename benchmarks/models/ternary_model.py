@@ -72,7 +72,7 @@ def tokens(given: argparse.Namespace) -> dict[str, Tensor]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    end = tokenizer.eos_token_id
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     found: dict[str, list[int]] = {"train": []}
     limits = {"train": given.train_tokens // len(SLICES), "validation": given.judged * given.length}
     for name in SLICES:
@@ -82,7 +82,7 @@ def tokens(given: argparse.Namespace) -> dict[str, Tensor]:
             read[text.split].append(text.content)
         for split, contents in read.items():
             coded = tokenizer(contents, add_special_tokens=False).input_ids if contents else []
-            ids = [token for each in coded for token in (*each, end)][: limits[split]]
+            ids = [token for each in coded for token in (*each, *end)][: limits[split]]
             found.setdefault("train" if split == "train" else name, []).extend(ids)
     kept = {}
     for name, ids in found.items():

@@ -55,6 +55,7 @@ from benchmarks.ops.kv_decode import filled_cache, set_filled
 from benchmarks.timing import Repeated
 from memeff_compile.kernels.ternary_linear import (
     Quantizer,
+    op,
     reference,
     shapes,
     ternary_linear,
@@ -366,6 +367,8 @@ def measure_steps(options: argparse.Namespace) -> None:
         kinds = kinds_by_recipe(model)[options.recipe]
         memeff_compile.ternarize_(model, kinds=kinds)
         memeff_compile.pack_ternary_(model)
+    if options.apart:
+        op.GROUPED_TOKENS = 0
     length, filled = FILLED[options.size]
     chosen = {"memeff.regions": "auto", "memeff.cuda_graphs": "off"}
     if options.size == "tiny":
@@ -396,7 +399,7 @@ def measure_steps(options: argparse.Namespace) -> None:
                     samples.append(timing.waited(run))
         row = {
             "kind": "ternary prompt" if is_prompt else "ternary decoding step",
-            "method": options.recipe,
+            "method": options.recipe + (", matrices apart" if options.apart else ""),
             "model": options.model,
             "layers": options.layers or LAYERS[options.size][options.model],
             "batch": batch,
@@ -554,6 +557,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", default="b1.58", help="of the packed model that decodes")
     parser.add_argument("--model", default="decode", choices=("step", "decode"), help="700M or 3B")
     parser.add_argument("--cases", default="1,8,32,prompt", help="of steps: batches, or prompt")
+    parser.add_argument("--apart", action="store_true", help="no launch has several matrices")
     parser.add_argument("--processes", type=int, default=1, help="that take turns by --turns")
     parser.add_argument("--layers", type=int, default=0, help="other than the model's own number")
     parser.add_argument("--size", default="h200", choices=list(registry.TERNARY))

@@ -22,7 +22,7 @@ from ..checks import require, short
 from ..device import kernels_serve, runs_kernels, starts_early
 from . import reference
 from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
-from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS, quantizes_first
+from .shapes import GROUPED_TOKENS, MAX_COLUMNS, MAX_GROUP, MAX_VECTORS, quantizes_first
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -309,9 +309,15 @@ def _linear(given: _Linear) -> list[Tensor]:
         return found
     settings["is_step"], settings["is_chained"] = given.is_step, overlaps
     codes = engine.quantize(rows, quantizer, entry, is_chained=overlaps)
+    if has_kernels and rows.shape[0] <= GROUPED_TOKENS:
+        for start in range(0, len(packed), MAX_GROUP):
+            group = [each[start : start + MAX_GROUP] for each in given[1:4]]
+            found += engine.products(*codes, *group, **settings)
+            settings["is_chained"] = False  # the next product's kernel follows this one directly
+        return found
     for each in zip(*given[1:4], strict=True):
         found.append(engine.product(*codes, *each, **settings))
-        settings["is_chained"] = False  # the next product's kernel follows this one directly
+        settings["is_chained"] = False
     return found
 
 

@@ -8,6 +8,10 @@ MAX_VECTORS = 4
 """Tokens that the kernel without tensor cores processes at once."""
 MAX_GROUP = 3
 """Matrices that one launch multiplies with the same tokens."""
+GROUPED_TOKENS = 64
+"""Tokens up to which several matrices of one input share a launch: alone, each leaves processors
+idle.
+"""
 MAX_COLUMNS = 1 << 15
 """Columns of one token that a program processes."""
 
