@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from memeff_compile.errors import OptionError
+from memeff_compile.model.ternary.system import SYSTEM
 from memeff_compile.options import Options
 from memeff_compile.system import Hooks, Request, Undone
 
@@ -62,4 +63,6 @@ def _module(request: Request) -> Any:  # noqa: ANN401
 
 
 def _skip(options: Options) -> tuple[str, ...]:
-    return (*options.skip.get("*", ()), *options.skip.get("ternarize_linear", ()))
+    """Return the module paths to leave dense: those that the system's passes skip."""
+    passes = ("*", *(each.facts.name for each in SYSTEM.passes))
+    return tuple(path for name in passes for path in options.skip.get(name, ()))
