@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
 import statistics
 import sys
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import GENERATED, RESULTS, rows
 from benchmarks.ablations.ternary_ablation import zeros
 from benchmarks.data.corpus import roots, texts
+from benchmarks.methods import registered
 from benchmarks.models import training
 from benchmarks.models.causal_attention import use_causal_attention
 from memeff_compile.functional import linear_cross_entropy
@@ -41,6 +43,7 @@ SLICES = ("python", "other")
 SHARE = 16
 CHARACTERS_A_TOKEN = 4.5
 """More than the texts have, so that enough of them is read."""
+BEGAN = time.monotonic()
 RATE, DECAY, WARM_UP, CLIP = 1e-3, 0.1, 40, 1.0
 
 
@@ -81,9 +84,14 @@ def tokens(given: argparse.Namespace) -> dict[str, Tensor]:
         for text in texts(name, given.root or roots(), size, SHARE):
             read[text.split].append(text.content)
         for split, contents in read.items():
-            coded = tokenizer(contents, add_special_tokens=False).input_ids if contents else []
-            ids = [token for each in coded for token in (*each, *end)][: limits[split]]
-            found.setdefault("train" if split == "train" else name, []).extend(ids)
+            coded = tokenizer.backend_tokenizer.encode_batch_fast(
+                contents, add_special_tokens=False
+            )
+            ids = itertools.chain.from_iterable((*each.ids, *end) for each in coded)
+            found.setdefault("train" if split == "train" else name, []).extend(
+                itertools.islice(ids, limits[split])
+            )
+        note(f"{name}: {len(found['train'])} tokens to train on, {len(found[name])} to judge by")
     kept = {}
     for name, ids in found.items():
         whole = len(ids) // given.length * given.length
@@ -91,6 +99,11 @@ def tokens(given: argparse.Namespace) -> dict[str, Tensor]:
     given.state.mkdir(parents=True, exist_ok=True)
     save(kept, path)
     return kept
+
+
+def note(said: str) -> None:
+    """Print a line with the seconds since the process began."""
+    print(f"{time.monotonic() - BEGAN:.1f} s: {said}", flush=True)
 
 
 def save(state: Any, path: Path) -> None:
@@ -116,7 +129,7 @@ def load(given: argparse.Namespace, device: str) -> Any:
 
 def compile_layers(model: Any, inner: str) -> None:
     """Compile each layer; they share one function, as their sizes are equal."""
-    torch._dynamo.config.recompile_limit = 64
+    registered()
     for layer in model.model.layers:
         layer.compile(backend="memeff", options={"memeff.inner": inner})
 
@@ -153,6 +166,7 @@ class Run:
         passes = [torch.randperm(count, generator=draw) for _ in range(given.passes)]
         self.order = torch.cat(passes).to(self.device)
         compile_layers(self.model, given.inner)
+        note("the model is there")
 
     @property
     def state_path(self) -> Path:
@@ -215,7 +229,6 @@ def facts(given: argparse.Namespace, stage: int) -> dict[str, Any]:
 
 def first(given: argparse.Namespace) -> None:
     """Train the first stage, until its steps or its seconds are over."""
-    began = time.monotonic()
     run = Run(given, VARIANTS["b1.58"])
     for group in run.optimizer.param_groups:
         group["initial"] = RATE
@@ -225,7 +238,7 @@ def first(given: argparse.Namespace) -> None:
     row["text"] = hashlib.sha256(run.text["train"].cpu().numpy().tobytes()).hexdigest()[:12]
     losses: list[Tensor] = []
     started, counted = time.perf_counter(), 0
-    while run.done < given.steps and time.monotonic() - began < given.seconds:
+    while run.done < given.steps and time.monotonic() - BEGAN < given.seconds:
         losses.append(run.step(min(1.0, (run.done + 1) / WARM_UP)))
         if len(losses) == 4:  # compiled by now
             float(losses[-1])
@@ -235,7 +248,7 @@ def first(given: argparse.Namespace) -> None:
             mean = float(torch.stack(losses).mean())  # waits
             ms = 1e3 * (time.perf_counter() - started) / max(1, counted - 1)
             line = {**row, "step": run.done, "loss": round(mean, 4), "step_ms": round(ms, 2)}
-            line["since_start_s"] = round(time.monotonic() - began, 1)
+            line["since_start_s"] = round(time.monotonic() - BEGAN, 1)
             if run.done % (4 * given.every) == 0:
                 line["judged"] = run.judge(given.few)
             rows.append(given.out, line)
@@ -248,7 +261,6 @@ def first(given: argparse.Namespace) -> None:
 
 def second(given: argparse.Namespace) -> None:
     """Train the second stage of a variant from the end of the first."""
-    began = time.monotonic()
     variant = VARIANTS[given.variant]
     run = Run(given, variant)
     if not run.resume():
@@ -266,7 +278,7 @@ def second(given: argparse.Namespace) -> None:
     curve: list[dict[str, float]] = []
     started = time.perf_counter()
     for number in range(given.steps):
-        if time.monotonic() - began > given.seconds:
+        if time.monotonic() - BEGAN > given.seconds:
             break
         losses.append(run.step(1 - number / given.steps))
         if number == 3:
@@ -278,7 +290,7 @@ def second(given: argparse.Namespace) -> None:
             curve.append(run.judge(given.few))
             line = {"step": number + 1, "loss": round(mean, 4), "judged": curve[-1]}
             line |= {"step_ms_and_judging": round(ms, 2)}
-            line["since_start_s"] = round(time.monotonic() - began, 1)
+            line["since_start_s"] = round(time.monotonic() - BEGAN, 1)
             rows.append(given.out, {**row, **line})
             losses = []
     sample = torch.cat([run.text[name][: given.batch // 2] for name in SLICES]).long()
@@ -336,7 +348,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--train-tokens", type=int, default=16_000_000)
+    parser.add_argument("--train-tokens", type=int, default=10_000_000)
     parser.add_argument("--passes", type=int, default=2, help="over the text, at most")
     parser.add_argument("--judged", type=int, default=64, help="sequences of each slice at the end")
     parser.add_argument("--few", type=int, default=16, help="sequences of each slice on the way")

@@ -51,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import RESULTS, registry, timing
 from benchmarks import rows as records
+from benchmarks.methods import registered
 from benchmarks.ops.kv_decode import filled_cache, set_filled
 from benchmarks.timing import Repeated
 from memeff_compile.kernels.ternary_linear import (
@@ -592,6 +593,7 @@ PARTS = {
 def main() -> None:
     """Run one part."""
     options = parse()
+    registered()
     torch.manual_seed(0)
     PARTS[options.part](options)
 
