@@ -113,15 +113,22 @@ def save(state: Any, path: Path) -> None:
     part.rename(path)
 
 
+def has_weights(given: argparse.Namespace) -> bool:
+    """Return whether the folder has weights, and not only their sizes."""
+    return any(given.model.glob("*.safetensors"))
+
+
 def load(given: argparse.Namespace, device: str) -> Any:
     """Return the model in fp32, or one of its shape with random weights where it has none."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(given.seed)
-    if any(given.model.glob("*.safetensors")):
-        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    fewer = {"num_hidden_layers": given.layers} if given.layers else {}
+    if has_weights(given):
+        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, **fewer)
     else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model)).float()
+        config = AutoConfig.from_pretrained(given.model, **fewer)
+        model = AutoModelForCausalLM.from_config(config).float()
     model.config.use_cache = False
     model.set_attn_implementation(use_causal_attention())
     return model.to(device).train()
@@ -223,7 +230,8 @@ class Run:
 def facts(given: argparse.Namespace, stage: int) -> dict[str, Any]:
     """Return what every row of a run says."""
     said = {"what": "ternary model", "model": given.model.name, "stage": stage}
-    names = ("seed", "batch", "length", "train_tokens")
+    said |= {"begins": "weights" if has_weights(given) else "random", "rate": RATE}
+    names = ("seed", "batch", "length", "train_tokens", "layers")
     return said | {name: getattr(given, name) for name in names}
 
 
@@ -275,7 +283,6 @@ def second(given: argparse.Namespace) -> None:
         group["initial"] = group["lr"]
     rows.append(given.out, {**row, "step": 0, "before": before, "judged": run.judge(given.few)})
     losses: list[Tensor] = []
-    curve: list[dict[str, float]] = []
     started = time.perf_counter()
     for number in range(given.steps):
         if time.monotonic() - BEGAN > given.seconds:
@@ -287,8 +294,7 @@ def second(given: argparse.Namespace) -> None:
         if (number + 1) % given.every == 0:
             mean = float(torch.stack(losses).mean())
             ms = 1e3 * (time.perf_counter() - started) / max(1, number - 3)
-            curve.append(run.judge(given.few))
-            line = {"step": number + 1, "loss": round(mean, 4), "judged": curve[-1]}
+            line = {"step": number + 1, "loss": round(mean, 4), "judged": run.judge(given.few)}
             line |= {"step_ms_and_judging": round(ms, 2)}
             line["since_start_s"] = round(time.monotonic() - BEGAN, 1)
             rows.append(given.out, {**row, **line})
@@ -297,7 +303,7 @@ def second(given: argparse.Namespace) -> None:
     with torch.compiler.set_stance("force_eager"):
         shares = zeros(run.model, sample, run.device)
     last = {"step": run.done - at, "judged": run.judge(given.judged), "zeros": shares}
-    last |= {"lasts": curve[-given.lasts :], "of_steps": given.steps, "done": True}
+    last |= {"of_steps": given.steps, "done": True}
     rows.append(given.out, {**row, **last, **rows.environment()})
 
 
@@ -305,30 +311,34 @@ def second(given: argparse.Namespace) -> None:
 
 
 def table(given: argparse.Namespace) -> None:
-    """Print the end of each variant: loss, its gap from b1.58 with a band, and zeros.
+    """Print, by seed and variant, the loss at the end, its gap from b1.58 with a band, and zeros.
 
-    The gap is the mean over the last evaluations, which all variants make at the same steps on the
-    same text; the band is the deviation of these gaps.
+    The gap is the mean over the last evaluations that both have; all variants make them at the same
+    steps on the same text. The band is the deviation of these differences.
     """
-    found = [row for row in rows.read(given.out) if row.get("stage") == 2 and row.get("done")]
-    seeds = sorted({row["seed"] for row in found})
-    for seed in seeds:
-        of_seed = {row["variant"]: row for row in found if row["seed"] == seed}
-        print(f"\nseed {seed}\n\n| variant | python | other | gap, python | zeros |")
-        print("|---|---:|---:|---:|---:|")
-        base = of_seed.get("b1.58")
-        for name, row in of_seed.items():
-            gaps = (
-                [
-                    mine["python"] - its["python"]
-                    for mine, its in zip(row["lasts"], base["lasts"], strict=True)
-                ]
-                if base
-                else []
-            )
-            band = f"{statistics.mean(gaps):+.4f} ± {statistics.pstdev(gaps):.4f}" if gaps else "-"
-            cells = [f"{row['judged'][part]:.4f}" for part in SLICES]
-            print(f"| {name} | {' | '.join(cells)} | {band} | {row['zeros']['overall']:.1%} |")
+    found = [row for row in rows.read(given.out) if row.get("stage") == 2]
+    for seed in sorted({row["seed"] for row in found}):
+        curves: dict[str, dict[int, dict[str, float]]] = {}
+        ends: dict[str, dict[str, Any]] = {}
+        for row in (row for row in found if row["seed"] == seed):
+            if row.get("done"):
+                ends[row["variant"]] = row
+            elif row["step"]:
+                curves.setdefault(row["variant"], {})[row["step"]] = row["judged"]
+        steps = set.intersection(*map(set, curves.values()))
+        print(f"\nseed {seed}, second stage of {max(steps)} steps\n")
+        print("| variant | python | other | gap, python | gap, other | zeros |")
+        print("|---|---:|---:|---:|---:|---:|")
+        for name, curve in curves.items():
+            cells = [f"{curve[max(steps)][part]:.4f}" for part in SLICES]
+            for part in SLICES:
+                base = curves.get("b1.58", {})
+                last = sorted(steps & set(base))[-given.lasts :]
+                gaps = [curve[step][part] - base[step][part] for step in last]
+                mean = f"{statistics.mean(gaps):+.4f} ± {statistics.pstdev(gaps):.4f}"
+                cells.append(mean if gaps else "-")
+            zero = ends.get(name, {}).get("zeros", {}).get("overall")
+            print(f"| {name} | {' | '.join(cells)} | {'-' if zero is None else f'{zero:.1%}'} |")
 
 
 ACTIONS = {"first": first, "second": second, "table": table}
@@ -344,6 +354,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=GENERATED / "ternary-model")
     parser.add_argument("--variant", choices=list(VARIANTS), default="a4.8")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--batch", type=int, default=16)

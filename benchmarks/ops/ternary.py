@@ -371,6 +371,7 @@ def measure_steps(options: argparse.Namespace) -> None:
     if options.apart:
         op.GROUPED_TOKENS = 0
     length, filled = FILLED[options.size]
+    length = options.cache_length or length
     chosen = {"memeff.regions": "auto", "memeff.cuda_graphs": "off"}
     if options.size == "tiny":
         chosen["memeff.inner"] = "aot_eager"
@@ -406,6 +407,7 @@ def measure_steps(options: argparse.Namespace) -> None:
             "batch": batch,
             "tokens": count,
             "filled": 0 if is_prompt else filled,
+            "cache_length": length,
             "cuda_graph": "whole",
             "ms": records.percentiles(samples),
             "compile_s": round(compiling, 1),
@@ -558,6 +560,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", default="b1.58", help="of the packed model that decodes")
     parser.add_argument("--model", default="decode", choices=("step", "decode"), help="700M or 3B")
     parser.add_argument("--cases", default="1,8,32,prompt", help="of steps: batches, or prompt")
+    parser.add_argument("--cache-length", type=int, default=0, help="of the static cache")
     parser.add_argument("--apart", action="store_true", help="no launch has several matrices")
     parser.add_argument("--processes", type=int, default=1, help="that take turns by --turns")
     parser.add_argument("--layers", type=int, default=0, help="other than the model's own number")

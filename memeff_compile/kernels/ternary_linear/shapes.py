@@ -69,6 +69,14 @@ def quantizes_first(words: int, rows: int) -> bool:
     return words * rows > WORDS_OF_ONE_LAUNCH
 
 
+def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
+    """Return whether integer dot products are faster than tensor cores, which take 16 tokens.
+
+    Measured on an H200 with nine sizes of weights: two tokens always, four never.
+    """
+    return tokens < 3 or (tokens == 3 and not quantizes_first(words, rows))
+
+
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
     """Return the launch for up to 4 quantised tokens: the fastest of a sweep."""
     wide = 1 << (words - 1).bit_length()
