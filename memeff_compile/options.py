@@ -505,7 +505,12 @@ class Options:
         "Whether attention reads the codes of a `KVCache` themselves, instead of keys and "
         "values rebuilt from them."
     )
-    ternary: str = _switch("Whether linears with ternary weights keep and multiply packed codes.")
+    ternary: str = _choice(
+        "exact off b1.58 a4.8 a4.8-fp4",
+        "Whether linears with ternary weights keep and multiply packed codes. A recipe: "
+        "`memeff_compile.compile(model, ternary=...)` calls `ternarize_` on the model first; "
+        "`torch.compile`, whose backends see no models, refuses it.",
+    )
     ternary_gate: str = _choice(
         "recompute keep",
         "Whether training keeps the results of ternary gate and up projections for the "
@@ -870,6 +875,7 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "linear_cross_entropy_sort_vocabulary": False,
     },
     "attention_length": {"attention": "8b", "attention_length": 2048},
+    "ternary": {"ternary": "a4.8"},
     "weights": {"weights": "win4"},
     "skip": {"skip": {"defer_logits": ["lm_head"]}},
     "strict": {"strict": "fuse_linear_cross_entropy"},

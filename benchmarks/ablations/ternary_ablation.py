@@ -258,9 +258,11 @@ def zeros(model: Any, ids: Tensor, device: str) -> dict[str, float]:
         "gate": mean["gate_proj"],
         "down": mean["down_proj"],
     }
-    layer = model.model.layers[0]
-    square, wide = layer.self_attn.q_proj.weight.numel(), layer.mlp.gate_proj.weight.numel()
-    size = {"qkv": 3 * square, "out": square, "up": wide, "gate": wide, "down": wide}
+    attention, wide = model.model.layers[0].self_attn, model.model.layers[0].mlp.gate_proj.weight
+    inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+    size = {"qkv": sum(each.weight.numel() for each in inputs)}
+    size |= {"out": attention.o_proj.weight.numel()}
+    size |= dict.fromkeys(("up", "gate", "down"), wide.numel())
     share["overall"] = sum(share[k] * size[k] for k in size) / sum(size.values())
     return {name: round(value, 4) for name, value in share.items()}
 

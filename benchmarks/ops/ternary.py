@@ -17,6 +17,9 @@ quantising online, with random weights; one backend per process, so that the pea
 under torch.compile(mode="reduce-overhead"): with --backend inductor dense in bf16, with memeff the
 same model ternarised and packed. Both are compiled by memeff, so that attention is the same.
 
+`steps`: decoding steps of several batches and a prompt of one recipe, or dense; the whole model is
+one CUDA graph. `--turns NAME --processes 4` times four recipes one after the other.
+
 `sweep`: every tile, number of warps and stages per shape; the fastest are printed.
 
 `--turns FILE:COUNT` lets COUNT processes compile in parallel and measure one by one.
@@ -48,15 +51,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import RESULTS, registry, timing
 from benchmarks import rows as records
+from benchmarks.methods import registered
 from benchmarks.ops.kv_decode import filled_cache, set_filled
 from benchmarks.timing import Repeated
 from memeff_compile.kernels.ternary_linear import (
     Quantizer,
+    op,
     reference,
     shapes,
     ternary_linear,
     ternary_linear_quantize,
 )
+from memeff_compile.model import TernaryLinear
 
 Call = Callable[[], Any]
 
@@ -235,7 +241,7 @@ def settings_of(backend: str, mode: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def my_turn(name: str) -> Iterator[None]:
+def my_turn(name: str, rest: float = 1.0) -> Iterator[None]:
     """Wait until as many processes as `FILE:COUNT` says are ready; then they measure one by one."""
     if not name:
         yield
@@ -247,7 +253,7 @@ def my_turn(name: str) -> Iterator[None]:
         while Path(path).read_text().count("ready") < int(count):
             time.sleep(0.5)
         fcntl.flock(stream, fcntl.LOCK_EX)
-        time.sleep(1.0)
+        time.sleep(rest)
         yield
 
 
@@ -335,6 +341,81 @@ def measure_decode(options: argparse.Namespace) -> None:
         "head_and_embedding_mib": round(ends / 2**20, 1),
     }
     records.write(options.out, row)
+
+
+RECIPES = ("dense", "b1.58", "a4.8", "a4.8-fp4")
+PROMPT = {"h200": 512, "tiny": 8}
+
+
+def kinds_by_recipe(model: torch.nn.Module) -> dict[str, dict[str, str]]:
+    """Return each linear's quantiser by recipe; the model is ternary afterwards."""
+    found = {}
+    for recipe in RECIPES[1:]:
+        memeff_compile.ternarize_(model, recipe)
+        named = model.named_modules()
+        found[recipe] = {p: m.kind for p, m in named if isinstance(m, TernaryLinear)}
+    return found
+
+
+@torch.no_grad()
+def measure_steps(options: argparse.Namespace) -> None:
+    """Write the time of a decoding step per batch, and of a prompt, as a CUDA graph of the model.
+
+    One recipe per process; `--turns` lets all of them time a case one after the other.
+    """
+    model = model_of(options, options.model).eval()
+    if options.recipe != "dense":
+        kinds = kinds_by_recipe(model)[options.recipe]
+        memeff_compile.ternarize_(model, kinds=kinds)
+        memeff_compile.pack_ternary_(model)
+    if options.apart:
+        op.GROUPED_TOKENS = 0
+    length, filled = FILLED[options.size]
+    length = options.cache_length or length
+    chosen = {"memeff.regions": "auto", "memeff.cuda_graphs": "off"}
+    if options.size == "tiny":
+        chosen["memeff.inner"] = "aot_eager"
+    model.compile(backend="memeff", options=chosen, dynamic=False)
+    for case in options.cases.split(","):
+        is_prompt = case == "prompt"
+        batch, count = (1, PROMPT[options.size]) if is_prompt else (int(case), 1)
+        cache = filled_cache(model, batch, length, options.device)
+        ids = torch.randint(3, model.config.vocab_size, (batch, count), device=options.device)
+        begin = partial(set_filled, cache, 0 if is_prompt else filled)
+        begin()
+        started = time.perf_counter()
+        run = partial(model, input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if torch.cuda.is_available():
+            repeated = Repeated([run], least=1)
+        else:
+            run()
+        compiling = time.perf_counter() - started
+        samples = []
+        turn = f"{options.turns}-{case}:{options.processes}" if options.turns else ""
+        with my_turn(turn, rest=0.3):
+            for _ in range(options.repeats):
+                begin()
+                if torch.cuda.is_available():
+                    samples.append(repeated.microseconds() / 1e3)
+                else:
+                    samples.append(timing.waited(run))
+        row = {
+            "kind": "ternary prompt" if is_prompt else "ternary decoding step",
+            "method": options.recipe + (", matrices apart" if options.apart else ""),
+            "model": options.model,
+            "layers": options.layers or LAYERS[options.size][options.model],
+            "batch": batch,
+            "tokens": count,
+            "filled": 0 if is_prompt else filled,
+            "cache_length": length,
+            "cuda_graph": "whole",
+            "ms": records.percentiles(samples),
+            "compile_s": round(compiling, 1),
+            "merged": memeff_compile.last_report().rewrites("ternarize_linear"),
+        }
+        records.write(options.out, row)
+        del cache, run
+        clean()
 
 
 # --- sweep ----------------------------------------------------------------------------------------
@@ -477,6 +558,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", default="kernels", choices=list(PARTS))
     parser.add_argument("--backend", default="memeff", choices=BACKENDS)
     parser.add_argument("--recipe", default="b1.58", help="of the packed model that decodes")
+    parser.add_argument("--model", default="decode", choices=("step", "decode"), help="700M or 3B")
+    parser.add_argument("--cases", default="1,8,32,prompt", help="of steps: batches, or prompt")
+    parser.add_argument("--cache-length", type=int, default=0, help="of the static cache")
+    parser.add_argument("--apart", action="store_true", help="no launch has several matrices")
+    parser.add_argument("--processes", type=int, default=1, help="that take turns by --turns")
     parser.add_argument("--layers", type=int, default=0, help="other than the model's own number")
     parser.add_argument("--size", default="h200", choices=list(registry.TERNARY))
     parser.add_argument("--shapes", default="", help="columns x rows, as 4096x14336,2560x6912")
@@ -503,12 +589,14 @@ PARTS = {
     "sweep": sweep,
     "step": measure_step,
     "decode": measure_decode,
+    "steps": measure_steps,
 }
 
 
 def main() -> None:
     """Run one part."""
     options = parse()
+    registered()
     torch.manual_seed(0)
     PARTS[options.part](options)
 

@@ -163,7 +163,8 @@ def compile(
             such caches, as with `use_kv_cache_`.
         **settings: Options of memeff by keyword: `logits="eager"` is `memeff.logits`.
             `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
-            `compression_report(model)` returns its report.
+            `compression_report(model)` returns its report. `ternary="a4.8"` (or "b1.58",
+            "a4.8-fp4") calls `ternarize_` first.
 
     Returns:
         The module itself, compiled; for a function, the result of `torch.compile`.

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import compat
+from .. import compat, system
 from ..backend.sharded_layers import compile_layers
 from ..errors import OptionError
 from ..options import Options, key_of
@@ -40,7 +40,8 @@ class Request:
 
         Raises:
             OptionError: An option has an unknown name, a wrong type or a value out of range, is
-                given twice, or would compress weights after the optimizer was created.
+                given twice, would compress weights after the optimizer was created, or would make
+                linears ternary.
         """
         given = options.to_dict() if isinstance(options, Options) else dict(options or {})
         named = {key_of(name): value for name, value in settings.items()}
@@ -53,6 +54,8 @@ class Request:
                 "lets us compile; call memeff_compile.compress_(model) before the host has the "
                 "model."
             )
+        for hooks in system.hooks():
+            hooks.refuse(checked)
         return cls(checked, dynamic, fullgraph)
 
     def arguments(self) -> dict[str, Any]:

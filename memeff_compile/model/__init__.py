@@ -12,17 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memeff_compile.model.cache.low_bit_heads import use_low_bit_heads_ as use_low_bit_heads_
+    from memeff_compile.model.low_bit_heads import use_low_bit_heads_ as use_low_bit_heads_
     from memeff_compile.model.ternary.layers import PackedTernaryLinear as PackedTernaryLinear
     from memeff_compile.model.ternary.layers import TernaryLinear as TernaryLinear
-    from memeff_compile.model.ternary.verbs import TernaryStages as TernaryStages
+    from memeff_compile.model.ternary.stages import TernaryStages as TernaryStages
     from memeff_compile.model.ternary.verbs import pack_ternary_ as pack_ternary_
     from memeff_compile.model.ternary.verbs import ternarize_ as ternarize_
 
 _NAMES = {
-    "cache.low_bit_heads": "use_low_bit_heads_",
+    "low_bit_heads": "use_low_bit_heads_",
     "ternary.layers": "PackedTernaryLinear TernaryLinear",
-    "ternary.verbs": "TernaryStages pack_ternary_ ternarize_",
+    "ternary.stages": "TernaryStages",
+    "ternary.verbs": "pack_ternary_ ternarize_",
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -466,3 +466,28 @@ def test_a_model_is_fine_tuned_alike_by_each_loss(
     table = script("fine_tuning", "table", "--out", str(out))
     assert "| `inductor` | 2 |" in table
     assert "| +0.00000 | +0.00000 |" in table
+
+
+@pytest.mark.slow
+def test_a_model_continues_in_ternary_weights_and_its_variants_from_one_state(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    small = ["--model", str(folder), "--state", str(tmp_path), "--inner", "aot_eager", "--every"]
+    small += ["2", "--batch", "2", "--length", "32", "--judged", "4", "--few", "2", "--lasts", "2"]
+    small += ["--train-tokens", "100000", "--out", str(out)]
+    small += ["--root", str(ROOT / "docs"), str(ROOT / "benchmarks")]
+    script("ternary_model", "first", *small, "--steps", "2")
+    script("ternary_model", "first", *small, "--steps", "4")  # goes on after two steps
+    for variant in ("b1.58", "a4.8, keys in 3 bits"):
+        script("ternary_model", "second", *small, "--steps", "4", "--variant", variant)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["step"] for row in found if row["stage"] == 1] == [0, 2, 2, 4, 4]
+    starts = [row for row in found if row["stage"] == 2 and row["step"] == 0]
+    assert starts[0]["before"] == starts[1]["before"] == starts[0]["judged"]
+    assert starts[1]["judged"] != starts[1]["before"]
+    ends = {row["variant"]: row for row in found if row.get("done")}
+    assert ends["a4.8, keys in 3 bits"]["zeros"]["out"] > 0.4 > ends["b1.58"]["zeros"]["out"]
+    table = script("ternary_model", "table", "--out", str(out))
+    assert "| b1.58 |" in table
+    assert "| +0.0000 ± 0.0000 |" in table

@@ -285,12 +285,13 @@ def test_ternary_linears_are_compared_with_dense_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["step", "decode"])
+@pytest.mark.parametrize("part", ["step", "decode", "steps"])
 def test_ternary_models_are_measured(part: str, tmp_path: Path) -> None:
     from benchmarks import rows
 
     out = tmp_path / "ternary.jsonl"
-    script("ternary", "--size", "tiny", "--part", part, "--repeats", "2", "--out", str(out))
+    given = ("--size", "tiny", "--part", part, "--repeats", "2", "--out", str(out))
+    script("ternary", *given, "--recipe", "a4.8", "--cases", "2")
     (row,) = rows.read(out)
     assert row["ms"]["median"] > 0
 

@@ -22,7 +22,13 @@ from ..checks import require, short
 from ..device import kernels_serve, runs_kernels, starts_early
 from . import reference
 from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
-from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS, quantizes_first
+from .shapes import (
+    GROUPED_TOKENS,
+    MAX_COLUMNS,
+    MAX_GROUP,
+    multiplies_by_dots,
+    quantizes_first,
+)
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -296,10 +302,10 @@ def _linear(given: _Linear) -> list[Tensor]:
     found = []
     has_kernels = engine is not reference
     overlaps = has_kernels and starts_early(x.device)
-    if has_kernels and rows.shape[0] <= MAX_VECTORS:
+    height = sum(weight.shape[0] for weight in packed)
+    if has_kernels and multiplies_by_dots(rows.shape[0], packed[0].shape[1], height):
         coded, is_early = None, given.is_early and overlaps
         # Otherwise each program that multiplies quantises its tokens, which saves a launch.
-        height = sum(weight.shape[0] for weight in packed)
         if KINDS[quantizer.kind].keeps_half or quantizes_first(packed[0].shape[1], height):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)
             is_early, entry = overlaps, NO_ENTRY
@@ -311,9 +317,15 @@ def _linear(given: _Linear) -> list[Tensor]:
         return found
     settings["is_step"], settings["is_chained"] = given.is_step, overlaps
     codes = engine.quantize(rows, quantizer, entry, is_chained=overlaps)
+    if has_kernels and rows.shape[0] <= GROUPED_TOKENS:
+        for start in range(0, len(packed), MAX_GROUP):
+            group = [each[start : start + MAX_GROUP] for each in given[1:4]]
+            found += engine.products(*codes, *group, **settings)
+            settings["is_chained"] = False  # the next product's kernel follows this one directly
+        return found
     for each in zip(*given[1:4], strict=True):
         found.append(engine.product(*codes, *each, **settings))
-        settings["is_chained"] = False  # the next product's kernel follows this one directly
+        settings["is_chained"] = False
     return found
 
 

@@ -8,6 +8,10 @@ MAX_VECTORS = 4
 """Tokens that the kernel without tensor cores processes at once."""
 MAX_GROUP = 3
 """Matrices that one launch multiplies with the same tokens."""
+GROUPED_TOKENS = 64
+"""Tokens up to which several matrices of one input share a launch: alone, each leaves processors
+idle.
+"""
 MAX_COLUMNS = 1 << 15
 """Columns of one token that a program processes."""
 
@@ -63,6 +67,14 @@ WORDS_OF_ONE_LAUNCH = 1_250_000
 def quantizes_first(words: int, rows: int) -> bool:
     """Return whether a separate kernel quantises up to four tokens, before the product."""
     return words * rows > WORDS_OF_ONE_LAUNCH
+
+
+def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
+    """Return whether integer dot products are faster than tensor cores, which take 16 tokens.
+
+    Measured on an H200 with nine sizes of weights: two tokens always, four never.
+    """
+    return tokens < 3 or (tokens == 3 and not quantizes_first(words, rows))
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:

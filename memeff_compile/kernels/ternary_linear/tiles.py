@@ -280,6 +280,19 @@ def product(
     packed: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
+    **settings: Any,
+) -> Tensor:
+    """Return the product of quantised tokens with one matrix, as `products` does."""
+    return products(codes, scale, sums, [packed], [weight_scale], [bias], **settings)[0]
+
+
+def products(
+    codes: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
     *,
     dtype: torch.dtype,
     is_step: bool,
@@ -288,27 +301,40 @@ def product(
     is_chained: bool = False,
     leading: Sequence[int] | None = None,
     shapes: TileShapes | None = None,
-) -> Tensor:
-    """Return the product (M, N) of quantised tokens, or (*leading, N) with M rows in total.
+) -> list[Tensor]:
+    """Return the products (M, N) of quantised tokens, or (*leading, N) with M rows in total.
 
-    With `is_chained` the kernel before this one in the stream is a chained `quantize`.
+    Up to three matrices are multiplied in one launch; the sum of a residual needs one alone. With
+    `is_chained` the kernel before this one in the stream is a chained `quantize`.
     """
-    codes, packed = codes.contiguous(), packed.contiguous()
-    tokens, rows, width = codes.shape[0], packed.shape[0], 4 * packed.shape[1]
-    flags = (bias is not None, added is not None, is_step, weight_is_step)
+    kinds = {t.dtype for t in weight_scale}, {None if t is None else t.dtype for t in bias}
+    if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
+        alike: dict[str, Any] = {"dtype": dtype, "is_step": is_step, "added": added}
+        alike |= {"weight_is_step": weight_is_step, "leading": leading, "shapes": shapes}
+        found: list[Tensor] = []
+        for one in zip(packed, weight_scale, bias, strict=True):
+            chained = is_chained and not found  # the next kernel follows this one directly
+            found.append(product(codes, scale, sums, *one, is_chained=chained, **alike))
+        return found
+    codes, packed = codes.contiguous(), [each.contiguous() for each in packed]
+    tokens, width = codes.shape[0], 4 * packed[0].shape[1]
+    rows = tuple(each.shape[0] for each in packed)
+    flags = (bias[0] is not None, added is not None, is_step, weight_is_step)
     plan = _plan(codes.device, (tokens, rows, width), flags, is_chained, shapes)
-    out = codes.new_empty((tokens, rows) if leading is None else (*leading, rows), dtype=dtype)
+    front = (tokens,) if leading is None else tuple(leading)
+    outs = [codes.new_empty((*front, count), dtype=dtype) for count in rows]
     part = sums
     if plan.splits > 1:
-        part = codes.new_empty((plan.splits, tokens, rows), dtype=torch.int32)
-    plain = weight_scale if bias is None else bias.contiguous()
-    held = out if added is None else added.contiguous()
-    around = (scale, sums, weight_scale, plain, held, out)
+        part = codes.new_empty((plan.splits, tokens, rows[0]), dtype=torch.int32)
+    plain = [by if b is None else b.contiguous() for by, b in zip(weight_scale, bias, strict=True)]
+    held = outs[0] if added is None else added.contiguous()
+    bytes_of = tuple(each.view(torch.uint8) for each in packed)
+    around = (scale, sums, tuple(weight_scale), tuple(plain), held, tuple(outs))
     with on_device(codes):
         launch(
             _kernels()._ternary_tiles_kernel,
             plan.grid,
-            (codes, packed.view(torch.uint8), *around, part, tokens, rows, width, plan.share),
+            (codes, bytes_of, *around, part, tokens, rows, width, plan.share),
             plan.constants,
             (plan,),
         )
@@ -316,11 +342,11 @@ def product(
             launch(
                 _kernels()._ternary_parts_kernel,
                 plan.sum_grid,
-                (part, *around, tokens, rows),
+                (part, scale, sums, weight_scale[0], plain[0], held, outs[0], tokens, rows[0]),
                 plan.sum_constants,
                 (plan,),
             )
-    return out
+    return outs
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,21 +364,23 @@ class Plan:
 @lru_cache(maxsize=1024)
 def _plan(
     device: torch.device,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, tuple[int, ...], int],
     around: tuple[bool, ...],
     is_chained: bool,
     shapes: TileShapes | None,
 ) -> Plan:
-    """Return the launches of a product for these numbers of tokens, rows and bytes per row."""
+    """Return the launches of products for these numbers of tokens, rows and bytes per row."""
     tokens, rows, width = sizes
     if shapes is None:
         is_hopper = gpu(device).is_hopper
-        shapes = tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
+        shapes = tile_shapes(tokens, sum(rows), width, processors(device), is_hopper=is_hopper)
     tiles = -(-width // shapes.bytes)
-    share = -(-tiles // shapes.splits) * shapes.bytes
+    wanted = shapes.splits if len(rows) == 1 else 1
+    share = -(-tiles // wanted) * shapes.bytes
     splits = -(-width // share)
     settings = dict(zip(_SETTINGS, around, strict=True), enable_fp_fusion=False)
     constants = {
+        "MATRICES": len(rows),
         "ROWS": shapes.rows,
         "TOKENS": shapes.tokens,
         "BYTES": shapes.bytes,
@@ -366,13 +394,14 @@ def _plan(
         **({"launch_pdl": True} if is_chained else {}),
         **settings,
     }
-    block = min(1024, _power_of_two(rows))
+    block = min(1024, _power_of_two(rows[0]))
+    across = sum(-(-count // shapes.rows) for count in rows)
     return Plan(
-        (-(-tokens // shapes.tokens) * -(-rows // shapes.rows), splits),
+        (-(-tokens // shapes.tokens) * across, splits),
         constants,
         share,
         splits,
-        (tokens, -(-rows // block)),
+        (tokens, -(-rows[0] // block)),
         {"SPLITS": splits, "ROWS": block, "num_warps": 4, **settings},
     )
 

@@ -463,26 +463,44 @@ def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
 @triton.jit
 def _ternary_tiles_kernel(
     codes_ptr,  # (M, 4, width) int8
-    packed_ptr,  # (N, width) uint8
+    packed,  # (N, width) uint8, one matrix or up to three
     scale_ptr,  # (M,) fp32
     sums_ptr,  # (M,) int32
-    weight_scale_ptr,  # one element
-    bias_ptr,  # (N,), with HAS_BIAS
-    added_ptr,  # (M, N), with HAS_ADDED
-    out_ptr,  # (M, N)
-    part_ptr,  # (splits, M, N) int32, with IS_PART
+    weight_scales,  # one element each
+    biases,  # (N,), with HAS_BIAS
+    added_ptr,  # (M, N), with HAS_ADDED, which needs one matrix
+    outs,  # (M, N)
+    part_ptr,  # (splits, M, N) int32, with IS_PART, which needs one matrix
     tokens,
-    rows,
+    counts,  # rows of each
     width,  # bytes per row of weights
     share,  # of the bytes, per split
     C: tl.constexpr,
+    # MATRICES: one, or up to three that are multiplied in turn with the same tokens
     # GROUP: tiles of rows that share the tokens in cache
     # IS_EVEN: no tile reaches beyond a share
     # IS_CHAINED: started while the tokens are still being quantised
 ):
+    tile = tl.program_id(0)
+    packed_ptr, weight_scale_ptr = packed[0], weight_scales[0]
+    bias_ptr, out_ptr = biases[0], outs[0]
+    rows = tl.cast(counts[0], tl.int32)
+    if C.MATRICES > 1:
+        first_of_all = tl.cdiv(tokens, C.TOKENS) * tl.cdiv(rows, C.ROWS)
+        if tile >= first_of_all:
+            tile -= first_of_all
+            packed_ptr, weight_scale_ptr = packed[1], weight_scales[1]
+            bias_ptr, out_ptr = biases[1], outs[1]
+            rows = tl.cast(counts[1], tl.int32)
+            if C.MATRICES > 2:
+                second = tl.cdiv(tokens, C.TOKENS) * tl.cdiv(rows, C.ROWS)
+                if tile >= second:
+                    tile -= second
+                    packed_ptr, weight_scale_ptr = packed[2], weight_scales[2]
+                    bias_ptr, out_ptr = biases[2], outs[2]
+                    rows = tl.cast(counts[2], tl.int32)
     token_tiles = tl.cdiv(tokens, C.TOKENS)
     row_tiles = tl.cdiv(rows, C.ROWS)
-    tile = tl.program_id(0)
     around = C.GROUP * token_tiles
     first = (tile // around) * C.GROUP
     tall = tl.minimum(row_tiles - first, C.GROUP)
@@ -503,16 +521,16 @@ def _ternary_tiles_kernel(
         tl.extra.cuda.gdc_wait()
     for start in tl.range(begin, end, C.BYTES, num_stages=C.STAGES):
         if C.IS_EVEN:
-            packed = tl.load(packed_ptrs + start)
+            weights = tl.load(packed_ptrs + start)
         else:
             inside = byte < end - start
-            packed = tl.load(packed_ptrs + start, mask=inside[None, :], other=0)
+            weights = tl.load(packed_ptrs + start, mask=inside[None, :], other=0)
         for field in tl.static_range(4):
             if C.IS_EVEN:
                 x = tl.load(codes_ptrs + field * width + start)
             else:
                 x = tl.load(codes_ptrs + field * width + start, mask=inside[:, None], other=0)
-            acc = tl.dot(_field(packed, field, C.BYTEWISE), x, acc, out_dtype=tl.int32)
+            acc = tl.dot(_field(weights, field, C.BYTEWISE), x, acc, out_dtype=tl.int32)
     mask = (row < rows)[:, None] & (token < tokens)[None, :]
     place = token.to(tl.int64)[None, :] * rows + row[:, None]
     if C.IS_PART:

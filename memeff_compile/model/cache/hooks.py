@@ -42,7 +42,7 @@ class CacheHooks(Hooks):
         if "transformers" not in sys.modules:
             return Undone()
         from memeff_compile.model.cache.kv_cache import own_caches_again
-        from memeff_compile.model.cache.low_bit_heads import full_heads_again
+        from memeff_compile.model.low_bit_heads import full_heads_again
 
         caches, heads = own_caches_again(model), full_heads_again(model)
         what = ", ".join(filter(None, (caches.what, heads.what)))

@@ -36,12 +36,12 @@ from memeff_compile.model.cache.layers import (
     refuse,
     remaining,
 )
-from memeff_compile.model.cache.low_bit_heads import Undo
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
 from memeff_compile.model.cache.run_ahead import let_run_ahead
 from memeff_compile.model.changes import require_module
+from memeff_compile.model.low_bit_heads import Undo
 from memeff_compile.options import is_disabled, plain_path
 from memeff_compile.system import Undone
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memeff_compile.errors import UnsupportedInputError
@@ -39,6 +40,33 @@ def codes_per_unit(weight: Tensor) -> Tensor:
     """Return the scale of a weight, 1 / mean(abs(weight)), in float32."""
     scale: Tensor = weight.float().abs().mean().clamp(min=EPS).reciprocal()
     return scale
+
+
+class SquaredReLU(nn.Module):
+    """relu(x) ** 2, the activation of BitNet a4.8's gated MLP.
+
+    Attributes:
+        was: the activation that it replaced, which `undo` puts back; None if there was none.
+        names: the entries of `config` that named that activation, and their values.
+    """
+
+    def __init__(
+        self,
+        was: nn.Module | None = None,
+        config: Any = None,  # noqa: ANN401 - a config of transformers
+        names: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._was, self.config, self.names = (was,), config, names or {}
+
+    @property
+    def was(self) -> nn.Module | None:
+        """Return the activation that it replaced. As a child it would be part of the model."""
+        return self._was[0]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return a tensor like the input."""
+        return F.relu(input).square()
 
 
 class TernaryLinear(nn.Linear):

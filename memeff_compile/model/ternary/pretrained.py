@@ -33,11 +33,12 @@ class PackedTernaryConfig(QuantizationConfigMixin):
         linears: dict[str, str] | None = None,  # how each quantises its tokens
         bias_dtypes: dict[str, str] | None = None,  # of biases that are not of the model's dtype
         norm_eps: dict[str, float] | None = None,  # of linears that norm their input first
+        low_bit_heads: dict[str, int] | None = None,  # settings of use_low_bit_heads_
         **_: object,
     ) -> None:
         self.quant_method: Any = METHOD
         self.linears, self.bias_dtypes = linears or {}, bias_dtypes or {}
-        self.norm_eps = norm_eps or {}
+        self.norm_eps, self.low_bit_heads = norm_eps or {}, low_bit_heads or {}
 
     def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
         """Also readable as a dictionary, as from_pretrained treats a config that you pass."""
@@ -107,6 +108,10 @@ class PackedTernaryQuantizer(HfQuantizer):
                         "linear is packed. Where the checkpoint is dense, give it a config without "
                         "quantization_config; else save the packed model again."
                     )
+        if heads := self.quantization_config.low_bit_heads:
+            from memeff_compile.model.low_bit_heads import use_low_bit_heads_
+
+            use_low_bit_heads_(model, **heads)
         know(model)
         return model
 
@@ -153,6 +158,8 @@ def _packed(model: nn.Module) -> dict[str, PackedTernaryLinear]:
 
 def _mark(model: Any) -> PackedTernaryConfig:  # noqa: ANN401
     """Record in a model's config the properties of the linears that the dense model lacks."""
+    from memeff_compile.model.low_bit_heads import heads_of
+
     marked = PackedTernaryConfig()
     for path, linear in _packed(model).items():
         marked.linears[path] = linear.kind
@@ -160,6 +167,7 @@ def _mark(model: Any) -> PackedTernaryConfig:  # noqa: ANN401
             marked.bias_dtypes[path] = str(linear.bias.dtype).removeprefix("torch.")
         if isinstance(linear.norm, _norm()):
             marked.norm_eps[path] = cast("float", linear.norm.variance_epsilon)
+    marked.low_bit_heads = heads_of(model) or {}
     model.config.quantization_config = marked
     return marked
 

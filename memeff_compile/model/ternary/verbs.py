@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -13,9 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from memeff_compile import compat
-from memeff_compile.errors import OptionError, UnsupportedInputError
+from memeff_compile.errors import MemeffError, OptionError, UnsupportedInputError
 from memeff_compile.kernels.ternary_linear import ternary_linear_pack, ternary_linear_repack
 from memeff_compile.model.changes import Changes, keep, require_module
+from memeff_compile.model.ternary.activations import (
+    GatedMLP,
+    gated_mlp,
+    other_activations,
+    require_activation,
+    require_gated,
+    square,
+    unsquare,
+)
 from memeff_compile.model.ternary.layers import (
     PackedTernaryLinear,
     TernaryLinear,
@@ -24,8 +33,6 @@ from memeff_compile.model.ternary.layers import (
 )
 from memeff_compile.report import format_bytes
 from memeff_compile.system import Undone
-
-log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,6 +68,8 @@ RECIPES: dict[str, dict[str, str]] = {
 }
 """How each projection's input is quantised (BitNet a4.8, figure 1 and section 2.3)."""
 
+_FOR_SQUARED_RELU = ("a4.8", "a4.8-fp4")
+
 
 def ternarize_(
     model: Model,
@@ -68,6 +77,8 @@ def ternarize_(
     *,
     kinds: Mapping[str, str] | None = None,
     skip: Iterable[str] = (),
+    activation: str | None = None,
+    low_bit_heads: int | Mapping[str, int] | None = None,
 ) -> Model:
     """Turn the linears of a model into trainable ternary ones, in place; return the model.
 
@@ -86,15 +97,69 @@ def ternarize_(
         kinds: Overrides, or names that the recipe does not know: patterns of module paths to
             "int8", "int4", "fp4" or "topk8". The first that fits counts.
         skip: Patterns of module paths to leave dense.
+        activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
+            the model's config; the model has to train afterwards. None leaves activations alone,
+            and the report names those that a recipe of the paper is not made for.
+        low_bit_heads: Bits of keys and values in attention, or the settings of
+            `use_low_bit_heads_` as a mapping. None leaves attention alone.
 
     Raises:
         OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is
-            no linear to change, or a linear has hooks or parametrisations, which would be lost.
+            no linear to change, a linear has hooks or parametrisations, which would be lost, an MLP
+            has no activation to replace, or the model's attention cannot have low-bit heads.
 
     Example:
-        >>> memeff_compile.ternarize_(model, "a4.8")  # doctest: +SKIP
+        >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
     """
-    _require_recipe(recipe)
+    plan = plan_of(model, recipe, kinds=kinds, skip=skip, activation=activation)
+    heads = _use_heads(model, low_bit_heads)
+    made: dict[nn.Module, TernaryLinear] = {}
+    for linear, kind in plan.chosen.values():
+        if isinstance(linear, TernaryLinear):
+            linear.kind = kind
+        elif linear not in made:  # one that holds the very parameters of the dense one
+            sizes = linear.in_features, linear.out_features
+            new = TernaryLinear(*sizes, bias=False, device="meta", kind=kind)
+            new.weight, new.bias, new.was_dense = linear.weight, linear.bias, True
+            made[linear] = new.train(linear.training)
+    _replace(model, made, "linear")
+    squared, unsaved = square(plan.mlps, model) if activation else ({}, {})
+    places = {path: kind for path, (_, kind) in plan.chosen.items()}
+    sentence = f"{len(plan.chosen)} linears ternary by {recipe!r}, {len(plan.left)} left dense"
+    if squared:
+        sentence += f"; the squared ReLU in {len(squared)} gated MLPs"
+    others = {} if activation or recipe not in _FOR_SQUARED_RELU else other_activations(plan.mlps)
+    if others:
+        names = ", ".join(sorted(set(others.values())))
+        sentence += f"; into down goes {names}, where {recipe!r} is made for the squared ReLU"
+    if heads:
+        sentence += f"; {heads}"
+    unlike = dict.fromkeys(others, "the recipe's is the squared ReLU: pass activation='relu2'")
+    left = {**plan.left, **unlike, **unsaved}
+    keep(model, "ternarize_", Changes("ternarize_", sentence, {**places, **squared}, left))
+    return model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The changes of one call of `ternarize_`, checked before any of them is made."""
+
+    chosen: dict[str, tuple[nn.Linear, str]]  # linears by path, and how each quantises tokens
+    left: dict[str, str]  # linears that stay dense, and why
+    mlps: list[GatedMLP]
+
+
+def plan_of(
+    model: nn.Module,
+    recipe: str,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    skip: Iterable[str] = (),
+    activation: str | None = None,
+) -> Plan:
+    """Return what `ternarize_` would change, or raise as it does."""
+    require_recipe(recipe)
+    require_activation(activation)
     require_module(model, "ternarize_")
     dense, modules = _kept_dense(model), dict(model.named_modules())
     chosen: dict[str, tuple[nn.Linear, str]] = {}
@@ -114,22 +179,47 @@ def ternarize_(
                 "in eval mode: it would be dense there. Name it in skip, or write the block "
                 "yourself."
             )
-    made: dict[nn.Module, TernaryLinear] = {}
-    for linear, kind in chosen.values():
-        if isinstance(linear, TernaryLinear):
-            linear.kind = kind
-        elif linear not in made:  # one that holds the very parameters of the dense one
-            sizes = linear.in_features, linear.out_features
-            new = TernaryLinear(*sizes, bias=False, device="meta", kind=kind)
-            new.weight, new.bias, new.was_dense = linear.weight, linear.bias, True
-            made[linear] = new.train(linear.training)
-    _replace(model, made, "linear")
-    kinds_of = {path: kind for path, (_, kind) in chosen.items()}
+    mlps = _mlps(modules, chosen)
+    if activation:
+        require_gated(mlps)
     why = "skip names it", "an output head, or tied to an embedding"
     left = {p: why[m in dense] for p, m in modules.items() if _is_linear(m) and p not in chosen}
-    sentence = f"{len(chosen)} linears ternary by {recipe!r}, {len(left)} left dense"
-    keep(model, "ternarize_", Changes("ternarize_", sentence, kinds_of, left))
-    return model
+    return Plan(chosen, left, mlps)
+
+
+def _mlps(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> list[GatedMLP]:
+    """Return the MLPs that hold the chosen down projections."""
+    roles: dict[str, dict[str, str]] = {}
+    for path in chosen:
+        parent, _, name = path.rpartition(".")
+        roles.setdefault(parent, {})[name] = _role_of(path)
+    return [
+        gated_mlp(parent, modules[parent], of_children)
+        for parent, of_children in roles.items()
+        if "down" in of_children.values()
+    ]
+
+
+def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) -> str:
+    """Give attention low-bit heads, in the place of others; return a sentence."""
+    if low_bit_heads is None:
+        return ""
+    from memeff_compile.model.low_bit_heads import (
+        full_heads_again,
+        heads_of,
+        settings_of,
+        use_low_bit_heads_,
+    )
+
+    wanted, before = settings_of(low_bit_heads), heads_of(model)
+    if before is not None:
+        full_heads_again(model)
+    try:
+        return use_low_bit_heads_(model, **wanted).what
+    except MemeffError:
+        if before is not None:
+            use_low_bit_heads_(model, **before)
+        raise
 
 
 def dense_again(model: nn.Module) -> Undone:
@@ -152,9 +242,13 @@ def dense_again(model: nn.Module) -> Undone:
         made[module] = linear.train(module.training)
         found[path] = f"dense, was ternary by {module.kind!r}"
     _replace(model, made, "ternary linear")
-    count = len(found)
-    what = f"{count} ternary linear{'s' * (count > 1)} dense again" if count else ""
-    return Undone(what, found, left)
+    said = []
+    if count := len(found):
+        said.append(f"{count} ternary linear{'s' * (count > 1)} dense again")
+    back, squared = unsquare(model)
+    if count := len(back):
+        said.append(f"{count} activation{'s' * (count > 1)} of gated MLPs back")
+    return Undone(", ".join(said), {**found, **back}, {**left, **squared})
 
 
 def _bound(path: str, module: TernaryLinear) -> str:
@@ -174,7 +268,8 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear or isinstance(module, TernaryLinear)
 
 
-def _require_recipe(recipe: str) -> None:
+def require_recipe(recipe: str) -> None:
+    """Raise OptionError for a recipe that is not known."""
     if recipe not in RECIPES:
         known = ", ".join(map(repr, RECIPES))
         raise OptionError(f"The recipe is {recipe!r}; one of {known} is needed.")
@@ -210,15 +305,20 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
     by_role = RECIPES[recipe]
     if len(set(by_role.values())) == 1:
         return next(iter(by_role.values()))
-    parts = path.split(".")
-    for start in range(len(parts)):  # the longest end first
-        if role := _ROLE_OF.get(".".join(parts[start:])):
-            return by_role[role]
+    if role := _role_of(path):
+        return by_role[role]
     raise OptionError(
         f"The recipe {recipe!r} needs the role of each projection and finds none in the name "
         f"{path!r}; known names are {', '.join(_ROLE_OF)}. Give it a "
         f"kind, as in kinds={{{path!r}: 'int8'}}, or name it in skip."
     )
+
+
+def _role_of(path: str) -> str:
+    """Return what a projection does, or ""."""
+    parts = path.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
+    return next((_ROLE_OF[end] for end in ends if end in _ROLE_OF), "")
 
 
 def _require_replaceable(path: str, module: nn.Module) -> None:
@@ -253,75 +353,6 @@ def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module], what: str) -
         for name, child in list(parent._modules.items()):
             if child is not None and child in made:
                 setattr(parent, name, made[child])
-
-
-class TernaryStages:
-    """The two stages of BitNet a4.8: INT8 tokens for most of training, then the hybrid scheme.
-
-    Optimizer state is kept: the parameters are the same. Switching changes an attribute of each
-    linear, so that a compiled model is compiled once more.
-
-    Args:
-        model: A model that `ternarize_` can change, or has changed.
-        steps: Steps of the whole training.
-        share: The part of them in the first stage; the paper has 95 of 100 billion tokens.
-        second: The recipe of the second stage.
-        kinds, skip: As in `ternarize_`, for the second stage and for both.
-
-    Example:
-        >>> stages = TernaryStages(model, steps=1000)  # doctest: +SKIP
-        >>> for batch in batches: train(batch); stages.step()  # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        steps: int,
-        *,
-        share: float = 0.95,
-        second: str = "a4.8",
-        kinds: Mapping[str, str] | None = None,
-        skip: Iterable[str] = (),
-    ) -> None:
-        _require_recipe(second)
-        if steps < 1 or not 0 <= share <= 1:
-            raise OptionError(
-                f"steps is {steps} and share {share}; at least 1 and 0 to 1 are needed."
-            )
-        self.model, self.second = model, second
-        self.kinds, self.skip = dict(kinds or {}), tuple([skip] if isinstance(skip, str) else skip)
-        self.switch_after = round(steps * share)
-        self.done = 0
-        ternarize_(model, "b1.58", skip=self.skip)
-        self._switch_if_due()
-
-    @property
-    def stage(self) -> int:
-        """Return the stage of the next step: 1 or 2."""
-        return 2 if self.done >= self.switch_after else 1
-
-    def step(self) -> None:
-        """Count a step; switch to the second stage when the first is over."""
-        self.done += 1
-        self._switch_if_due()
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of steps done."""
-        return {"done": self.done}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the given number of steps, in the stage they belong to."""
-        self.done = state["done"]
-        self._set_stage()
-
-    def _set_stage(self) -> None:
-        recipe, kinds = ("b1.58", None) if self.stage == 1 else (self.second, self.kinds)
-        ternarize_(self.model, recipe, kinds=kinds, skip=self.skip)
-
-    def _switch_if_due(self) -> None:
-        if self.done == self.switch_after:
-            self._set_stage()
-            log.info("second stage of ternary training after %d steps", self.done)
 
 
 @torch.no_grad()

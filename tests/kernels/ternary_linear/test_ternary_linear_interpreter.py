@@ -70,6 +70,24 @@ def test_products_have_the_bits_of_the_reference(shapes: TileShapes) -> None:
         assert_same(found, reference.product(*tokens, weights, scale, bias, **settings))
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_matrices_of_one_launch_have_the_bits_of_their_own(count: int) -> None:
+    x, scale = draw(20, 300), torch.tensor(1.7)
+    weights = [packed(rows, 300) for rows in (40, 3, 33)][:count]
+    tokens, settings = reference.quantize(x, Quantizer()), {"dtype": torch.float32}
+    settings |= {"is_step": False, "weight_is_step": False}
+    for biases in (None, 1.5), (0.5, 1.5):
+        bias = [
+            None if b is None else torch.full((w.shape[0],), b)
+            for b, w in zip((*biases, 2.5), weights, strict=False)
+        ]
+        scales = [scale * (1 + number) for number in range(count)]
+        for shapes in (TileShapes(16, 16, 32, 4, 2), TileShapes(16, 32, 32, 4, 2, 3, 2)):
+            found = tiles.products(*tokens, weights, scales, bias, shapes=shapes, **settings)
+            for got, *own in zip(found, weights, scales, bias, strict=True):
+                assert_same(got, reference.product(*tokens, *own, **settings))
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_few_tokens_have_the_bits_of_many(count: int) -> None:
     x, quantizer = draw(2, 37), Quantizer()

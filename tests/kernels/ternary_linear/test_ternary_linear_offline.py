@@ -39,7 +39,7 @@ PARTS = {
     "tiles": ("tiles_a", "tiles_b"),
     "numbers": ("norm_eps", "kept", "eps", "eps_rounded"),
 }
-DIVISIBLE = ("words", "width", "share", "columns", "rows", "stride_x")
+DIVISIBLE = ("words", "width", "share", "columns", "rows", "stride_x", "rows_a", "rows_b", "rows_c")
 
 
 def _compile(
@@ -129,10 +129,16 @@ def _vectors(
 
 
 def _tiles(
-    capability: int, shapes: TileShapes, *, is_part: bool = False, is_even: bool = True
+    capability: int,
+    shapes: TileShapes,
+    *,
+    is_part: bool = False,
+    is_even: bool = True,
+    matrices: int = 1,
 ) -> Any:
     constants = {
         **_quantizer("int8"),
+        "MATRICES": matrices,
         "ROWS": shapes.rows,
         "TOKENS": shapes.tokens,
         "BYTES": shapes.bytes,
@@ -144,7 +150,7 @@ def _tiles(
         "IS_CHAINED": capability >= 90,
         "BYTEWISE": False,
     }
-    kinds = {"packed_ptr": "*u8"}
+    kinds = dict.fromkeys(("packed_a", "packed_b", "packed_c"), "*u8")
     return _compile("_ternary_tiles_kernel", capability, "bf16", constants, shapes.warps, kinds)
 
 
@@ -232,6 +238,12 @@ def test_the_kernel_for_many_tokens_compiles_within_the_limits(
     ptx = within_limits(_tiles(capability, shapes), capability)
     assert re.search(r"mma\.sync.*s8|wgmma.*s8|tcgen05\.mma", ptx), "no integer tensor cores"
     assert "cp.async" in ptx, "operands are not loaded ahead"
+
+
+@pytest.mark.parametrize("tokens", [*twice(8), 32])
+def test_three_matrices_of_one_launch_compile_within_the_limits(tokens: int) -> None:
+    kernel = _tiles(90, tile_shapes(tokens, 9600, 800, 132), matrices=3, is_even=False)
+    assert "wgmma" in within_limits(kernel, 90)
 
 
 def test_the_kernels_compile_for_an_older_gpu() -> None:

@@ -7,7 +7,8 @@ a4.8, table 3. This needs transformers, which is imported when the function is c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -144,6 +145,31 @@ def use_low_bit_heads_(
     what = f"attention of {type(model).__name__} sees queries in {query} bits, keys and values in "
     what += f"{key_value}" + (f", the first {first} tokens in {first_bits}" if first else "")
     return Undo(partial(model.set_attn_implementation, before), "use_low_bit_heads_", what)
+
+
+def heads_of(model: nn.Module) -> dict[str, int] | None:
+    """Return the settings of `use_low_bit_heads_` that a model's attention has, or None."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    heads = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {}).get(name, None)
+    if not isinstance(heads, _Heads):
+        return None
+    return {key: getattr(heads, key) for key in ("query", "key_value", "first", "first_bits")}
+
+
+def settings_of(low_bit_heads: int | Mapping[str, int]) -> dict[str, int]:
+    """Return all settings of `use_low_bit_heads_` for a number of bits of keys and values, or a
+    mapping of some.
+    """
+    given = low_bit_heads
+    given = {"key_value": given} if not isinstance(given, Mapping) else given
+    defaults = {"query": 16, "key_value": 4, "first": 0, "first_bits": 4}
+    if unknown := [key for key in given if key not in defaults]:
+        raise OptionError(
+            f"low_bit_heads has {unknown[0]!r}; known are {', '.join(defaults)}, as in "
+            "use_low_bit_heads_."
+        )
+    return {**defaults, **given}
 
 
 def full_heads_again(model: nn.Module) -> Undone:

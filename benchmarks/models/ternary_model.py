@@ -1,0 +1,378 @@
+"""A real model continued in ternary weights, in the two stages of BitNet a4.8.
+
+    python benchmarks/models/ternary_model.py first --model FOLDER --state DIR --seconds 60
+    python benchmarks/models/ternary_model.py second --model FOLDER --state DIR --variant a4.8
+    python benchmarks/models/ternary_model.py table
+
+FOLDER is a causal model with its tokenizer. Its gated MLPs get the squared ReLU, its linears
+ternary weights with INT8 tokens (b1.58), and it trains on sources and prose that Python packages
+bring along, one file in sixteen for judging. `first` trains until its steps or seconds are over and
+saves weights and optimizer under --state; a second call goes on from there. `second` takes up that
+state for each variant, switches quantisers, rate (times 2/3) and weight decay (to 0) with
+`TernaryStages`, and lets the rate fall to zero over its steps. So all variants share the first
+stage and see the same text. fp32 weights, bf16 autocast, AdamW; each layer is compiled by memeff.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import GENERATED, RESULTS, rows
+from benchmarks.ablations.ternary_ablation import zeros
+from benchmarks.data.corpus import roots, texts
+from benchmarks.methods import registered
+from benchmarks.models import training
+from benchmarks.models.causal_attention import use_causal_attention
+from memeff_compile.functional import linear_cross_entropy
+from memeff_compile.model import TernaryStages
+
+SLICES = ("python", "other")
+SHARE = 16
+CHARACTERS_A_TOKEN = 4.5
+"""More than the texts have, so that enough of them is read."""
+BEGAN = time.monotonic()
+RATE, DECAY, WARM_UP, CLIP = 1e-3, 0.1, 40, 1.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the second stage quantises."""
+
+    recipe: str
+    low_bit_heads: dict[str, int] | None = None
+
+
+VARIANTS = {
+    "b1.58": Variant("b1.58"),
+    "a4.8": Variant("a4.8"),
+    "a4.8-fp4": Variant("a4.8-fp4"),
+    "a4.8, heads in 4 bits": Variant("a4.8", {"query": 4, "key_value": 4}),
+    "a4.8, keys in 3 bits": Variant("a4.8", {"query": 4, "key_value": 3, "first": 1}),
+}
+
+
+# --- text and model -------------------------------------------------------------------------------
+
+
+def tokens(given: argparse.Namespace) -> dict[str, Tensor]:
+    """Return (rows, length) token ids: `train`, and the text of each slice to judge by."""
+    path = given.state / f"tokens-{given.train_tokens}-{given.length}-{given.judged}.pt"
+    if path.exists():
+        return dict(torch.load(path, weights_only=True))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    found: dict[str, list[int]] = {"train": []}
+    limits = {"train": given.train_tokens // len(SLICES), "validation": given.judged * given.length}
+    for name in SLICES:
+        size = int(limits["train"] * CHARACTERS_A_TOKEN)
+        read: dict[str, list[str]] = {split: [] for split in limits}
+        for text in texts(name, given.root or roots(), size, SHARE):
+            read[text.split].append(text.content)
+        for split, contents in read.items():
+            coded = tokenizer.backend_tokenizer.encode_batch_fast(
+                contents, add_special_tokens=False
+            )
+            ids = itertools.chain.from_iterable((*each.ids, *end) for each in coded)
+            found.setdefault("train" if split == "train" else name, []).extend(
+                itertools.islice(ids, limits[split])
+            )
+        note(f"{name}: {len(found['train'])} tokens to train on, {len(found[name])} to judge by")
+    kept = {}
+    for name, ids in found.items():
+        whole = len(ids) // given.length * given.length
+        kept[name] = torch.tensor(ids[:whole], dtype=torch.int32).view(-1, given.length)
+    given.state.mkdir(parents=True, exist_ok=True)
+    save(kept, path)
+    return kept
+
+
+def note(said: str) -> None:
+    """Print a line with the seconds since the process began."""
+    print(f"{time.monotonic() - BEGAN:.1f} s: {said}", flush=True)
+
+
+def save(state: Any, path: Path) -> None:
+    """Write a file that is there whole or not at all."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    torch.save(state, part)
+    part.rename(path)
+
+
+def has_weights(given: argparse.Namespace) -> bool:
+    """Return whether the folder has weights, and not only their sizes."""
+    return any(given.model.glob("*.safetensors"))
+
+
+def load(given: argparse.Namespace, device: str) -> Any:
+    """Return the model in fp32, or one of its shape with random weights where it has none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(given.seed)
+    fewer = {"num_hidden_layers": given.layers} if given.layers else {}
+    if has_weights(given):
+        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, **fewer)
+    else:
+        config = AutoConfig.from_pretrained(given.model, **fewer)
+        model = AutoModelForCausalLM.from_config(config).float()
+    model.config.use_cache = False
+    model.set_attn_implementation(use_causal_attention())
+    return model.to(device).train()
+
+
+def compile_layers(model: Any, inner: str) -> None:
+    """Compile each layer; they share one function, as their sizes are equal."""
+    registered()
+    for layer in model.model.layers:
+        layer.compile(backend="memeff", options={"memeff.inner": inner})
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    """Return the mean loss per token."""
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    loss: Tensor = linear_cross_entropy(
+        hidden.bfloat16(), model.lm_head.weight.bfloat16(), ids[:, 1:].flatten()
+    )
+    return loss
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+class Run:
+    """A model in training, with the order of its text, and the steps that it has done."""
+
+    def __init__(self, given: argparse.Namespace, variant: Variant) -> None:
+        self.given = given
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.text = {name: ids.to(self.device) for name, ids in tokens(given).items()}
+        self.model = load(given, self.device)
+        recipe = training.Recipe(peak_lr=RATE, weight_decay=DECAY)
+        self.optimizer = training.optimizer_for(self.model, recipe, self.device)
+        self.stages = TernaryStages(
+            self.model, 1 << 30, second=variant.recipe, activation="relu2",
+            low_bit_heads=variant.low_bit_heads, optimizer=self.optimizer,
+        )  # fmt: skip
+        self.done, self.ms = 0, 0.0
+        draw = torch.Generator().manual_seed(given.seed)
+        count = len(self.text["train"])
+        passes = [torch.randperm(count, generator=draw) for _ in range(given.passes)]
+        self.order = torch.cat(passes).to(self.device)
+        compile_layers(self.model, given.inner)
+        note("the model is there")
+
+    @property
+    def state_path(self) -> Path:
+        """Where the end of the first stage is kept."""
+        return self.given.state / f"first-{self.given.seed}.pt"
+
+    def batch(self, step: int) -> Tensor:
+        """Return the token ids of a step."""
+        at = step * self.given.batch % (len(self.order) - self.given.batch + 1)
+        return self.text["train"][self.order[at : at + self.given.batch]].long()
+
+    def step(self, share: float) -> Tensor:
+        """Do a step with a share of the stage's rate; return its loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial"] * share
+        with training.autocast(self.device):
+            loss = loss_of(self.model, self.batch(self.done))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        return loss.detach()
+
+    def judge(self, sequences: int) -> dict[str, float]:
+        """Return the loss per token of each slice, on its first sequences."""
+        with torch.compiler.set_stance("force_eager"):
+            return {
+                name: round(self._judge(self.text[name][:sequences]), 5)
+                for name in SLICES
+                if len(self.text[name])
+            }
+
+    def _judge(self, ids: Tensor) -> float:
+        batches = (part.long() for part in ids.split(self.given.batch))
+        return training.validate(self.model, batches, self.device)
+
+    def save(self) -> None:
+        """Keep weights, optimizer and number of steps."""
+        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        save({**parts, "done": self.done}, self.state_path)
+
+    def resume(self) -> bool:
+        """Take up the kept state; return whether there is one."""
+        if not self.state_path.exists():
+            return False
+        state = torch.load(self.state_path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.done = state["done"]
+        return True
+
+
+def facts(given: argparse.Namespace, stage: int) -> dict[str, Any]:
+    """Return what every row of a run says."""
+    said = {"what": "ternary model", "model": given.model.name, "stage": stage}
+    said |= {"begins": "weights" if has_weights(given) else "random", "rate": RATE}
+    names = ("seed", "batch", "length", "train_tokens", "layers")
+    return said | {name: getattr(given, name) for name in names}
+
+
+def first(given: argparse.Namespace) -> None:
+    """Train the first stage, until its steps or its seconds are over."""
+    run = Run(given, VARIANTS["b1.58"])
+    for group in run.optimizer.param_groups:
+        group["initial"] = RATE
+    row = facts(given, 1)
+    if not run.resume():
+        rows.append(given.out, {**row, "step": 0, "judged": run.judge(given.few)})
+    row["text"] = hashlib.sha256(run.text["train"].cpu().numpy().tobytes()).hexdigest()[:12]
+    losses: list[Tensor] = []
+    started, counted = time.perf_counter(), 0
+    while run.done < given.steps and time.monotonic() - BEGAN < given.seconds:
+        losses.append(run.step(min(1.0, (run.done + 1) / WARM_UP)))
+        if len(losses) == 4:  # compiled by now
+            float(losses[-1])
+            started, counted = time.perf_counter(), 0
+        counted += 1
+        if run.done % given.every == 0:
+            mean = float(torch.stack(losses).mean())  # waits
+            ms = 1e3 * (time.perf_counter() - started) / max(1, counted - 1)
+            line = {**row, "step": run.done, "loss": round(mean, 4), "step_ms": round(ms, 2)}
+            line["since_start_s"] = round(time.monotonic() - BEGAN, 1)
+            if run.done % (4 * given.every) == 0:
+                line["judged"] = run.judge(given.few)
+            rows.append(given.out, line)
+            losses, started, counted = [losses[-1]] * 4, time.perf_counter(), 0
+    run.save()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if run.device == "cuda" else 0.0
+    end = {"step": run.done, "judged": run.judge(given.judged), "peak_gib": round(peak, 2)}
+    rows.append(given.out, {**row, **end, **rows.environment()})
+
+
+def second(given: argparse.Namespace) -> None:
+    """Train the second stage of a variant from the end of the first."""
+    variant = VARIANTS[given.variant]
+    run = Run(given, variant)
+    if not run.resume():
+        raise SystemExit(f"{run.state_path} is not there; run `first` before")
+    at = run.done
+    row = facts(given, 2) | {"variant": given.variant, "first_steps": at}
+    before = run.judge(given.few)
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["initial"]
+    run.stages.load_state_dict({"done": run.stages.switch_after})
+    for group in run.optimizer.param_groups:
+        group["initial"] = group["lr"]
+    rows.append(given.out, {**row, "step": 0, "before": before, "judged": run.judge(given.few)})
+    losses: list[Tensor] = []
+    started = time.perf_counter()
+    for number in range(given.steps):
+        if time.monotonic() - BEGAN > given.seconds:
+            break
+        losses.append(run.step(1 - number / given.steps))
+        if number == 3:
+            float(losses[-1])
+            started = time.perf_counter()
+        if (number + 1) % given.every == 0:
+            mean = float(torch.stack(losses).mean())
+            ms = 1e3 * (time.perf_counter() - started) / max(1, number - 3)
+            line = {"step": number + 1, "loss": round(mean, 4), "judged": run.judge(given.few)}
+            line |= {"step_ms_and_judging": round(ms, 2)}
+            line["since_start_s"] = round(time.monotonic() - BEGAN, 1)
+            rows.append(given.out, {**row, **line})
+            losses = []
+    sample = torch.cat([run.text[name][: given.batch // 2] for name in SLICES]).long()
+    with torch.compiler.set_stance("force_eager"):
+        shares = zeros(run.model, sample, run.device)
+    last = {"step": run.done - at, "judged": run.judge(given.judged), "zeros": shares}
+    last |= {"of_steps": given.steps, "done": True}
+    rows.append(given.out, {**row, **last, **rows.environment()})
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def table(given: argparse.Namespace) -> None:
+    """Print, by seed and variant, the loss at the end, its gap from b1.58 with a band, and zeros.
+
+    The gap is the mean over the last evaluations that both have; all variants make them at the same
+    steps on the same text. The band is the deviation of these differences.
+    """
+    found = [row for row in rows.read(given.out) if row.get("stage") == 2]
+    for seed in sorted({row["seed"] for row in found}):
+        curves: dict[str, dict[int, dict[str, float]]] = {}
+        ends: dict[str, dict[str, Any]] = {}
+        for row in (row for row in found if row["seed"] == seed):
+            if row.get("done"):
+                ends[row["variant"]] = row
+            elif row["step"]:
+                curves.setdefault(row["variant"], {})[row["step"]] = row["judged"]
+        steps = set.intersection(*map(set, curves.values()))
+        print(f"\nseed {seed}, second stage of {max(steps)} steps\n")
+        print("| variant | python | other | gap, python | gap, other | zeros |")
+        print("|---|---:|---:|---:|---:|---:|")
+        for name, curve in curves.items():
+            cells = [f"{curve[max(steps)][part]:.4f}" for part in SLICES]
+            for part in SLICES:
+                base = curves.get("b1.58", {})
+                last = sorted(steps & set(base))[-given.lasts :]
+                gaps = [curve[step][part] - base[step][part] for step in last]
+                mean = f"{statistics.mean(gaps):+.4f} ± {statistics.pstdev(gaps):.4f}"
+                cells.append(mean if gaps else "-")
+            zero = ends.get(name, {}).get("zeros", {}).get("overall")
+            print(f"| {name} | {' | '.join(cells)} | {'-' if zero is None else f'{zero:.1%}'} |")
+
+
+ACTIONS = {"first": first, "second": second, "table": table}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=list(ACTIONS))
+    parser.add_argument("--model", type=Path, help="a folder that from_pretrained takes")
+    parser.add_argument("--state", type=Path, default=GENERATED / "ternary-model")
+    parser.add_argument("--variant", choices=list(VARIANTS), default="a4.8")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=0, help="fewer than the model has")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--train-tokens", type=int, default=10_000_000)
+    parser.add_argument("--passes", type=int, default=2, help="over the text, at most")
+    parser.add_argument("--judged", type=int, default=64, help="sequences of each slice at the end")
+    parser.add_argument("--few", type=int, default=16, help="sequences of each slice on the way")
+    parser.add_argument("--every", type=int, default=20, help="steps between rows")
+    parser.add_argument("--lasts", type=int, default=4, help="evaluations that make the band")
+    parser.add_argument("--root", type=Path, nargs="+", help="folders to take the text from")
+    parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
+    parser.add_argument("--out", type=Path, default=RESULTS / "ternary-model.jsonl")
+    given = parser.parse_args()
+    if given.action != "table" and given.model is None:
+        parser.error("--model is needed: a folder of weights and a tokenizer")
+    ACTIONS[given.action](given)
+
+
+if __name__ == "__main__":
+    main()
