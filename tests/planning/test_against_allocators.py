@@ -109,3 +109,27 @@ def test_a_plan_is_within_eight_percent_of_the_allocator(case: Case) -> None:
         plan = found.plan(**counted.setting)
         side = plan.after if counted.is_ours else plan.before
         assert side.peak == pytest.approx(peak_of(counted), rel=MOST_OFF), counted
+
+
+FITTED = ROOT / "benchmarks" / "results" / "nvidia-h200" / "fit.jsonl"
+
+
+def test_settings_of_fit_are_within_eight_percent_of_the_allocator() -> None:
+    rows = [json.loads(line) for line in FITTED.read_text().splitlines()]
+    assert len({row["setting"] for row in rows}) >= 3
+    for row in rows:
+        assert row["planned"] == pytest.approx(row["peak"], rel=MOST_OFF), row["setting"]
+
+
+@pytest.mark.slow
+def test_fit_plans_the_settings_that_were_measured() -> None:
+    """The figures of the rows above are those that `fit` gives today."""
+    pytest.importorskip("transformers", reason="builds transformers models from their configs")
+    from memeff_compile import fit
+
+    config = ROOT / "examples" / "configs" / "llama3.2-1b.json"
+    found = fit(config, gpu="h100", batch=4, length=2048).to_json()
+    planned = {row["setting"]: row["peak_bytes"] for row in found["rows"]}
+    for line in FITTED.read_text().splitlines():
+        row = json.loads(line)
+        assert planned[row["setting"]] == pytest.approx(row["planned"], rel=0.01)
