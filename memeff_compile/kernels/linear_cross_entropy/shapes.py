@@ -198,8 +198,8 @@ HOPPER_AUTO_BYTES_PER_ROW = 13824
 HOPPER_MIN_WIDTH = 256
 # Blocks of rows, automatic workspace: as few as fit into AUTO_BYTES with all buffers of the walk.
 # Each block reads and writes dC once, and around the sum of each of its tiles it takes the time of
-# five steps of the sum: 0.6 ms a block at 2048 x 5120 x 131072, 4096 x 7168 x 129280 and 16384 x
-# 1152 x 262144 on an H200 (11.5, 12.1 and 13.3 ms in one, two and four blocks of the first).
+# five steps of the sum: 12.1, 12.7 and 14.0 ms in one, two and four blocks of 2048 x 5120 x 131072
+# on an H200 (`nvidia-h200/gradients-in-forward.jsonl`).
 AUTO_BYTES = 640 * MIB
 
 # A sum is shared by at most so many programs, in blocks of at most so many rows, and at most so
