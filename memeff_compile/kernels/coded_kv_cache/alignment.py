@@ -100,6 +100,18 @@ def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
     return found
 
 
+def cosines(rows: Sequence[Tensor], counted: Tensor) -> list[Tensor]:
+    """Return (B, H, N) for keys and for values: cosines between rows when they are aligned."""
+    batch, heads, _, depth = rows[0].shape
+    means = rows[0].new_empty((batch, heads, 2, depth), dtype=wide(rows[0].dtype))
+    turns = means.new_empty((*means.shape, depth))
+    slots = torch.empty((batch, heads), dtype=torch.int32, device=means.device)
+    maps = Maps(means, torch.empty_like(means), turns, slots)
+    fit(maps, rows, counted)
+    found = aligned(rows, maps)
+    return [torch.cosine_similarity(found[at], found[at + 2], dim=-1) for at in (0, 1)]
+
+
 def restored(
     rows: Tensor,  # (B, H, N, D) fp32 or fp64, aligned, slot by slot
     norms: Tensor | None,  # (B, H, N), factors of the rows

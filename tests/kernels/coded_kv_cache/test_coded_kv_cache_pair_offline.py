@@ -194,7 +194,9 @@ def test_append_compiles_within_the_limits(
     capability: int, bits: int, more: dict[str, Any]
 ) -> None:
     kernel = append(capability, bits, **more)
-    within_limits(kernel, capability)
+    # One program of a step in 64 runs this part: rows of 256 in fp32 do not all fit in registers.
+    stack = 128 if more.get("depth") == 256 and more.get("IS_ALIGNED") else 0
+    within_limits(kernel, capability, stack=max(stack, 32 if capability == 100 else 0))
 
 
 @pytest.mark.parametrize(
