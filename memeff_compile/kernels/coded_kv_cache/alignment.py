@@ -86,7 +86,8 @@ def in_order(x: Tensor, heads: Tensor) -> Tensor:
 
 def upper_heads(maps: Maps) -> Tensor:
     """Return (B, H): the upper layer's head of each slot."""
-    return maps.slots.argsort(1)
+    heads: Tensor = maps.slots.argsort(1)
+    return heads
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
@@ -215,4 +216,5 @@ def polar(x: Tensor) -> Tensor:
         square = torch.bmm(y.transpose(1, 2), y)
         y = torch.baddbmm(y, y, square, beta=1.5 * by, alpha=-0.5 * by**3)
         least = min(1.0, 0.5 * least * by * (3.0 - (by * least) ** 2))
-    return y.view(x.shape)
+    found: Tensor = y.view(x.shape)
+    return found
