@@ -52,9 +52,13 @@ def modes(layers: int) -> list[Mode]:
     for where, start in (("half", half), ("three quarters", late)):
         for rule, t in (("slerp", 0.5), ("slerp", 0.6), ("max_norm", 0.5)):
             shown = rule if rule == "max_norm" else f"{rule}, t {t}"
-            merge = Merged(start_layer=start, rule=rule, t=t)
+            merge = Merged(start_layer=start, rule=rule, t=t, align="none")
             settings = {"bits": 16, "merge": merge}
             found.append(Mode(f"cache, merged from {where} on, {shown}", cache=settings))
+    for where, start in (("half", half), ("a quarter", layers // 4)):
+        for bits in (16, 4, 3):
+            settings = {"bits": bits, "merge": Merged(start_layer=start)}
+            found.append(Mode(f"cache, aligned from {where} on, {bits} bits", cache=settings))
     found += [Mode(f"attention, {level}", level=level) for level in (*LEVELS, CALIBRATED)]
     found.append(Mode("attention, 4b, the worst half 8b", level="4b", share=0.5))
     found.append(Mode("attention, 8b, compiled", level="8b", compiled=True))

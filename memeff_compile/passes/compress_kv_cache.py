@@ -235,8 +235,8 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
                 f"the dense view is also used by `{node_name(user)}`, so it has to be computed",
                 "do not ask for attention weights, nor read the cache inside the model",
             )
-    read = [*match.view.args[:_POOL], *match.view.args[_POOL + 4 :]]  # the maps last
-    read = [node for node in read if isinstance(node, Node)]
+    held = (*match.view.args[:_POOL], *match.view.args[_POOL + 4 :])  # the maps last
+    read = [node for node in held if isinstance(node, Node)]
     found = info.written_between([*read, *match.view.users], match.view, match.node)
     if found is None:
         return None

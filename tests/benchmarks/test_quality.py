@@ -384,7 +384,7 @@ def test_pairs_of_layers_are_merged_as_a_cache_does(subject: Any) -> None:
     assert len(layer_pairs.candidates(behind.held[0])) == LAYERS * (LAYERS - 1) // 2
     assert behind.change([], [0])[0] == pytest.approx(0, abs=1e-6)
     found = behind._losses(0, [(2, 3)])
-    merge = Merged(start_layer=2, gamma=0.0, retained=0.0)
+    merge = Merged(start_layer=2, gamma=0.0, retained=0.0, align="none")
     cache = memeff_compile.KVCache(subject.model.config, 319, 16, merge=merge)
     states = subject.states(ids, cache=cache, pieces=(256, 63))
     assert [line["merged"] for line in cache.merged()] == [128]

@@ -14,6 +14,7 @@ Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8
 
 from __future__ import annotations
 
+from .alignment import cosines as cosines
 from .alignment import identity as identity
 from .exact import Keeper as Keeper
 from .exact import announce_exact as announce_exact

@@ -86,7 +86,8 @@ def in_order(x: Tensor, heads: Tensor) -> Tensor:
 
 def upper_heads(maps: Maps) -> Tensor:
     """Return (B, H): the upper layer's head of each slot."""
-    return maps.slots.argsort(1)
+    heads: Tensor = maps.slots.argsort(1)
+    return heads
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
@@ -98,6 +99,18 @@ def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
             y = in_order(centred(rows[at + 2], maps.upper_means[:, :, at]), heads)
             found.append(y @ in_order(maps.turns[:, :, at], heads).to(y.dtype))
     return found
+
+
+def cosines(rows: Sequence[Tensor], counted: Tensor) -> list[Tensor]:
+    """Return (B, H, N) for keys and for values: cosines between rows when they are aligned."""
+    batch, heads, _, depth = rows[0].shape
+    means = rows[0].new_empty((batch, heads, 2, depth), dtype=wide(rows[0].dtype))
+    turns = means.new_empty((*means.shape, depth))
+    slots = torch.empty((batch, heads), dtype=torch.int32, device=means.device)
+    maps = Maps(means, torch.empty_like(means), turns, slots)
+    fit(maps, rows, counted)
+    found = aligned(rows, maps)
+    return [torch.cosine_similarity(found[at], found[at + 2], dim=-1) for at in (0, 1)]
 
 
 def restored(
@@ -203,4 +216,5 @@ def polar(x: Tensor) -> Tensor:
         square = torch.bmm(y.transpose(1, 2), y)
         y = torch.baddbmm(y, y, square, beta=1.5 * by, alpha=-0.5 * by**3)
         least = min(1.0, 0.5 * least * by * (3.0 - (by * least) ** 2))
-    return y.view(x.shape)
+    found: Tensor = y.view(x.shape)
+    return found

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from memeff_compile import compat
 from memeff_compile.errors import CalibrationError
+from memeff_compile.kernels import coded_kv_cache as op_folder
 from memeff_compile.model.cache.minicache import MiniCache
 from memeff_compile.model.changes import require_module
 from memeff_compile.model.figures import Spread, draw_spreads
@@ -45,7 +46,8 @@ class FidelityReport(VerbReport):
         settings: of the cache that was compared with an exact one.
         pairs: for each two neighbouring layers `layers`, and of keys and of values the mean cosine
             between their rows, the cosine that one in twenty stays below, and a histogram of
-            `BINS` from -1 to 1.
+            `BINS` from -1 to 1; and `aligned`, the mean cosines of `keys` and of `values` when the
+            two layers are aligned.
         attention: for each call of attention that both runs made, the `mean` and the `worst` cosine
             between its results; empty if the model calls no scaled_dot_product_attention.
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
@@ -53,6 +55,8 @@ class FidelityReport(VerbReport):
             `loss_exact`, `loss` of the actual tokens.
         memory: `bytes` of the cache, `before` of keys and values in the model's dtype, `ratio`.
         merged: `KVCache.merged` of the last input.
+        codes: for a cache that merges, `bits`, `kl` and `ratio` of caches of as many bits, of 3 and
+            of 2 that do not.
     """
 
     settings: dict[str, Any]
@@ -61,6 +65,23 @@ class FidelityReport(VerbReport):
     logits: dict[str, float]
     memory: dict[str, float]
     merged: list[dict[str, Any]]
+    codes: list[dict[str, float]] = field(default_factory=list)
+
+    def advice(self) -> str:
+        """Return what to use: this cache, or one that does not merge; "" if it does not merge."""
+        if not self.codes:
+            return ""
+        kl, ratio = self.logits["kl"], self.memory["ratio"]
+        here = f"merging: {ratio:.2f} times smaller at KL {kl:.1e}"
+        better = [each for each in self.codes if each["ratio"] >= ratio and each["kl"] <= kl]
+        if better:
+            best = max(better, key=lambda each: each["ratio"])
+            return f"{here}. Use {_without(best)} instead: it is no larger and loses no more."
+        near = [each for each in self.codes if each["kl"] <= kl]
+        if not near:
+            return f"{here}. No cache of {_all_bits(self.codes)} bits loses as little."
+        best = max(near, key=lambda each: each["ratio"])
+        return f"{here}. Use it if {_without(best)} is too large; that loses less."
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -79,7 +100,10 @@ class FidelityReport(VerbReport):
             worst = min(line["worst"] for line in self.attention)
             mean = sum(line["mean"] for line in self.attention) / len(self.attention)
             lines.append(f"attention   cosine {mean:.4f}, worst {worst:.4f}")
-        lines += ["", "layers  keys: mean, 5 %   values: mean, 5 %   merged   kept  no room"]
+        if self.codes:
+            lines.append(f"advice      {self.advice()}")
+        head = "layers  keys: mean, 5 %   values: mean, 5 %   aligned: keys, values   merged   kept"
+        lines += ["", f"{head}  no room"]
         found = {tuple(line["layers"]): line for line in self.merged}
         for pair in self.pairs:
             k, v = pair["keys"], pair["values"]
@@ -88,6 +112,8 @@ class FidelityReport(VerbReport):
                 f"{line['merged']:8d} {line['kept']:6.1f} {line['left_over']:8.1f}" if line else ""
             )
             cosines = f"{k['mean']:10.3f} {k['low']:6.3f} {v['mean']:13.3f} {v['low']:6.3f}"
+            both = pair["aligned"]
+            cosines += f"{both['keys']:16.3f} {both['values']:7.3f}"
             lines.append(f"{'-'.join(map(str, pair['layers'])):7s} {cosines}{tail}".rstrip())
         return "\n".join(lines)
 
@@ -169,6 +195,10 @@ def fidelity_report(
             found = _run(model, ids, mask, steps, cache)
             gathered.answers(exact, found, ids[:, -steps:])
             gathered.bytes += cache.nbytes
+            for few in () if asked is None else sorted({bits, 3, 2}):
+                plain = KVCache(model.config, ids.shape[1], few, **{**how, "merge": None})
+                other = _run(model, ids, mask, steps, plain)
+                gathered.other(few, exact, other, plain.nbytes)
     if cache is None:
         raise CalibrationError("no inputs were given to compare on; give at least one.")
     shown = {"bits": bits, "merge": merge, **settings}
@@ -218,12 +248,29 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
     return _Run(out.logits[:, -steps:].float(), results, getattr(out, CACHE_NAME))
 
 
+def _without(codes: Mapping[str, float]) -> str:
+    """Return a cache that does not merge, in words."""
+    kl, ratio = codes["kl"], codes["ratio"]
+    return f"{codes['bits']:.0f} bits without merging ({ratio:.2f} times smaller, KL {kl:.1e})"
+
+
+def _all_bits(codes: Sequence[Mapping[str, float]]) -> str:
+    return ", ".join(f"{each['bits']:.0f}" for each in codes)
+
+
 class _Gathered:
     """Figures of all inputs, by kind."""
 
     def __init__(self) -> None:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         self.bytes = self.before = 0
+        self.others: defaultdict[int, int] = defaultdict(int)  # bytes by bits, without merging
+
+    def other(self, bits: int, exact: _Run, found: _Run, size: int) -> None:
+        """Record the answers and bytes of a cache that does not merge."""
+        wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
+        self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", bits)
+        self.others[bits] += size
 
     def _add(self, figures: Tensor, *of: object) -> None:
         self.parts[of].append(figures.flatten().cpu())
@@ -235,6 +282,13 @@ class _Gathered:
         for at, (lower, upper) in enumerate(pairwise(layers)):
             if lower["keys"].shape != upper["keys"].shape:
                 continue
+            rows = (lower["keys"], lower["values"], upper["keys"], upper["values"])
+            batch, _, tokens, _ = rows[0].shape
+            counted = rows[0].new_ones((batch, tokens), dtype=torch.bool)
+            if mask is not None:
+                counted = mask.bool()[:, -tokens:].to(counted.device)
+            for kind, cosines in zip(_KINDS, op_folder.cosines(rows, counted), strict=True):
+                self._add(cosines[counted[:, None].expand_as(cosines)], "aligned", at, kind)
             for kind in lower:
                 found = F.cosine_similarity(lower[kind].float(), upper[kind].float(), dim=-1)
                 if mask is not None:  # without padding
@@ -269,15 +323,23 @@ class _Gathered:
         held, before = float(self.bytes), float(self.before)
         memory = {"bytes": held, "before": before, "ratio": self.before / self.bytes}
         pairs = [
-            {"layers": [at, at + 1], **{kind: _spread(whole[kind, at]) for kind in _KINDS}}
+            {
+                "layers": [at, at + 1],
+                **{kind: _spread(whole[kind, at]) for kind in _KINDS},
+                "aligned": {kind: float(whole["aligned", at, kind].mean()) for kind in _KINDS},
+            }
             for at in (of[1] for of in whole if of[0] == "keys")
+        ]
+        codes = [
+            {"bits": bits, "kl": float(whole["kl", bits].mean()), "ratio": self.before / size}
+            for bits, size in self.others.items()
         ]
         merge = settings["merge"]
         if isinstance(merge, MiniCache):
             words = [each.name for each in fields(merge) if each.repr]
             merge = {name: getattr(merge, name) for name in words}
         named = {**settings, "merge": merge}
-        return FidelityReport(named, pairs, attention, logits, memory, merged)
+        return FidelityReport(named, pairs, attention, logits, memory, merged, codes)
 
 
 def _spread(whole: Tensor) -> dict[str, Any]:

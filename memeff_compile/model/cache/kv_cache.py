@@ -71,8 +71,8 @@ class KVCache(Cache):
         attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
             that `keep_first` counts from the first token and scales ignore padding.
         merge: None, ``"minicache"``, or a `MiniCache` that says how: neighbouring layers share the
-            directions of their older tokens. Much lossier than the codes if layers are not alike;
-            warns unless you pass the result of `fidelity_report` for your model.
+            directions of their older tokens. Lossier than codes of 3 bits; warns unless you pass
+            the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.

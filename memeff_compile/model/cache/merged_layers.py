@@ -163,8 +163,8 @@ class MergedLayer(CodedLayer):
         bits, recent = self.settings["bits"], self.settings["recent"]
         how = (bits, recent, self.room, self.pair.keep_first)
         rule = (merge.rule, merge.t, merge.gamma, merge.reading, merge.scale, self.is_empty)
-        held = (*shared, *lower.own(), *self.own())
-        op_folder.coded_kv_cache_append_pair(*held, *new, *how, *rule, *maps)
+        tensors = (*shared, *lower.own(), *self.own())
+        op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, *maps)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return a dense view, including waiting tokens; nan if they do not fit."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
-from memeff_compile.kernels.coded_kv_cache import append_codes
+from memeff_compile.kernels.coded_kv_cache import append_codes, split_codes
 from memeff_compile.kernels.coded_kv_cache.layout import Pool, channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import (
     MAX_SPLITS,
@@ -42,11 +42,14 @@ POINTERS = {
     "mask_ptr": "*u8",
     "share_ptr": "*fp32",
     "stat_ptr": "*fp32",
+    "turned_ptr": "*fp32",
+    "slots_ptr": "*i32",
 }
 PARTS = {
     "pool": Pool(*(f"{name}_ptr" for name in Pool._fields)),
     "q": ("q_ptr", "stride_q_batch", "stride_q_head", "stride_q_depth"),
     "mask": ("mask_ptr", "stride_mask_batch", "stride_mask_key"),
+    "maps": ("means_ptr", "turned_ptr", "slots_ptr"),
 }
 SIZES = {
     **dict.fromkeys(
@@ -56,6 +59,8 @@ SIZES = {
     "_coded_kv_cache_attention_kernel": (
         *("kv_heads", "groups", "norm_count", "mask_count", "splits", "stat_count"),
     ),
+    "_coded_kv_cache_turn_kernel": ("heads", "repeat"),
+    "_coded_kv_cache_combine_turned_kernel": ("merged", "exact", "repeat", "stat_count"),
 }
 UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_mask_key")
 
@@ -63,7 +68,11 @@ UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_ma
 def _compile(
     module: str, name: str, capability: int, dtype: str, given: dict[str, Any], warps: int
 ) -> Any:
-    def type_of(argument: str) -> str:
+    aligned = {"means_ptr": "IS_ALIGNED", "turned_ptr": "IS_TURNED", "slots_ptr": "IS_TURNED"}
+
+    def type_of(argument: str) -> str | None:
+        if not given.get(aligned.get(argument, ""), True):
+            return None
         if argument.endswith("_ptr"):
             return POINTERS.get(argument, f"*{dtype}")
         return "fp32" if argument == "scale" else "i32"
@@ -96,6 +105,7 @@ def _attention(
     kept: int = 4,
     has_mask: bool = False,
     has_norms: bool = False,
+    aligned: str = "",
     splits: int = 4,
     repeat: int = 4,
 ) -> Any:
@@ -114,9 +124,11 @@ def _attention(
         "KEPT": kept,
         "KEPT_TILE": 16,
         "IS_PER_HEAD": scheme == "per_head",
-        "HAS_NORMS": has_norms,
+        "HAS_NORMS": has_norms or bool(aligned),
         "HAS_MASK": has_mask,
-        "IS_ALONE": splits == 1,
+        "IS_ALONE": splits == 1 and aligned != "upper",
+        "IS_ALIGNED": bool(aligned),
+        "IS_TURNED": aligned == "upper",
         "STAGES": shapes.stages,
         "AT_ONCE": shapes.at_once,
         "HALVES": halves_for(repeat, bits),
@@ -169,6 +181,18 @@ def _combine(capability: int, depth: int, splits: int) -> Any:
     )
 
 
+def _turn(capability: int, depth: int, splits: int | None = None) -> Any:
+    """Compile the kernel that turns queries or, with splits, the one that turns results back."""
+    constants = {"DEPTH": depth, "CHUNK": split_codes.CHUNK}
+    if splits is None:
+        name = "_coded_kv_cache_turn_kernel"
+    else:
+        name = "_coded_kv_cache_combine_turned_kernel"
+        exact = 1 << (splits - 1).bit_length()
+        constants |= {"MERGED_BLOCK": 2 * exact, "EXACT_BLOCK": exact}
+    return _compile("split_codes_kernels", name, capability, "bf16", constants, 4)
+
+
 CASES = [
     *[("bf16", 128, bits, "kivi", {}) for bits in (8, 4, 3, 2)],
     *[("bf16", 128, bits, "per_head", {}) for bits in (4, 3)],
@@ -178,6 +202,13 @@ CASES = [
     ("bf16", 128, 4, "kivi", {"splits": 1, "kept": 0}),
     ("bf16", 128, 4, "kivi", {"repeat": 12}),
     ("fp16", 128, 4, "kivi", {}),
+]
+ALIGNED = [
+    ("bf16", 128, 4, "kivi", {"aligned": "upper", "has_mask": True, "kept": 332}),
+    ("bf16", 128, 3, "kivi", {"aligned": "upper", "has_mask": True, "kept": 332}),
+    ("bf16", 128, 4, "kivi", {"aligned": "lower", "has_mask": True, "kept": 332}),
+    ("bf16", 256, 4, "kivi", {"aligned": "upper", "has_mask": True}),
+    ("bf16", 64, 2, "kivi", {"aligned": "upper", "repeat": 12}),
 ]
 SMALLER = (0, 2, 4, 9)
 """Forms whose parts are in the others: shifts of codes, one split, a scale per head."""
@@ -195,6 +226,9 @@ SMALLER = (0, 2, 4, 9)
         (80, *CASES[7]),
         *[pytest.param(80, *CASES[place], marks=SLOW) for place in (1, 3, 8)],
         *[pytest.param(100, *CASES[place], marks=SLOW) for place in (1, 3, 7, 8)],
+        *twice(90, *ALIGNED[0]),
+        *[pytest.param(90, *case, marks=SLOW) for case in ALIGNED[1:]],
+        *[pytest.param(each, *case, marks=SLOW) for each in (80, 100) for case in ALIGNED[:2]],
     ],
     ids=str,
 )
@@ -259,12 +293,24 @@ def test_combine_compiles_within_the_limits(capability: int, depth: int, splits:
     assert "atom." not in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize(("depth", "splits"), [(128, MAX_SPLITS), (256, 5), (128, None)])
+@pytest.mark.parametrize("capability", gpus(80, 90, 100))
+def test_turning_compiles_within_the_limits(
+    capability: int, depth: int, splits: int | None
+) -> None:
+    kernel = _turn(capability, depth, splits)
+    within_limits(kernel, capability)
+    assert "atom." not in kernel.asm["ptx"]
+
+
 @pytest.mark.usefixtures("sizes_of_one")
 def test_kernels_compile_for_sizes_of_one() -> None:
     _attention(90, "bf16", 128, 4, has_mask=True, has_norms=True)
     _append(90, "bf16", 128, 4)
     _append(90, "bf16", 128, 4, tokens=64)
     _combine(90, 128, 4)
+    _turn(90, 128)
+    _turn(90, 128, 4)
 
 
 def _run(code: str, *words: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,10 @@ def test_too_few_steps_are_refused(model: Any, steps: int) -> None:
 
 def alike(keys: float, values: float, pairs: Any = ((0, 1), (2, 3))) -> Any:
     """Return a report of layers so alike."""
+    means = {"keys": {"mean": 0.1}, "values": {"mean": 0.1}}  # as they are
     found = [
-        {"layers": list(pair), "keys": {"mean": keys}, "values": {"mean": values}} for pair in pairs
+        {"layers": list(pair), **copy.deepcopy(means), "aligned": {"keys": keys, "values": values}}
+        for pair in pairs
     ]
     return FidelityReport({}, found, [], {}, {}, [])
 
@@ -180,7 +183,7 @@ def test_layers_that_are_not_alike_are_refused(model: Any, report: Any, words: s
 
 def test_one_pair_that_is_not_alike_is_not_made_up_for_by_others(model: Any) -> None:
     report = alike(0.95, 0.95)
-    report.pairs[1]["values"]["mean"] = 0.2
+    report.pairs[1]["aligned"]["values"] = 0.2
     with pytest.raises(memeff_compile.UnsupportedInputError, match=r"layers 2-3, which.*0\.20"):
         merged(model, fidelity=report)
     (line,) = merged(model, fidelity=report, end_layer=2).merged()
@@ -193,10 +196,64 @@ def test_layers_that_are_alike_are_merged_without_a_word(model: Any) -> None:
         assert merged(model, fidelity=alike(0.5, 0.8)).merged()
 
 
+def test_layers_that_are_not_aligned_are_judged_as_they_are(model: Any) -> None:
+    report = alike(0.9, 0.9)
+    with pytest.raises(memeff_compile.UnsupportedInputError, match=r"the keys of .* 0\.10"):
+        merged(model, fidelity=report, align="none")
+    with pytest.warns(UserWarning, match="no neighbouring layers are alike as they are"):
+        merged(model, align="none")
+    with pytest.warns(UserWarning, match="aligned layers from half on cost about"):
+        merged(model)
+
+
+def test_aligned_cosines_are_those_of_layers_without_means_and_rotations(model: Any) -> None:
+    """A second layer whose keys and values are the first's, turned: alike only when aligned."""
+    from memeff_compile.kernels.coded_kv_cache import cosines
+    from tests.support.merged_caches import aligned_rows
+
+    rows = aligned_rows(2, 3, 80, 16, torch.float32)
+    counted = torch.ones(2, 80, dtype=torch.bool)
+    for at, found in enumerate(cosines(rows, counted)):
+        plain = torch.cosine_similarity(rows[at], rows[at + 2], dim=-1)
+        assert float(plain.mean()) < 0.5
+        assert float(found.mean()) > 0.99
+    report = fidelity_report(model, ids(), merge=None, **SHORT)
+    assert all(0 < pair["aligned"]["keys"] <= 1 for pair in report.pairs)
+
+
+@pytest.mark.parametrize(
+    ("codes", "words"),
+    [
+        ([(3, 0.02, 4.5), (2, 0.2, 6.2)], "if 3 bits without merging .* is too large"),
+        ([(3, 0.02, 7.0), (2, 0.2, 8.0)], "Use 3 bits without merging .* instead"),
+        ([(3, 0.5, 4.0)], "No cache of 3 bits loses as little"),
+        ([], "^$"),
+    ],
+)
+def test_the_advice_is_the_cache_that_is_small_and_loses_little(codes: Any, words: str) -> None:
+    named = [dict(zip(("bits", "kl", "ratio"), each, strict=True)) for each in codes]
+    report = FidelityReport({}, [], [], {"kl": 0.1}, {"ratio": 6.5}, [], named)
+    assert re.search(words, report.advice())
+
+
+def test_merging_is_compared_with_codes_alone(model: Any) -> None:
+    merge = MiniCache(start_layer=0, retained=0.05)
+    report = fidelity_report(model, ids(), bits=4, merge=merge, **SHORT)
+    assert [each["bits"] for each in report.codes] == [2, 3, 4]
+    for each in report.codes:
+        alone = fidelity_report(model, ids(), bits=each["bits"], merge=None, **SHORT)
+        assert each["kl"] == pytest.approx(alone.logits["kl"])
+        assert each["ratio"] == alone.memory["ratio"]
+    assert report.advice() in str(report)
+
+
 def test_a_report_measured_here_decides(model: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = fidelity_report(model, ids(), merge=MiniCache(start_layer=0), **SHORT)
     assert "force" not in str(report)
     with pytest.raises(memeff_compile.UnsupportedInputError, match="mean cosine"):
-        merged(model, fidelity=report)
+        merged(model, fidelity=report, align="none")
+    means = [m for line in report.pairs[::2] for m in line["aligned"].values()]
+    assert min(means) >= 0.5, "few tokens: maps are fitted on them"
+    assert merged(model, fidelity=report).merged()
