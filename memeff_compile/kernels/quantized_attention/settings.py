@@ -19,7 +19,7 @@ MOST_CODE = 127
 """The largest number of int8 that is a code."""
 
 TURNED = {
-    "small": {64: (4, 16), 128: (8, 8), 256: (8, 8)},
+    "small": {64: (8, 8), 128: (8, 8), 256: (8, 8)},
     "8 bits": {64: (4, 8), 128: (1, 1), 256: (1, 1)},
 }
 """Channels of a padded head that are Hadamard transformed together: equally far apart, and next to

@@ -47,7 +47,7 @@ _SHAPES: dict[str, dict[int, Shape]] = {
     "hopper": {  # 227 KiB, products of warp groups; the fastest of a sweep on an H200
         64: Shape(64, 128, 4, 3, registers=128),  # four blocks per processor
         128: Shape(64, 128, 4, 2, magic=True, registers=168),  # three
-        256: Shape(64, 64, 4, 2, magic=True, parts=4),
+        256: Shape(64, 64, 4, 3, magic=True, parts=4),
     },
     "roomy": {  # 163 KiB on 8.0
         64: Shape(128, 64, 8, 2),
