@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels that turn q, k and v into codes, in four launches.
 
     _look_kernel     sums and extremes of keys and values, chunk by chunk; sums of some queries,
@@ -24,12 +24,14 @@ import triton.language as tl
 from .._triton.products_kernels import of_head
 from .rounding_kernels import (
     LEAST,
-    _add_turned,
+    _code_of,
     _e4m3_in_fp32,
     _load_tile,
+    _load_turned,
     _nearest,
     _scale_of,
     _size_bits,
+    _turned_far,
     _whole,
 )
 
@@ -100,30 +102,16 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
 
 
 @triton.jit
-def _average_queries(q, mean_ptr, scale, block, queries, C: tl.constexpr):
+def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
     """Write the mean of a block of queries, and their sum of squares around the mean."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
-    q = _load_tile(q, place, is_row, depth, C) * scale
+    q = _load_tile(q, place, is_row, depth, C)
     q_mean = tl.sum(q, axis=0) / tl.minimum(queries - block * C.ROWS, C.ROWS)
     q = tl.where(is_row[:, None], q - q_mean[None, :], 0.0)
     tl.store(mean_ptr + depth, q_mean)
     tl.store(mean_ptr + C.DEPTH_BLOCK + depth, tl.sum(q * q, axis=0))
-
-
-@triton.jit
-def _write_signs(signs_ptr, first, C: tl.constexpr):
-    """Write some rows of the sign matrix of the Hadamard transform."""
-    row = first + tl.arange(0, C.SIGN_ROWS)[:, None]
-    column = tl.arange(0, C.DEPTH_BLOCK)[None, :]
-    odd = row & column
-    odd ^= odd >> 4
-    odd ^= odd >> 2
-    odd ^= odd >> 1
-    sign = 1.0 - 2.0 * (odd & 1).to(tl.float32)
-    places = signs_ptr + row * C.DEPTH_BLOCK + column
-    tl.store(places, sign.to(signs_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -147,7 +135,6 @@ def _look_kernel(
     # squares of keys
     q_mean_ptr,  # (B * H, query blocks, 2, DEPTH_BLOCK) fp32: sums and sums of squares, or with
     # SMOOTH_Q means and sums of squares around them
-    signs_ptr,  # (DEPTH_BLOCK, DEPTH_BLOCK) bf16: the rotation of heads
     scale,  # of attention, in base 2
     heads,
     groups,
@@ -158,10 +145,8 @@ def _look_kernel(
     chunk,  # keys per chunk, a multiple of KEYS
     chunks,
     looks,  # programs that look at keys and values: B * G * chunks; then come those of queries
-    shown,  # programs before those of signs, which come with TURN
     C: tl.constexpr,
     # ROWS: queries per program; with SMOOTH_Q those that share a mean
-    # SIGN_ROWS: rows of signs per program
     # SAMPLE: one of this many keys is read for the mean; divides KEYS
 ):
     if C.EARLY:
@@ -177,18 +162,16 @@ def _look_kernel(
         sums_ptr += (row * chunks + part) * 6 * C.DEPTH_BLOCK
         stop = tl.minimum(part * chunk + chunk, keys)
         _look(k_rows, v_rows, mask_ptr, sums_ptr, part * chunk, stop, keys, C)
-    elif program < shown:
+    else:
         row = ((program - looks) // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
         block = (program - looks) % query_blocks
         q_rows = (q.ptr + (batch * q.batch + head * q.head), q.row)
         sample_ptr = q_mean_ptr + (row * query_blocks + block) * 2 * C.DEPTH_BLOCK
         if C.SMOOTH_Q:
-            _average_queries(q_rows, sample_ptr, scale, block, queries, C)
+            _average_queries(q_rows, sample_ptr, block, queries, C)
         else:
             _sample_queries(q_rows, sample_ptr, scale, block * stride_sampled, queries, C)
-    elif C.TURN:
-        _write_signs(signs_ptr, (program - shown) * C.SIGN_ROWS, C)
 
 
 @triton.jit
@@ -249,27 +232,26 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     power *= 0.25
     known = tl.maximum(tl.sum(is_known.to(tl.float32), axis=0), 1.0)
     power = tl.where(is_known, power - tl.sum(power, axis=0) / known, 0.0)
-    return tl.exp2(_whole(tl.minimum(tl.maximum(power, -MOST_EVENED), MOST_EVENED)))
+    power = tl.minimum(tl.maximum(power, -MOST_EVENED), MOST_EVENED)
+    return tl.exp2(0.5 * _whole(2.0 * power))
 
 
 @triton.jit
-def _write_turned(x, found_ptr, signs_ptr, C: tl.constexpr):
-    """Write a vector in the basis of the codes, which with TURN is its Hadamard transform."""
-    depth = tl.arange(0, C.DEPTH_BLOCK)
-    if C.TURN:
-        for first in tl.static_range(0, C.DEPTH_BLOCK, C.SIGN_ROWS):
-            row = first + tl.arange(0, C.SIGN_ROWS)
-            signs = tl.load(signs_ptr + row[:, None] * C.DEPTH_BLOCK + depth[None, :])
-            tl.store(found_ptr + row, tl.sum(signs.to(tl.float32) * x[None, :], axis=1))
-    else:
-        tl.store(found_ptr + depth, x)
+def _turn_vector(places, step, COUNT: tl.constexpr):
+    """Hadamard transform over tensors in memory: those at `places`, a step further, and so on."""
+    tl.debug_barrier()
+    parts = ()
+    for part in tl.static_range(COUNT):
+        parts += (tl.load(places + part * step),)
+    parts = _turned_far(parts, COUNT)
+    tl.debug_barrier()
+    for part in tl.static_range(COUNT):
+        tl.store(places + part * step, parts[part])
 
 
 @triton.jit
-def _settle_channels(
-    samples_ptr, sums_ptr, signs_ptr, found_ptr, samples, queries, chunks, C: tl.constexpr
-):
-    """Write the channels' divisors, the transformed mean of keys, and a direction.
+def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
+    """Write the channels' factors and a direction.
 
     The direction is the sum of sampled queries. The kernel stores the direction, its Hadamard
     transform, the transform's elements in two channels, the indices of these channels, and the
@@ -277,6 +259,7 @@ def _settle_channels(
     first channel is the one with the largest transformed element; in the second one the element is
     about a third of that.
     """
+    samples, queries, chunks = counts
     depth = tl.arange(0, C.DEPTH_BLOCK)
     total = tl.zeros((SAMPLES_TOGETHER, C.DEPTH_BLOCK), dtype=tl.float32)
     squares = tl.zeros((SAMPLES_TOGETHER, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -289,19 +272,21 @@ def _settle_channels(
     by_channel = tl.sum(squares, axis=0)
     evened = _evened_by(by_channel, sums_ptr, chunks, C)
     tl.store(found_ptr + 3 * C.DEPTH_BLOCK + depth, evened)
-    mean = _mean_of_keys(sums_ptr, chunks, C) * evened
-    _write_turned(mean, found_ptr + 5 * C.DEPTH_BLOCK, signs_ptr, C)
+    of_queries = (scale / (C.FAR * C.NEAR)) / evened
+    tl.store(found_ptr + 5 * C.DEPTH_BLOCK + depth, of_queries)
     if C.ALIGN:
         found = tl.sum(total, axis=0)
         shared = tl.sum(found * found, axis=0)
         energy = tl.sum(by_channel, axis=0)
         found = tl.where(shared > energy * (queries * LEAST_SHARE), found, 0.0)
         tl.store(found_ptr + C.DEPTH_BLOCK + depth, found)
-        found /= evened
-        _write_turned(found, found_ptr + 4 * C.DEPTH_BLOCK, signs_ptr, C)
-        if C.TURN:
-            tl.debug_barrier()
-            found = tl.load(found_ptr + 4 * C.DEPTH_BLOCK + depth)
+        tl.store(found_ptr + 4 * C.DEPTH_BLOCK + depth, found / evened)
+        turned_ptr = found_ptr + 4 * C.DEPTH_BLOCK
+        apart: tl.constexpr = C.DEPTH_BLOCK // C.FAR
+        _turn_vector(turned_ptr + tl.arange(0, apart), apart, C.FAR)
+        _turn_vector(turned_ptr + C.NEAR * tl.arange(0, C.DEPTH_BLOCK // C.NEAR), 1, C.NEAR)
+        tl.debug_barrier()
+        found = tl.load(found_ptr + 4 * C.DEPTH_BLOCK + depth)
         size = tl.abs(found)
         largest = tl.max(size, axis=0)
         first_place = tl.argmax(size, axis=0)
@@ -322,11 +307,10 @@ def _settle_channels(
 def _settle_kernel(
     sums_ptr,  # the result of _look_kernel
     samples_ptr,  # the same for queries
-    signs_ptr,  # the same
     k_mean_ptr,  # (B * G, 6, DEPTH_BLOCK) fp32: the keys' mean; queries' direction; channels of it
-    # turned; divisors of queries (factors of keys) per channel; the direction, and the mean,
-    # turned
+    # turned; factors of keys per channel; the direction, turned; factors of queries
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
+    scale,  # of attention, in base 2
     chunks,
     samples,  # blocks of queries that were sampled for each of the rows
     sampled_queries,  # in all of these
@@ -351,7 +335,7 @@ def _settle_kernel(
     else:
         samples_ptr += row * samples * 2 * C.DEPTH_BLOCK
         counts = (samples, sampled_queries, chunks)
-        _settle_channels(samples_ptr, sums_ptr, signs_ptr, k_mean_ptr, *counts, C)
+        _settle_channels(samples_ptr, sums_ptr, k_mean_ptr, scale, counts, C)
 
 
 @triton.jit
@@ -360,20 +344,20 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
 
     Whole steps in the first channel leave a remainder; those in the second reduce it.
     """
-    left = tl.sum((x - _whole(x)) * direction[None, :], axis=1)
+    step_size: tl.constexpr = 1 + (LIMIT == 15)
+    left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size
     steps = _whole(left / at_first)
     left -= steps * at_first
     finer = tl.where(at_second != 0.0, _whole(left / at_second), 0.0)
     steps = tl.where(tl.abs(steps) <= MOST_STEPS, steps, 0.0)
     finer = tl.where(tl.abs(finer) <= MOST_STEPS, finer, 0.0)
     moved = tl.where(first[None, :], steps[:, None], 0.0)
-    x += tl.where(second[None, :], finer[:, None], moved)
+    x += step_size * tl.where(second[None, :], finer[:, None], moved)
     return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
 
 
 @triton.jit
-def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
-    mean_ptr, signs_ptr = told
+def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
     codes_ptr, scale_ptr = made
     row, block, blocks = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -385,30 +369,17 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
     else:  # positions after the last key read the last key; their codes are never used
         place = tl.minimum(place, keys - 1)
         is_loaded = place >= 0
-    if C.TURN:
-        turned = tl.zeros((C.BLOCK, C.DEPTH_BLOCK), dtype=tl.float32)
-        for start in tl.range(0, C.DEPTH_BLOCK, C.TURNED, num_stages=1):
-            channel = start + tl.arange(0, C.TURNED)
-            x = _load_tile(k, place, is_loaded, channel, C)
-            x *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + channel)[None, :]
-            turned = _add_turned(turned, x, signs_ptr, start, C)
-        k = turned - tl.load(mean_ptr + 5 * C.DEPTH_BLOCK + depth)[None, :]
-    else:
-        k = _load_tile(k, place, is_loaded, depth, C)
-        if C.SMOOTH_K:
-            k -= tl.load(mean_ptr + depth)[None, :]
-        k *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + depth)[None, :]
+    change = (mean_ptr, mean_ptr + 3 * C.DEPTH_BLOCK)
+    k = _load_turned(k, place, is_loaded, change, C, C.SMOOTH_K)
     if C.HAS_KEY_MASK:
         k = tl.where(is_place[:, None], k, 0.0)
     sizes = tl.max(_size_bits(k), axis=1)
-    if C.TURN:  # one reduction: the compiler for 10.0 fails on two after a product
-        size = tl.max(tl.ravel(_size_bits(k)), axis=0).to(tl.float32, bitcast=True)
-    else:
-        size = tl.max(sizes, axis=0).to(tl.float32, bitcast=True)
-    k_scale = _scale_of(size, LEAST, C.LIMIT * C.KEY_STEPS)
+    size = tl.max(sizes, axis=0).to(tl.float32, bitcast=True)
+    widest: tl.constexpr = C.LIMIT + (C.LIMIT == 15)
+    k_scale = _scale_of(size, LEAST, widest * C.KEY_STEPS)
     tl.store(scale_ptr + row * blocks + block, k_scale)
     if C.KEY_STEPS > 1:
-        steps = tl.ceil(sizes.to(tl.float32, bitcast=True) * (1.0 / (k_scale * C.LIMIT)))
+        steps = tl.ceil(sizes.to(tl.float32, bitcast=True) * (1.0 / (k_scale * widest)))
         steps = tl.minimum(tl.maximum(steps, 1.0), C.KEY_STEPS)
         k *= (1.0 / (k_scale * steps))[:, None]
     else:
@@ -423,7 +394,7 @@ def _write_keys(k, mask_ptr, told, made, at, keys, C: tl.constexpr):
         second = depth == tl.load(mean_ptr + 2 * C.DEPTH_BLOCK + 3).to(tl.int32)
         k = _aligned(k, direction, at_first, at_second, first, second, C.LIMIT)
     if C.KEY_STEPS > 1:
-        k = _whole(k) * steps[:, None]
+        k = _code_of(k, C.LIMIT) * steps[:, None]
     codes_ptr += (row * blocks + block) * C.BLOCK * C.DEPTH_BLOCK
     found = tl.arange(0, C.BLOCK)[:, None] * C.DEPTH_BLOCK + depth[None, :]
     tl.store(codes_ptr + found, _nearest(k))
@@ -509,10 +480,8 @@ def _write_kernel(
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
     k_mean_ptr,  # (B * G, 6, DEPTH_BLOCK) fp32: the keys' mean; queries' direction; channels of it
-    # turned; divisors of queries (factors of keys) per channel; the direction, and the mean,
-    # turned
+    # turned; factors of keys per channel; the direction, turned; factors of queries
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
-    signs_ptr,  # (DEPTH_BLOCK, DEPTH_BLOCK) bf16: the rotation of heads
     k_codes_ptr,  # (B * G, key blocks * BLOCK, DEPTH_BLOCK) int8
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3 or fp16
     k_scale_ptr,  # (B * G, key blocks) fp32
@@ -543,8 +512,8 @@ def _write_kernel(
         k_rows = (of_head(k, batch, head), k.row)
         mask_ptr = key_mask_ptr + batch * stride_mask_batch
         at = (row, program % key_blocks, key_blocks)
-        told, made = (k_mean_ptr, signs_ptr), (k_codes_ptr, k_scale_ptr)
-        _write_keys(k_rows, mask_ptr, told, made, at, keys, C)
+        made = (k_codes_ptr, k_scale_ptr)
+        _write_keys(k_rows, mask_ptr, k_mean_ptr, made, at, keys, C)
     elif program < 2 * programs:
         row = ((program - programs) // key_blocks).to(tl.int64)
         batch, head = row // groups, row % groups
@@ -624,15 +593,21 @@ def _correct_kernel(
     stride_mask_batch,
     k_mean_ptr,  # as `_write_kernel` has it
     q_mean_ptr,  # (B * H, query blocks, 2, DEPTH_BLOCK) fp32, the first of two
+    k_scale_ptr,  # (B * G, key blocks) fp32, with STARTS
     correction_ptr,  # (B * H, query blocks, key blocks * BLOCK) fp32
+    scale,  # of attention, in base 2
     groups,
     keys,
     blocks,  # of queries, of all heads that share keys
     key_blocks,
     C: tl.constexpr,
     # MEANS: per program
+    # CHANNELS: at a time
 ):
-    """Write the scores of the queries' means with the keys minus the keys' mean."""
+    """Write the scores of the queries' means with the keys minus the keys' mean.
+
+    With STARTS these are in steps of the keys' block.
+    """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -648,8 +623,8 @@ def _correct_kernel(
     k_mean_ptr += row * 6 * C.DEPTH_BLOCK
     q_mean_ptr += (row * blocks + mean)[:, None] * 2 * C.DEPTH_BLOCK
     found = tl.zeros((C.MEANS, C.BLOCK), dtype=tl.float32)
-    for start in tl.range(0, C.DEPTH_BLOCK, C.TURNED, num_stages=1):
-        channel = start + tl.arange(0, C.TURNED)
+    for start in tl.range(0, C.DEPTH_BLOCK, C.CHANNELS, num_stages=1):
+        channel = start + tl.arange(0, C.CHANNELS)
         x = _load_tile(k_rows, place, is_place, channel, C)
         x = tl.where(is_place[:, None], x - tl.load(k_mean_ptr + channel)[None, :], 0.0)
         q = tl.load(q_mean_ptr + channel[None, :], mask=is_mean[:, None], other=0.0)
@@ -657,5 +632,8 @@ def _correct_kernel(
             found += tl.dot(q, tl.trans(x), input_precision="ieee")
         else:
             found = tl.dot(q, tl.trans(x), found, input_precision="tf32")
+    if C.STARTS:
+        scale /= tl.load(k_scale_ptr + row * key_blocks + key_block)
+    found *= scale
     places = (row * blocks + mean)[:, None] * (key_blocks * C.BLOCK) + place[None, :]
     tl.store(correction_ptr + places, found, mask=is_mean[:, None])

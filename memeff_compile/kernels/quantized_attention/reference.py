@@ -105,31 +105,38 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
         direction, of_mean = direction_of(q, k.shape[1])
         weight = weight * weights_of(of_mean, k)
     if settings.evens:
-        evened = evened_by(q, k, whole, sampled="q" not in settings.smooth)
+        evened = evened_by(q, k, whole, settings)
         over = evened.repeat_interleave(repeat, 1)[:, :, None]
         q, k, mean = q / over, k * evened[:, :, None], mean / over
         direction = direction / evened
     if settings.turns:
-        q, k, direction = turned(q), turned(k), turned(direction)
-        q = q / q.shape[3]
+        together = settings.turned(depth_block(q.shape[3], NARROWEST))
+        q, k, direction = (turned(each, *together) for each in (q, k, direction))
+        q = q / math.prod(together)
     of_queries, of_keys = groups_of(settings.granularity, q, k)
-    q_scale = _largest(q, of_queries) / settings.limit
+    q_scale = _largest(q, of_queries) / settings.widest
     if settings.starts:  # sums can start from any score of the mean without overflow
-        least = mean.norm(dim=3) * (MOST_CODE / MOST_START)
-        q_scale = q_scale.maximum(least.repeat_interleave(BLOCK, 2)[:, :, : q.shape[2]])
-    k_scale = _largest(k, of_keys) / (settings.limit * settings.steps)
+        spread = (q.shape[3] / math.prod(settings.turned(q.shape[3]))) ** 0.5
+        least = mean.norm(dim=3) * ((MOST_CODE + 1) * spread / MOST_START)
+        least = least.repeat_interleave(BLOCK, 2)[:, :, : q.shape[2]]
+        is_least, q_scale = q_scale < least, q_scale.maximum(least)
+    k_scale = _largest(k, of_keys) / (settings.widest * settings.steps)
     kind = VALUES[settings.values]
     v_scale = _sizes(v.abs().amax(2), v.sum(2), LEAST_VALUE) / kind.top
     v = v / v_scale[:, :, None]
     v_codes = kind.rounded(v)
-    steps = (k.abs().amax(3) / (k_scale * settings.limit)).ceil().clamp(1, settings.steps)
+    steps = (k.abs().amax(3) / (k_scale * settings.widest)).ceil().clamp(1, settings.steps)
     steps = steps[..., None]
     coded = k / (k_scale[..., None] * steps)
-    k_codes = coded.round()
+    k_codes = _rounded(coded, settings)
     if settings.aligns:
-        k_codes = _aligned(coded, k_codes, direction, settings.limit)
+        k_codes = _aligned(coded, k_codes, direction, settings)
+    q_coded = q / q_scale[..., None]
+    q_codes = _rounded(q_coded, settings)
+    if settings.is_odd and settings.starts:  # rows far below their mean: even codes have a zero
+        q_codes = torch.where(is_least[..., None], 2.0 * (0.5 * q_coded).round(), q_codes)
     return Codes(
-        (q / q_scale[..., None]).round(),
+        q_codes,
         q_scale,
         k_codes * steps,
         k_scale,
@@ -142,6 +149,13 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
         _by_block(weight[..., None])[..., 0],
         settings.starts,
     )
+
+
+def _rounded(x: Tensor, settings: Settings) -> Tensor:
+    """Return the nearest codes."""
+    if not settings.is_odd:
+        return x.round()
+    return (2.0 * (0.5 * x - 0.5).round() + 1.0).clamp(-settings.limit, settings.limit)
 
 
 def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -164,34 +178,44 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
     return seen.reshape(q.shape[0], groups, -1, q.shape[3])
 
 
-def turned(x: Tensor) -> Tensor:
+def turned(x: Tensor, far: int, near: int) -> Tensor:
     """Return the Hadamard transform of each row of (..., D), unscaled, D padded to a power of two.
 
-    The transform spreads a large number in one channel over many, so the codes' steps are finer.
-    Both queries and keys are transformed, and their scores grow by the number of channels.
+    `near` neighbouring channels and `far` channels over the head are transformed together. This
+    spreads a large number in one channel over many, so the codes' steps are finer. Both queries and
+    keys are transformed, and their scores grow by the number of channels.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
-    signs = x.new_ones(1, 1)
-    while signs.shape[0] < wide:
+    x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))
+    x = torch.einsum("fg,...gwn,nm->...fwm", _signs(far, x), x, _signs(near, x))
+    return x.flatten(-3)
+
+
+def _signs(size: int, like: Tensor) -> Tensor:
+    signs = like.new_ones(1, 1)
+    while signs.shape[0] < size:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
-    return torch.matmul(x, signs[: x.shape[-1]])
+    return signs
 
 
-def evened_by(q: Tensor, k: Tensor, whole: Tensor, *, sampled: bool = True) -> Tensor:
+def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor:
     """Return the divisors of queries (factors of keys) per channel: (B, G, D).
 
     Scores do not change, and queries and keys get the same energy in a channel, estimated from
     sampled rows. So a few channels with large numbers no longer widen the steps of all channels.
-    The average stays the same. The divisors are powers of two, so 16-bit numbers stay exact.
-    `whole` is the energy of sampled keys with their mean; without `sampled`, all queries are read.
+    The average stays the same. The divisors are powers of the square root of two.
+    `whole` is the energy of sampled keys with their mean. All queries are read if they have lost
+    their means, otherwise those sampled.
     """
-    seen = _sampled(q, k.shape[1]) if sampled else q.reshape(*k.shape[:2], -1, q.shape[3])
+    is_smooth = "q" in settings.smooth
+    seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])
     ours = seen.square().sum(2)
     theirs = k[:, :, ::SAMPLE].square().sum(2)
     is_known = (ours > 0) & (ours < HUGE) & (theirs > LEAST_ENERGY * whole) & (theirs < HUGE)
     power = torch.where(is_known, (ours.log2() - theirs.log2()) / 4, 0.0)
     power -= power.sum(2, keepdim=True) / is_known.sum(2, keepdim=True).clamp_min(1)
-    return torch.exp2(torch.where(is_known, power.clamp(-MOST_EVENED, MOST_EVENED).round(), 0.0))
+    power = (power.clamp(-MOST_EVENED, MOST_EVENED) * 2.0).round() * 0.5
+    return torch.exp2(torch.where(is_known, power, 0.0))
 
 
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:
@@ -202,7 +226,7 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
     return torch.exp2(score.nan_to_num(0.0).clamp(-MOST_SCORE, MOST_SCORE))
 
 
-def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
+def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
     """Return codes moved in two channels, so that their error is nearly orthogonal to `direction`.
 
     If queries have a large common mean, rounding a key gives all of them the same error. Two whole
@@ -214,7 +238,8 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
     first = size.argmax(2, keepdim=True)
     away = (size.maximum(largest * 1e-6) * FINER / largest.clamp_min(1e-30)).clamp_min(1e-30)
     away = away.log2().abs().scatter(2, first, math.inf)
-    left = torch.matmul(x - codes, direction[..., None])[..., 0]
+    step_size = 1 + settings.is_odd
+    left = torch.matmul(x - codes, direction[..., None])[..., 0] / step_size
     codes = codes.clone()
     for place in (first, away.argmin(2, keepdim=True)):
         step = direction.gather(2, place)
@@ -223,8 +248,8 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
         left = left - torch.where(is_shared, steps * step, 0.0)
         steps = torch.where(is_shared & (steps.abs() <= MOST_STEPS), steps, 0.0)
         at = place[:, :, None].expand(*codes.shape[:3], 1)
-        codes.scatter_add_(3, at, steps[..., None])
-    return codes.clamp(-limit, limit)
+        codes.scatter_add_(3, at, step_size * steps[..., None])
+    return codes.clamp(-settings.limit, settings.limit)
 
 
 def _by_block(rest: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 """Rounding to 8 bits on the device, for the kernels that write codes and those that read them.
 
 A number that is not finite gets the scale nan. int8 has no nan, so with an ordinary scale the code
@@ -63,25 +63,89 @@ def _scale_of(size, least, limit):
 @triton.jit
 def _codes_of_rows(x, least, LIMIT: tl.constexpr):
     """Return rows as int8 codes, and the scale of each, which is at least `least`."""
-    scale = _scale_of(tl.max(_size_bits(x), axis=1).to(tl.float32, bitcast=True), LEAST, LIMIT)
-    scale = tl.where(scale < least, least, scale)
-    return _nearest(x * (1.0 / scale)[:, None]), scale
+    widest: tl.constexpr = LIMIT + (LIMIT == 15)
+    scale = _scale_of(tl.max(_size_bits(x), axis=1).to(tl.float32, bitcast=True), LEAST, widest)
+    is_least = scale < least
+    scale = tl.where(is_least, least, scale)
+    x = x * (1.0 / scale)[:, None]
+    if LIMIT == 15:  # rows far below their mean have even codes, because these have a zero
+        x = tl.where(is_least[:, None], 2.0 * _whole(0.5 * x), _code_of(x, LIMIT))
+    return _nearest(x), scale
 
 
 @triton.jit
-def _add_turned(found, x, signs_ptr, first, C: tl.constexpr):
-    """Add the Hadamard transform of channels from `first` on to `found`.
-
-    The sum is exact for bf16 numbers times powers of two. For others, PARTS=2 adds the remainder.
-    """
-    depth = tl.arange(0, C.DEPTH_BLOCK)
-    channel = first + tl.arange(0, C.TURNED)
-    signs = tl.load(signs_ptr + channel[:, None] * C.DEPTH_BLOCK + depth[None, :])
-    if C.UPCAST:
-        found += tl.dot(x, signs.to(tl.float32), input_precision="ieee")
+def _code_of(x, LIMIT: tl.constexpr):
+    """Return the nearest code as fp32: a whole number, or with LIMIT 15 an odd one."""
+    if LIMIT == 15:
+        x = 2.0 * _whole(0.5 * x - 0.5) + 1.0
+        x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     else:
-        high = x.to(tl.bfloat16)
-        found = tl.dot(high, signs, found)
-        if C.PARTS == 2:
-            found = tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), signs, found)
-    return found
+        x = _whole(x)
+    return x
+
+
+@triton.jit
+def _turned_far(parts, COUNT: tl.constexpr):
+    """Return the Hadamard transform over tensors, up to 16."""
+    for bit in tl.static_range(4):
+        if (1 << bit) < COUNT:
+            turned = ()
+            for part in tl.static_range(COUNT):
+                other = parts[part ^ (1 << bit)]
+                if (part >> bit) % 2 == 0:
+                    turned += (parts[part] + other,)
+                else:
+                    turned += (other - parts[part],)
+            parts = turned
+    return parts
+
+
+@triton.jit
+def _turned_near(x, NEAR: tl.constexpr):
+    """Return rows with so many neighbouring channels, 1, 8 or 16, transformed together."""
+    rows: tl.constexpr = x.shape[0]
+    width: tl.constexpr = x.shape[1]
+    if NEAR == 1:
+        pass
+    elif NEAR == 8:
+        x = tl.reshape(x, (rows, width // 8, 2, 2, 2))
+        for _ in tl.static_range(3):
+            even, odd = tl.split(x)
+            x = tl.permute(tl.join(even + odd, even - odd), (0, 1, 4, 2, 3))
+    else:
+        x = tl.reshape(x, (rows, width // 16, 2, 2, 2, 2))
+        for _ in tl.static_range(4):
+            even, odd = tl.split(x)
+            x = tl.permute(tl.join(even + odd, even - odd), (0, 1, 5, 2, 3, 4))
+    return tl.reshape(x, (rows, width))
+
+
+@triton.jit
+def _load_turned(x, place, is_place, change, C: tl.constexpr, HAS_MEAN: tl.constexpr):
+    """Load rows with channels scaled, and Hadamard transform them.
+
+    `change` has a mean to subtract with HAS_MEAN, and a factor per channel. The transform is over
+    channels that are a part of the head apart, and over neighbours. A thread loads most of these,
+    so few numbers move between threads.
+    """
+    mean_ptr, factor_ptr = change
+    width: tl.constexpr = C.DEPTH_BLOCK // C.FAR
+    parts = ()
+    for part in tl.static_range(C.FAR):
+        channel = part * width + tl.arange(0, width)
+        tile = _load_tile(x, place, is_place, channel, C)
+        if HAS_MEAN:
+            tile -= tl.load(mean_ptr + channel)[None, :]
+        tile *= tl.load(factor_ptr + channel)[None, :]
+        parts += (_turned_near(tile, C.NEAR),)
+    parts = _turned_far(parts, C.FAR)
+    if C.FAR == 1:
+        whole = parts[0]
+    elif C.FAR == 4:
+        whole = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+        whole = tl.permute(whole, (0, 2, 3, 1))
+    else:
+        low = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+        high = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+        whole = tl.permute(tl.join(low, high), (0, 2, 3, 4, 1))
+    return tl.reshape(whole, (place.shape[0], C.DEPTH_BLOCK))

@@ -18,11 +18,27 @@ QUERY_ROWS = 64
 MOST_CODE = 127
 """The largest number of int8 that is a code."""
 
-MOST_SMALL = 7
-"""The largest code of 4 bits."""
+TURNED = {
+    "small": {64: (8, 8), 128: (8, 8), 256: (8, 8)},
+    "8 bits": {64: (4, 8), 128: (1, 1), 256: (1, 1)},
+}
+"""Channels of a padded head that are Hadamard transformed together: equally far apart, and next to
+each other.
 
-MOST_START = 1 << 21
-"""The largest score of a mean, in steps of the product, that a sum of int32 starts from."""
+A thread loads eight neighbours. For wider heads the transform would cost 8 bits too much time.
+"""
+
+MOST_SMALL = 7
+"""The largest code of 4 bits with the paper's groups, which use 15 of the 16 codes."""
+
+MOST_ODD = 15
+"""The largest code of 4 bits by default: all 16 are odd numbers, and no code is zero."""
+
+MOST_START = 14 << 18
+"""The largest score of a mean, in steps of the product, that a sum of int32 starts from.
+
+With the products of 256 codes it stays below 2^22, so that its bits are those of a float.
+"""
 
 NARROWEST = 64
 """Channels of a tile of codes at least."""
@@ -52,7 +68,7 @@ SMOOTHABLE = "qkv"
 class Settings:
     """The arithmetic of one call."""
 
-    limit: int = 127  # the largest code of queries and keys, 127 or 7
+    limit: int = 127  # the largest code of queries and keys, 127, 15 (odd numbers only) or 7
     values: str = "e4m3"  # number format of weights and values, a key of `VALUES`
     granularity: str = "row"  # one of `GRANULARITIES`
     smooth: str = "kv"  # which of q, k and v have their means subtracted before coding
@@ -72,10 +88,29 @@ class Settings:
     def turns(self) -> bool:
         """Return whether queries and keys are Hadamard transformed before they are coded.
 
-        Scores do not change. With 8 bits the steps are small enough without the transform, which
-        would take too much time.
+        Scores do not change. A number that is large in one channel is spread over those of
+        `turned`, and the steps of the others get finer.
         """
-        return self.granularity == "row" and self.limit <= MOST_SMALL
+        return self.granularity == "row"
+
+    def turned(self, channels: int) -> tuple[int, int]:
+        """Return the channels that are transformed together: far apart, and neighbours."""
+        return TURNED["small" if self.is_small else "8 bits"][channels]
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether codes have 4 bits."""
+        return self.limit <= MOST_ODD
+
+    @property
+    def is_odd(self) -> bool:
+        """Return whether codes are odd numbers, so that all 16 codes of 4 bits are used."""
+        return self.limit == MOST_ODD
+
+    @property
+    def widest(self) -> int:
+        """Return the size of the largest number, in units of codes: it is half a step further."""
+        return self.limit + self.is_odd
 
     @property
     def steps(self) -> int:
@@ -92,7 +127,7 @@ class Settings:
 
         These scores have to fit in int32; with codes of 8 bits they might not.
         """
-        return self.granularity == "row" and "q" in self.smooth and self.limit <= MOST_SMALL
+        return self.granularity == "row" and "q" in self.smooth and self.is_small
 
     @property
     def restores(self) -> bool:
@@ -143,7 +178,8 @@ def settings_for(
     has_fp8: bool = True,  # whether the device multiplies E4M3; if not, fp16 replaces it
 ) -> Settings:
     """Return the arithmetic of a level."""
-    limit = MOST_SMALL if level == "4b" else MOST_CODE
+    small = MOST_ODD if granularity == "row" else MOST_SMALL
+    limit = small if level == "4b" else MOST_CODE
     values = "e4m3" if has_fp8 and level != "8b+f16" else "f16"
     own = "qkv" if level == "4b" else "kv"
     return Settings(limit, values, granularity, own if smooth is None else smooth, with_lse)

@@ -23,16 +23,16 @@ class Shape:
     # whether int32 becomes fp32 by the start of the sum rather than by conversion
     magic: bool = False
     registers: int | None = None  # the most a thread may use, or None for no limit
+    parts: int = 1  # of the channels of values, multiplied after each other
 
 
 LOOK_WARPS = 4
 LOOK_KEYS = 16
 SETTLE_WARPS = 4
-WRITE_WARPS = 8
+WRITE_WARPS = 4
 TOTAL_COLUMNS = 16
 TOTAL_BLOCKS = 8
 TOTAL_WARPS = 4
-SIGN_ROWS = 16
 MEANS = 64
 CORRECT_WARPS = 8
 MOST_CHUNKS = 32
@@ -47,7 +47,7 @@ _SHAPES: dict[str, dict[int, Shape]] = {
     "hopper": {  # 227 KiB, products of warp groups; the fastest of a sweep on an H200
         64: Shape(64, 128, 4, 3, registers=128),  # four blocks per processor
         128: Shape(64, 128, 4, 2, magic=True, registers=168),  # three
-        256: Shape(64, 128, 8, 2, magic=True),
+        256: Shape(64, 64, 4, 3, magic=True, parts=4),
     },
     "roomy": {  # 163 KiB on 8.0
         64: Shape(128, 64, 8, 2),
@@ -71,14 +71,14 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 }
 
 
-def turned_together(wide: int) -> int:
-    """Return the channels whose part of a Hadamard transform is added at a time."""
+def channels_together(wide: int) -> int:
+    """Return the channels whose products with the means are added at a time."""
     return min(64, 8192 // wide)  # wider heads would not leave enough registers
 
 
-def write_warps(wide: int, *, turns: bool) -> int:
-    """Return the warps of a program that writes codes; a transform needs registers, not warps."""
-    return WRITE_WARPS * (1 if turns else wide // 128 or 1)
+def write_warps(wide: int) -> int:
+    """Return the warps of a program that writes codes."""
+    return WRITE_WARPS * (wide // 128 or 1)
 
 
 def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False, has_starts: bool = False) -> Shape:

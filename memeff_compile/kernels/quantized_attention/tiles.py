@@ -48,9 +48,8 @@ class Packed:
     # weighed, in steps of their scale; or None
     rest: Tensor | None = None
     counts: Tensor | None = None  # (B * G, N / BLOCK + 1) fp32: sums of weights, with `rest`
-    # (B * G, 6, D) fp32, without `q_scale`: the fourth is the divisors of queries
+    # (B * G, 6, D) fp32, without `q_scale`: the last is the factors of queries
     k_mean: Tensor | None = None
-    signs: Tensor | None = None  # (D, D) bf16, the rotation of heads, or None
     q_mean: Tensor | None = None  # (B * H, query blocks, 2, D) fp32, with `correction`: the first
     is_scaled_per_key: bool = False  # whether each key has a scale
 
@@ -93,7 +92,6 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     found = _empty(q, (batch, heads, groups, queries, keys, wide), settings)
     assert found.k_mean is not None
     k_mean = found.k_mean
-    signs = k_mean if found.signs is None else found.signs
     sums = k_mean.new_empty((batch * groups, chunks, 6, wide))
     looked = query_blocks if is_smooth else samples
     q_means = sums.new_empty((batch * heads, looked, 2, wide))
@@ -102,24 +100,23 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         counts = torch.empty_like(found.counts)
         weights = k_mean.new_empty((batch * groups, key_blocks * BLOCK))
     looks, programs = batch * groups * chunks, batch * groups * key_blocks
-    shown = looks + batch * heads * looked
     shifts = batch * heads * query_blocks if settings.with_lse else 0
     # each with its strides, as the kernels take them
     operands = (rows_of(q), rows_of(k), rows_of(v), *key_tiles.mask_and_stride(given, q))
     scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
-    sizes |= {"ROWS": rows, **_turning(q, settings)}
+    far, near = settings.turned(wide)
+    sizes |= {"ROWS": rows, "FAR": far, "NEAR": near, "UPCAST": not q.is_cuda}
     width = wide // 128 or 1
     is_early, early = _early(q.device)
     with on_device(q):
         start(
             kernels._look_kernel,
-            (shown + (wide // shapes.SIGN_ROWS if settings.turns else 0),),
-            *(*operands, sums, q_means, signs, scale, heads, groups, queries, keys),
-            *(looked, stride, chunk, chunks, looks, shown),
+            (looks + batch * heads * looked,),
+            *(*operands, sums, q_means, scale, heads, groups, queries, keys),
+            *(looked, stride, chunk, chunks, looks),
             KEYS=shapes.LOOK_KEYS,
             SAMPLE=reference.SAMPLE,
-            SIGN_ROWS=shapes.SIGN_ROWS,
             SMOOTH_Q=is_smooth,
             num_warps=shapes.LOOK_WARPS * width,
             **sizes,
@@ -128,11 +125,11 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         start(
             kernels._settle_kernel,
             (batch * groups, 3),
-            *(sums, q_means, signs, k_mean, found.v_scale),
+            *(sums, q_means, k_mean, found.v_scale, scale),
             *(chunks, looked * (heads // groups), sampled * (heads // groups)),
             DEPTH_BLOCK=wide,
-            SIGN_ROWS=shapes.SIGN_ROWS,
-            TURN=settings.turns,
+            FAR=far,
+            NEAR=near,
             ALIGN=settings.aligns,
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
@@ -143,7 +140,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         start(
             kernels._write_kernel,
             (2 * programs + shifts,),
-            *(*operands, k_mean, found.v_scale, signs, found.k, found.v, found.k_scale),
+            *(*operands, k_mean, found.v_scale, found.k, found.v, found.k_scale),
             k_mean if found.shift is None else found.shift,
             k_mean if found.rest is None else found.rest,
             *(counts, weights, scale, heads, groups, queries, keys),
@@ -155,7 +152,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             ALIGN=settings.aligns,
             HAS_REST=found.rest is not None,
             WITH_LSE=settings.with_lse,
-            num_warps=shapes.write_warps(wide, turns=settings.turns),
+            num_warps=shapes.write_warps(wide),
             **sizes,
             **early,
         )
@@ -176,23 +173,17 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             start(
                 kernels._correct_kernel,
                 (batch * groups * key_blocks * tiles_of(blocks, shapes.MEANS),),
-                *(operands[1], *operands[3:], k_mean, q_means, found.correction),
-                *(groups, keys, blocks, key_blocks),
+                *(operands[1], *operands[3:], k_mean, q_means, found.k_scale),
+                *(found.correction, scale, groups, keys, blocks, key_blocks),
                 BLOCK=BLOCK,
                 MEANS=shapes.MEANS,
+                CHANNELS=shapes.channels_together(wide),
+                STARTS=settings.starts,
                 num_warps=shapes.CORRECT_WARPS,
                 **sizes,
                 **early,
             )
     return replace(found, q_mean=q_means) if is_smooth else found
-
-
-def _turning(q: Tensor, settings: Settings) -> dict[str, int | bool]:
-    """Return whether and how a kernel turns heads: channels at a time, and parts of a number."""
-    parts = 1 if q.dtype == torch.bfloat16 else 2
-    together = shapes.turned_together(depth_block(q.shape[3], NARROWEST))
-    turning = {"TURN": settings.turns, "TURNED": together, "PARTS": parts}
-    return {**turning, "UPCAST": not q.is_cuda}
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
@@ -234,7 +225,6 @@ def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: S
         empty(fp32, key_rows, blocks + 1, depth) if has_rest else None,
         empty(fp32, key_rows, blocks + 1) if has_rest else None,
         empty(fp32, key_rows, 6, depth),
-        empty(torch.bfloat16, depth, depth) if settings.turns else None,
     )
 
 
@@ -306,6 +296,7 @@ def attend_packed(
     lse = made.k_scale.new_empty((batch, heads, queries if settings.with_lse else 0))
     given = key_tiles.within(given, queries, keys)
     is_described = gpu(q.device).has_descriptors
+    far, near = settings.turned(wide)
     # Missing arguments are never read, but some tensor has to be passed.
     asked = made.q_scale, made.k_scale, made.v_scale, made.correction
     asked_too = made.shift, made.rest, made.counts
@@ -328,6 +319,7 @@ def attend_packed(
             ROWS=shape.rows,
             KEYS=shape.keys,
             STAGES=shape.stages,
+            PARTS_OF_DEPTH=shape.parts,
             KEY_BLOCK=BLOCK,
             QUERY_BLOCK=BLOCK,
             HAS_BOUNDS=given.has_tables(),
@@ -340,7 +332,9 @@ def attend_packed(
             DESCRIBED=is_described,
             CODES_QUERIES=made.q_scale is None,
             LIMIT=settings.limit,
-            **_turning(q, settings),
+            FAR=far,
+            NEAR=near,
+            UPCAST=not q.is_cuda,
             num_warps=shape.warps,
             **_early(q.device)[1],
             **({} if shape.registers is None else {"maxnreg": shape.registers}),
@@ -356,9 +350,9 @@ def _operands(
 
     Before these come q itself, its strides and the scale, in case the kernel codes the queries.
     """
-    asked = (made.k_mean, made.q_mean, made.signs)
+    asked = (made.k_mean, made.q_mean)
     there = (made.k_scale if each is None else each for each in asked)
-    facts = (rows_of(q), given.scale * math.log2(math.e), *there)
+    facts = (rows_of(q), *there)
     if not is_described:
         return *facts, made.q, made.k, made.v
     wide = made.q.shape[1]
@@ -366,5 +360,5 @@ def _operands(
         *facts,
         made.q if made.q_scale is None else described(made.q, (shape.rows, wide)),
         described(made.k, (shape.keys, wide)),
-        described(made.v, (wide, shape.keys)),
+        described(made.v, (wide // shape.parts, shape.keys)),
     )

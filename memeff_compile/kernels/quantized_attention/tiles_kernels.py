@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of the engine `tiles`: softmax attention over 8-bit codes.
 
 Scores are products of int8 codes, exact in int32. Their scales, one per query and one per block of
@@ -24,17 +24,18 @@ from .._triton.key_tiles_kernels import bounds_of, edge_tile, ids_of, keys_shown
 from .rounding_kernels import (
     MAGIC,
     MAGIC_VALUE,
-    _add_turned,
     _codes_of_rows,
     _e4m3_in_fp32,
-    _load_tile,
+    _load_turned,
 )
 
 NOTHING = tl.constexpr(-1.0e30)  # below every score in base 2; finite, so differences are numbers
 OFFSET = tl.constexpr(8.807)  # log2 of 448, rounded down
 LEAST_COUNT = tl.constexpr(1.0e-30)
 MOST_REST = tl.constexpr(16.0)  # half a step of E4M3 at 448
-LEAST_OF_MEAN = tl.constexpr(127.0 / 2.0**21)  # of a mean's size, so that its scores fit in a start
+LEAST_OF_MEAN = tl.constexpr(
+    128.0 / (14 << 18)
+)  # of a mean's size, so that its scores fit in a start
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -106,8 +107,7 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
     k = _load_codes(k_codes, at, C.DEPTH_BLOCK, (C.KEYS, C.DEPTH_BLOCK), C)
     start = 0.0
     if C.STARTS:
-        ours = 1.0 / (q_scale * tl.load(k_scale_ptr + tile // (C.KEY_BLOCK // C.KEYS)))
-        start = tl.load(correction_ptr + key)[None, :] * ours[:, None] + MAGIC_VALUE
+        start = tl.load(correction_ptr + key)[None, :] * (1.0 / q_scale)[:, None] + MAGIC_VALUE
     score = _scores(q, k, start, C)
     if C.SCALE_PER_KEY or (C.HAS_CORRECTION and not C.STARTS):
         if C.MAGIC_SUM:
@@ -136,19 +136,21 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
     weight = tl.exp2(score * scale[:, None] - (higher + shift)[:, None])
     shrink = tl.exp2(largest - higher)
     total = total * shrink + tl.sum(weight, axis=1)
-    at = (value_row, tile * C.KEYS)
-    v = _load_codes(v_codes, at, key_blocks * C.KEY_BLOCK, (C.DEPTH_BLOCK, C.KEYS), C)
-    acc = acc * shrink[:, None] + _weighted(weight, v, C)
-    return acc, total, higher
+    added = ()
+    wide: tl.constexpr = C.DEPTH_BLOCK // C.PARTS_OF_DEPTH
+    for part in tl.static_range(C.PARTS_OF_DEPTH):
+        at = (value_row + part * wide, tile * C.KEYS)
+        v = _load_codes(v_codes, at, key_blocks * C.KEY_BLOCK, (wide, C.KEYS), C)
+        added += (acc[part] * shrink[:, None] + _weighted(weight, v, C),)
+    return added, total, higher
 
 
 @triton.jit
-def _mean_rest(rest_ptr, counts_ptr, first, stop, DEPTH_BLOCK: tl.constexpr):
-    """Return the mean rounding error of values, over blocks from `first` to `stop`.
+def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constexpr):
+    """Return the mean rounding error of channels of values, over blocks from `first` to `stop`.
 
     The weights of a query sum to 1, so an error that all values share is also in the result.
     """
-    depth = tl.arange(0, DEPTH_BLOCK)
     stop = tl.maximum(first, stop)
     rest = tl.load(rest_ptr + stop * DEPTH_BLOCK + depth)
     rest -= tl.load(rest_ptr + first * DEPTH_BLOCK + depth)
@@ -161,17 +163,16 @@ def _mean_rest(rest_ptr, counts_ptr, first, stop, DEPTH_BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["ahead", "behind", "together", "keys", "key_blocks"])
 def _quantized_attention_kernel(
     q,  # (B, H, M, D) `key_tiles.Rows`, with CODES_QUERIES
-    scale,  # of attention, in base 2, the same
-    k_mean_ptr,  # (B * G, 6, D) fp32, the same: the fourth is the divisors of queries
+    k_mean_ptr,  # (B * G, 6, D) fp32, the same: the last is the factors of queries
     q_mean_ptr,  # (B * H, query blocks, 2, D) fp32, the same, with HAS_CORRECTION: the first of two
-    signs_ptr,  # (D, D) bf16, the same, with TURN: rotates heads
     q_codes,  # (B * H * M, D) int8: room for them with CODES_QUERIES
     k_codes,  # (B * G * N, D) int8, N a multiple of KEY_BLOCK
     v_codes,  # (B * G * D, N) E4M3 in the order of `_reordered`, or fp16
     q_scale_ptr,  # (B * H, M) fp32, in base 2, with the scale of attention; not with CODES_QUERIES
     k_scale_ptr,  # (B * G, N / KEY_BLOCK) fp32, or (B * G, N) with SCALE_PER_KEY
     v_scale_ptr,  # (B * G, 2, D) fp32: scale and mean of each channel
-    correction_ptr,  # (B * H, query blocks, N) fp32, with HAS_CORRECTION
+    correction_ptr,  # (B * H, query blocks, N) fp32, with HAS_CORRECTION; with STARTS in steps of
+    # keys
     shift_ptr,  # (B * H, M) fp32: the keys' mean's part in the scores, with WITH_LSE
     rest_ptr,  # (B * G, N / KEY_BLOCK + 1, D) fp32: rounding errors of the values of all
     # blocks up to each, weighed, in steps of their scale, with HAS_REST
@@ -193,7 +194,7 @@ def _quantized_attention_kernel(
     # DESCRIBED: codes are descriptors, not addresses
     # CODES_QUERIES: queries are coded here
     # LIMIT: the largest code of queries
-    # TURN: queries are turned before they are coded
+    # FAR, NEAR: channels that are Hadamard transformed together
     # STARTS: sums of products start from the correction
     # EARLY: started while the kernel before may still be running
 ):
@@ -213,31 +214,16 @@ def _quantized_attention_kernel(
     if C.CODES_QUERIES:
         q_rows = (q.ptr + (batch * q.batch + head.to(tl.int64) * q.head), q.row)
         wide = tl.arange(0, C.DEPTH_BLOCK)
-        evened_ptr = k_mean_ptr + (group * 6 + 3) * C.DEPTH_BLOCK
+        factor_ptr = k_mean_ptr + (group * 6 + 5) * C.DEPTH_BLOCK
         blocks = (queries + C.QUERY_BLOCK - 1) // C.QUERY_BLOCK
         block = row.to(tl.int64) * blocks + tile // (C.QUERY_BLOCK // C.ROWS)
         q_mean_ptr += block * 2 * C.DEPTH_BLOCK
-        if C.TURN:
-            turned = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
-            for start in tl.static_range(0, C.DEPTH_BLOCK, C.TURNED):
-                channel = start + tl.arange(0, C.TURNED)
-                x = _load_tile(q_rows, query, is_row, channel, C)
-                over = 1.0 / tl.load(evened_ptr + channel)
-                if C.HAS_CORRECTION:
-                    x = x * scale - tl.load(q_mean_ptr + channel)[None, :]
-                turned = _add_turned(turned, x * over[None, :], signs_ptr, start, C)
-            q = turned * ((1.0 if C.HAS_CORRECTION else scale) * (1.0 / C.DEPTH_BLOCK))
-        else:
-            q = _load_tile(q_rows, query, is_row, wide, C)
-            evened = tl.load(evened_ptr + wide)
-            if C.HAS_CORRECTION:
-                q = (q * scale - tl.load(q_mean_ptr + wide)[None, :]) * (1.0 / evened)[None, :]
-            else:
-                q = q * (scale / evened)[None, :]
+        q = _load_turned(q_rows, query, is_row, (q_mean_ptr, factor_ptr), C, C.HAS_CORRECTION)
         least = 0.0
         if C.STARTS:
-            mean = tl.load(q_mean_ptr + wide) / tl.load(evened_ptr + wide)
-            least = tl.sqrt(tl.sum(mean * mean, axis=0)) * LEAST_OF_MEAN
+            mean = tl.load(q_mean_ptr + wide) * tl.load(factor_ptr + wide)
+            turned: tl.constexpr = C.DEPTH_BLOCK * C.FAR * C.NEAR
+            least = tl.sqrt(tl.sum(mean * mean, axis=0) * turned) * LEAST_OF_MEAN
         made, q_scale = _codes_of_rows(q, least, C.LIMIT)
         q_places = q_codes + place[:, None] * C.DEPTH_BLOCK + wide[None, :]
         tl.store(q_places, made, mask=is_row[:, None])
@@ -266,7 +252,10 @@ def _quantized_attention_kernel(
     told = (mask_ptr, key_ids_ptr, span, keys, key_blocks)
     largest = tl.full((C.ROWS,), NOTHING, dtype=tl.float32)
     total = tl.zeros((C.ROWS,), dtype=tl.float32)
-    acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
+    part_wide: tl.constexpr = C.DEPTH_BLOCK // C.PARTS_OF_DEPTH
+    acc = ()
+    for _ in tl.static_range(C.PARTS_OF_DEPTH):
+        acc += (tl.zeros((C.ROWS, part_wide), dtype=tl.float32),)
     start, end = full_first, full_stop
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
@@ -277,27 +266,30 @@ def _quantized_attention_kernel(
                 other = edge_tile(index, first, full_first, full_stop)
             sums, rows = (acc, total, largest), (q, q_scale, query, query_id)
             acc, total, largest = _attend_tile(sums, rows, other, codes, told, C, MASKED)
-    depth = tl.arange(0, C.DEPTH_BLOCK)
     v_scale_ptr += group * 2 * C.DEPTH_BLOCK
-    v_scale = tl.load(v_scale_ptr + depth)
-    v_mean = tl.load(v_scale_ptr + C.DEPTH_BLOCK + depth)
     is_empty = total == 0.0
     share = 1.0 / tl.where(is_empty, 1.0, total)
-    if C.HAS_REST:
-        v_mean += v_scale * _mean_rest(
-            rest_ptr + group * (key_blocks + 1) * C.DEPTH_BLOCK,
-            counts_ptr + group * (key_blocks + 1),
-            first * C.KEYS // C.KEY_BLOCK,
-            (stop * C.KEYS + C.KEY_BLOCK - 1) // C.KEY_BLOCK,
-            C.DEPTH_BLOCK,
-        )
-    out = (acc * share[:, None]) * v_scale[None, :] + v_mean[None, :]
-    out = tl.where(is_empty[:, None], 0.0, out)
-    places = ((batch * queries + query) * heads + head)[:, None] * C.DEPTH + depth[None, :]
-    is_out = is_row[:, None]
-    if C.DEPTH != C.DEPTH_BLOCK:
-        is_out = is_out & (depth < C.DEPTH)[None, :]
-    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_out)
+    places = ((batch * queries + query) * heads + head)[:, None] * C.DEPTH
+    for part in tl.static_range(C.PARTS_OF_DEPTH):
+        depth = part * part_wide + tl.arange(0, part_wide)
+        v_scale = tl.load(v_scale_ptr + depth)
+        v_mean = tl.load(v_scale_ptr + C.DEPTH_BLOCK + depth)
+        if C.HAS_REST:
+            v_mean += v_scale * _mean_rest(
+                rest_ptr + group * (key_blocks + 1) * C.DEPTH_BLOCK,
+                counts_ptr + group * (key_blocks + 1),
+                first * C.KEYS // C.KEY_BLOCK,
+                (stop * C.KEYS + C.KEY_BLOCK - 1) // C.KEY_BLOCK,
+                depth,
+                C.DEPTH_BLOCK,
+            )
+        out = (acc[part] * share[:, None]) * v_scale[None, :] + v_mean[None, :]
+        out = tl.where(is_empty[:, None], 0.0, out)
+        is_out = is_row[:, None]
+        if C.DEPTH != C.DEPTH_BLOCK:
+            is_out = is_out & (depth < C.DEPTH)[None, :]
+        out = out.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + places + depth[None, :], out, mask=is_out)
     if C.WITH_LSE:
         shift = tl.load(shift_ptr + place, mask=is_row, other=0.0)
         lse = (largest + tl.log2(tl.where(is_empty, 1.0, total)) + shift) * LN_2

@@ -118,6 +118,11 @@ def test_channels_that_are_large_in_keys_alone_do_not_widen_all_steps(level: str
     assert relative_l1(ours(case, level=level)[0], exact(case)[0]) <= budget
 
 
+def unturned(x: Tensor, far: int, near: int) -> Tensor:
+    """Return rows scaled as `reference.turned` scales them, with channels as they are."""
+    return x * (far * near) ** 0.5
+
+
 def test_heads_of_4_bits_are_turned_and_keys_have_a_scale_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -125,20 +130,26 @@ def test_heads_of_4_bits_are_turned_and_keys_have_a_scale_each(
     case = biased(draw(1, 2, 2, 384, 384, 64, torch.float32), "channels")
     wanted = exact(case)[0]
     found = relative_l1(ours(case, level="4b")[0], wanted)
-    monkeypatch.setattr(reference, "turned", lambda x: x * x.shape[-1] ** 0.5)
+    monkeypatch.setattr(reference, "turned", unturned)
     assert found <= 0.9 * relative_l1(ours(case, level="4b")[0], wanted)
     monkeypatch.undo()
     monkeypatch.setattr(Settings, "steps", 1)
     assert found <= 0.95 * relative_l1(ours(case, level="4b")[0], wanted)
 
 
+def test_heads_of_8_bits_are_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it 8 bits are further away."""
+    case = biased(draw(1, 2, 2, 384, 384, 64, torch.float32), "channels")
+    wanted = exact(case)[0]
+    found = relative_l1(ours(case, level="8b+f16")[0], wanted)
+    monkeypatch.setattr(reference, "turned", unturned)
+    assert found <= 0.9 * relative_l1(ours(case, level="8b+f16")[0], wanted)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("depth", [40, 64, 200])
-def test_evening_and_turning_change_no_score(
-    level: str, depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evening_and_turning_change_no_score(level: str, depth: int) -> None:
     """With codes of many bits and unrounded weights their effect vanishes."""
-    monkeypatch.setattr(Settings, "turns", True)
     case = biased(draw(1, 4, 2, 150, 140, depth, torch.float32, ahead=20), "bias")
     settings = replace(settings_for(level), limit=1 << 20, values="exact")
     out, lse = reference.attend(case.q, case.k, case.v, conditions(case), settings)
@@ -150,10 +161,10 @@ def test_evening_and_turning_change_no_score(
 def test_queries_and_keys_have_the_same_energy_in_each_channel() -> None:
     case = turning(6.0)
     whole = case.k[:, :, :: reference.SAMPLE].square().sum(2)
-    evened = reference.evened_by(case.q, case.k, whole)
+    evened = reference.evened_by(case.q, case.k, whole, settings_for("8b"))
     assert bool((evened[..., [0, 15, 32]] != 1.0).all())
-    assert bool((evened.log2() == evened.log2().round()).all()), "16-bit numbers stay exact"
-    assert float(evened.log2().sum(-1).abs().max()) <= 0.5 * 3  # half a power a channel at most
+    assert float((2.0 * evened.log2() - (2.0 * evened.log2()).round()).abs().max()) <= 1e-5
+    assert float(evened.log2().sum(-1).abs().max()) <= 3.0
     q = case.q / evened.repeat_interleave(2, 1)[:, :, None]
     energy = [x.square().sum(2) for x in (q.unflatten(1, (2, 2)).flatten(2, 3), case.k)]
     share = energy[0] / (energy[1] * evened.square())
@@ -161,13 +172,13 @@ def test_queries_and_keys_have_the_same_energy_in_each_channel() -> None:
     nothing = torch.zeros_like(case.q)
     nothing[..., 0] = math.nan
     nothing[..., 1] = math.inf
-    assert bool((reference.evened_by(nothing, case.k, whole) == 1.0).all())
+    assert bool((reference.evened_by(nothing, case.k, whole, settings_for("8b")) == 1.0).all())
 
 
 def test_a_channel_whose_sampled_keys_are_one_number_stays_as_it_is() -> None:
     case = draw(1, 2, 1, 70, 160, 64, torch.float32)
     case.k[:, :, :: reference.SAMPLE, :24] = torch.linspace(-9.0, 7.7, 24)
-    assert relative_l1(ours(case)[0], exact(case)[0]) <= 0.046
+    assert relative_l1(ours(case)[0], exact(case)[0]) <= 0.055
 
 
 def test_what_rounding_takes_from_values_on_average_is_given_back() -> None:
@@ -187,7 +198,7 @@ def test_keys_are_rounded_with_the_mean_of_queries_in_view(monkeypatch: pytest.M
     ours_of = [relative_l1(ours(c, level="8b+f16")[0], exact(c)[0]) for c in (case, shared)]
     monkeypatch.setattr(reference, "LEAST_SHARE", 2.0)
     others = [relative_l1(ours(c, level="8b+f16")[0], exact(c)[0]) for c in (case, shared)]
-    assert all(found <= 0.75 * other for found, other in zip(ours_of, others, strict=True))
+    assert all(found <= 0.85 * other for found, other in zip(ours_of, others, strict=True))
 
 
 def test_a_direction_of_queries_is_one_they_share() -> None:
