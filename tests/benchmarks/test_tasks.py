@@ -31,6 +31,7 @@ GENERATED = {
 """Digests of the tasks that need no text: the same on every machine."""
 BY_NAME = {task.name: task for task in tasks.TASKS}
 COUNT = 3
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Bytes:
@@ -156,7 +157,10 @@ def test_a_model_that_looks_back_finds_keys_and_one_that_does_not_finds_none() -
 
 def test_choices_go_by_probability_of_a_character() -> None:
     ids = torch.tensor(
-        [[256, *b"ab1234567890xy", *b"1234567890xy", 57], [256, *b"ab1234567890xy", *b"1234567890xy", 65]]
+        [
+            [256, *b"ab1234567890xy", *b"1234567890xy", 57],
+            [256, *b"ab1234567890xy", *b"1234567890xy", 65],
+        ]
     )
     ids[0, -1] = ids[1, -1] = 1
     found = tasks.Rows(ids, [1, 1], [1, 2], 9, 2, ["", ""])
@@ -284,6 +288,17 @@ def test_exact_modes_answer_as_the_exact_model(mode: Mode, folder: Path) -> None
     items = tasks.rows_of(subject.tokenizer, BY_NAME["addition, likeliest of 4"], 0, 3)
     plain = answering.Answering(subject, Mode("exact")).judge(items, "choice", 4)
     assert answering.Answering(subject, mode).judge(items, "choice", 4) == plain
+
+
+def test_the_page_shows_what_the_rows_say() -> None:
+    page = (ROOT / "docs" / "measured" / "tasks.md").read_text()
+    files = sorted((ROOT / "benchmarks" / "results").glob("*/tasks.jsonl"))
+    assert files
+    for file in files:
+        shown = script("task_scores", "table", "--out", str(file))
+        tables = [line for line in shown.splitlines() if line.startswith("|")]
+        assert len(tables) > 3
+        assert [line for line in tables if line not in page] == []
 
 
 def test_figures_of_trained_models_hold_what_arithmetic_says() -> None:
