@@ -132,9 +132,9 @@ class _StandIn:
 
     def _draw(self, count: int) -> list[Tensor]:
         widths = [self.module.get_submodule(each).out_features for each in self.into]
-        draw = torch.Generator().manual_seed(0)
+        draw = torch.Generator("cpu").manual_seed(0)
         size = 1, _TOKENS, sum(cast("list[int]", widths)) // 2
-        return [torch.rand(size, generator=draw) + 1 for _ in range(count)]
+        return [torch.rand(size, generator=draw, device="cpu") + 1 for _ in range(count)]
 
     def _into_down(self, first: Tensor, second: Tensor, own: Mapping[str, nn.Module]) -> Tensor:
         """Return the input of down, or an empty tensor if forward has another form."""

@@ -126,8 +126,8 @@ def ternarize_(
     squared, unsaved = square(plan.mlps, model) if activation else ({}, {})
     places = {path: kind for path, (_, kind) in plan.chosen.items()}
     sentence = f"{len(plan.chosen)} linears ternary by {recipe!r}, {len(plan.left)} left dense"
-    if squared:
-        sentence += f"; the squared ReLU in {len(squared)} gated MLPs"
+    if count := len(squared):
+        sentence += f"; the squared ReLU in {count} gated MLP{'s' * (count > 1)}"
     others = {} if activation or recipe not in _FOR_SQUARED_RELU else other_activations(plan.mlps)
     if others:
         names = ", ".join(sorted(set(others.values())))

@@ -132,6 +132,13 @@ def test_an_activation_before_a_norm_with_any_name_is_found() -> None:
     assert type(first.nonlinearity) is nn.GELU
 
 
+def test_a_model_without_numbers_is_made_ready_too() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Normed())
+        memeff_compile.ternarize_(model, "a4.8", activation="relu2")
+    assert summary(model).endswith("; the squared ReLU in 1 gated MLP")
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
