@@ -61,6 +61,8 @@ class Tail:
     @property
     def name(self) -> str:
         """Return the kind's name in reports."""
+        if self.node is self.chain.head.node:
+            return "linear_cross_entropy"
         if self.kind in ENTROPIES:
             return "entropy"
         return "argmax" if self.kind == "top" else node_name(self.node)
