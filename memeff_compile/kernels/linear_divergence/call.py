@@ -112,7 +112,7 @@ def reference_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sy
     return sympy.Min(fitting, sympy.Max(sympy.sympify(rows), 1))
 
 
-# The engine `library`. A chunk is the columns whose logits one program reads, and which are kept
+# The engine `kept_logits`. A chunk is the columns whose logits one program reads, and keeps
 # relative to their maximum. A strip is the columns of one product in fp32: eight chunks, which are
 # 128 tiles of 128 x 256 at 512 rows, about a wave of 132 processors, and stay in the L2 cache.
 CHUNK = 2048

@@ -26,7 +26,7 @@ from ..device import kernels_serve, on_device, without_autocast
 from .call import Coefficients, Found, Request, spans
 
 ENGINES = {
-    "library": (
+    "kept_logits": (
         "library products in fp32 and two Triton passes over the logits of a block of rows "
         "(CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
     ),
@@ -157,7 +157,7 @@ def _differ(a: Any, b: Any) -> bool:
 def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype) -> str:
     """Return the name of the engine for student and teacher of these dtypes."""
     is_served = kernels_serve(device, dtype) and kernels_serve(device, teacher)
-    return "library" if is_served else "reference"
+    return "kept_logits" if is_served else "reference"
 
 
 @compat.constant_in_traces
@@ -338,7 +338,7 @@ def _link_total(
 def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     """Write `gradient * by` to `out`, which may be `gradient`; no full copy in fp32 is made."""
     if kernels_serve(gradient.device, gradient.dtype) and gradient.is_contiguous():
-        module = importlib.import_module(".library", __package__)
+        module = importlib.import_module(".kept_logits", __package__)
         with on_device(gradient):
             module.scale_into(gradient, by, out)
         return

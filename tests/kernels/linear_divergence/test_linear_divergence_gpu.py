@@ -1,11 +1,11 @@
-"""The engine `library` on a GPU."""
+"""The engine `kept_logits` on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from memeff_compile.kernels.linear_divergence import Coefficients, library, reference
+from memeff_compile.kernels.linear_divergence import Coefficients, kept_logits, reference
 from memeff_compile.kernels.linear_divergence.call import Request
 from tests.kernels.linear_divergence.divergences import DIVERGENCES
 
@@ -33,8 +33,8 @@ def test_results_are_exact_and_repeat_bit_for_bit(dtype: torch.dtype, name: str)
     factors = torch.rand(rows, device="cuda", generator=new)
     exact = Request(*(x.double() if isinstance(x, torch.Tensor) else x for x in given))
     wanted = reference.run(exact, factors.double(), (True, True, True))
-    found = library.run(given, factors, (True, True, True))
-    again = library.run(given, factors, (True, True, True))
+    found = kept_logits.run(given, factors, (True, True, True))
+    again = kept_logits.run(given, factors, (True, True, True))
     for got, same, expected in zip(found, again, wanted, strict=True):
         assert got is not None
         assert expected is not None

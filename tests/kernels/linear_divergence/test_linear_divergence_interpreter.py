@@ -1,4 +1,4 @@
-"""The engine `library` on a CPU: the same kernels, run by Triton's interpreter."""
+"""The engine `kept_logits` on a CPU: the same kernels, run by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def request(name: str, dtype: torch.dtype, *, is_given: bool, workspace: int) ->
 def test_results_are_those_of_the_reference(
     name: str, dtype: torch.dtype, workspace: int, is_given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memeff_compile.kernels.linear_divergence import library
+    from memeff_compile.kernels.linear_divergence import kept_logits
 
-    monkeypatch.setattr(library, "STRIP", 2048)  # two strips
+    monkeypatch.setattr(kept_logits, "STRIP", 2048)  # two strips
     given = request(name, dtype, is_given=is_given, workspace=workspace)
     exact = Request(*(x.double() if isinstance(x, torch.Tensor) else x for x in given))
-    found = library.run(given, FACTORS, (True, True, True))
+    found = kept_logits.run(given, FACTORS, (True, True, True))
     wanted = reference.run(exact, FACTORS.double(), (True, True, True))
     for got, expected in zip(found, wanted, strict=True):
         assert got is not None
@@ -50,10 +50,10 @@ def test_results_are_those_of_the_reference(
 
 
 def test_values_alone_need_no_gradient() -> None:
-    from memeff_compile.kernels.linear_divergence import library
+    from memeff_compile.kernels.linear_divergence import kept_logits
 
     given = request("reverse_kl", torch.float32, is_given=False, workspace=0)
-    found = library.run(given, None, (True, True, True))
+    found = kept_logits.run(given, None, (True, True, True))
     assert found.hidden is None
     wanted = reference.run(given, None, (True, True, True)).rows
     torch.testing.assert_close(found.rows, wanted, rtol=1e-5, atol=1e-5)
@@ -61,9 +61,9 @@ def test_values_alone_need_no_gradient() -> None:
 
 
 def test_gradients_are_scaled_in_place() -> None:
-    from memeff_compile.kernels.linear_divergence import library
+    from memeff_compile.kernels.linear_divergence import kept_logits
 
     gradient = torch.randn(5000)
     wanted = gradient * 0.3
-    library.scale_into(gradient, torch.tensor(0.3), gradient)
+    kept_logits.scale_into(gradient, torch.tensor(0.3), gradient)
     torch.testing.assert_close(gradient, wanted)

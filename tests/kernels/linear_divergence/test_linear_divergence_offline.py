@@ -34,14 +34,14 @@ def kind(argument: str) -> Any:
 def test_kernel_compiles_without_spills(
     step: str, capability: int, flags: tuple[bool, bool]
 ) -> None:
-    from memeff_compile.kernels.linear_divergence import library_kernels as kernels
+    from memeff_compile.kernels.linear_divergence import kept_logits_kernels as kernels
 
     constants = dict(CONSTANTS[step])
     if step == "gradient":
         constants |= dict(zip(("HAS_MIXTURE", "HAS_CENTRE"), flags, strict=True))
     kernel = compile_for(
         capability,
-        getattr(kernels, f"_linear_divergence_library_{step}_kernel"),
+        getattr(kernels, f"_linear_divergence_kept_logits_{step}_kernel"),
         constants,
         kind,
         lambda argument: True,

@@ -203,13 +203,13 @@ def test_slots_fit_the_workspace_and_the_rows(rows: int, vocab: int, workspace: 
 
 def test_bytes_say_that_two_logits_tensors_are_gone() -> None:
     before = bytes_before(8192, 128_256, dtype=torch.bfloat16, teacher_bytes=2)
-    held = temporary_bytes(8192, 128_256, dtype=torch.bfloat16, engine="library", workspace=0)
+    held = temporary_bytes(8192, 128_256, dtype=torch.bfloat16, engine="kept_logits", workspace=0)
     assert before == 4 * 8192 * 128_256
     assert bytes_after(8192, held) < 700 * 2**20
 
 
 def test_the_reference_serves_the_cpu_and_fp16_has_its_gradients_in_the_backward() -> None:
     assert engine_for(torch.device("cpu"), torch.bfloat16, torch.float32) == "reference"
-    assert set(ENGINES) == {"library", "reference"}
+    assert set(ENGINES) == {"kept_logits", "reference"}
     assert makes_gradients_in_forward(torch.bfloat16)
     assert not makes_gradients_in_forward(torch.float16)

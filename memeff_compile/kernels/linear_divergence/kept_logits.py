@@ -1,4 +1,4 @@
-"""The engine `library`: products by cuBLAS, and two Triton passes over the logits.
+"""The engine `kept_logits`: products by cuBLAS, and two Triton passes over the logits.
 
 For a block of rows, each side's products come strip by strip in fp32. The first pass keeps them as
 fp16 relative to the maximum of 2048 columns, with that maximum and the sum of exponentials in fp32.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .._triton.launch import run_kernel
-from . import library_kernels as kernels
+from . import kept_logits_kernels as kernels
 from .call import CHUNK, STRIP, Found, Request, Slots, slots_for, spans, wanted
 
 
@@ -83,7 +83,7 @@ class _Walk:
         coefficients = given.coefficients
         gradient = self.gradient[slot * height : slot * height + rows]
         run_kernel(
-            kernels._linear_divergence_library_gradient_kernel,
+            kernels._linear_divergence_kept_logits_gradient_kernel,
             (rows,),
             *(student, teacher, self.sums, gradient, given.vocab, self.sums.stride(0)),
             *(None if self.factors is None else self.factors[here], self.rows[here]),
@@ -113,7 +113,7 @@ class _Walk:
                 strip = self.strip[: len(rows) * (stop - first)].view(len(rows), stop - first)
                 _product(rows, weight[first:stop].t(), strip)
             run_kernel(
-                kernels._linear_divergence_library_keep_kernel,
+                kernels._linear_divergence_kept_logits_keep_kernel,
                 (len(rows), -(-(stop - first) // CHUNK)),
                 *(strip, strip.stride(0), bias, out, out.stride(0), self.sums[side]),
                 *(first, stop, scale),
@@ -150,7 +150,7 @@ def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     count = gradient.numel()
     block = 4096
     run_kernel(
-        kernels._linear_divergence_library_scale_kernel,
+        kernels._linear_divergence_kept_logits_scale_kernel,
         (-(-count // block),),
         *(gradient, by, out, count),
         BLOCK=block,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The passes of `library`: products to kept logits, kept logits to results and gradients.
+"""The passes of `kept_logits`: products to kept logits, kept logits to results and gradients.
 
 A program of the first pass owns a chunk of a row, one of the second a row, so no sum crosses
 programs, and every run gives the same bits. Arithmetic is fp32 throughout.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _linear_divergence_library_keep_kernel(
+def _linear_divergence_kept_logits_keep_kernel(
     s_ptr,  # (R, W) products of a strip, or given logits
     stride_s_row,
     bias_ptr,  # (V,) or None
@@ -94,7 +94,7 @@ def _slope(p, q, log_p, log_q, log_m, a3, a4, a5, a6, share, HAS_MIXTURE: tl.con
 
 
 @triton.jit
-def _linear_divergence_library_gradient_kernel(
+def _linear_divergence_kept_logits_gradient_kernel(
     student_ptr,  # (R, V) kept logits
     teacher_ptr,  # (R, V) kept logits
     sums_ptr,  # (2, R, 2, chunks) fp32
@@ -164,7 +164,7 @@ def _linear_divergence_library_gradient_kernel(
 
 
 @triton.jit
-def _linear_divergence_library_scale_kernel(x_ptr, by_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def _linear_divergence_kept_logits_scale_kernel(x_ptr, by_ptr, out_ptr, count, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < count
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
