@@ -12,6 +12,7 @@ from ..sizes import Size
 from .call import (
     CHUNK,
     REFERENCE_BLOCKS,
+    ROW_STEP,
     Slots,
     kept_bytes,
     reference_rows,
@@ -43,21 +44,32 @@ def bytes_before(
 
 
 def temporary_bytes(
-    rows: int, vocab: int, *, dtype: torch.dtype, engine: str, workspace: int, training: bool = True
-) -> int:
-    """Return the bytes of the blocks that exist at one time."""
+    rows: Size,
+    vocab: int,
+    *,
+    dtype: torch.dtype,
+    engine: str,
+    workspace: int,
+    training: bool = True,
+) -> sympy.Expr:
+    """Return the bytes of the blocks that exist at one time; for symbolic rows an upper bound."""
     itemsize = dtype.itemsize
     if engine == "reference":
-        blocks = int(reference_rows(rows, vocab, workspace, itemsize)) * vocab
-        return REFERENCE_BLOCKS * max(itemsize, 4) * blocks
+        height = reference_rows(rows, vocab, workspace, itemsize)
+        return REFERENCE_BLOCKS * max(itemsize, 4) * vocab * height
+    sums = 4 * vocab if training else 0
+    if isinstance(rows, int):
+        return sympy.Integer(_slot_bytes(rows, vocab, workspace, itemsize) + sums)
+    most = _slot_bytes(2**40, vocab, workspace, itemsize)
+    per_row = vocab * kept_bytes(itemsize) + strip_bytes(1, vocab) + 16 * -(-vocab // CHUNK)
+    # a slot more than blocks, of whole tiles
+    return sympy.Min(most, per_row * (sympy.Rational(5, 4) * rows + 5 * ROW_STEP)) + sums
+
+
+def _slot_bytes(rows: int, vocab: int, workspace: int, itemsize: int) -> int:
     slots: Slots = slots_for(rows, vocab, workspace, itemsize)
-    sums = 16 * slots.rows * -(-vocab // CHUNK)
-    return (
-        slots.number * slots.rows * vocab * kept_bytes(itemsize)
-        + strip_bytes(slots.rows, vocab)
-        + sums
-        + (4 * vocab if training else 0)
-    )
+    kept = slots.number * slots.rows * vocab * kept_bytes(itemsize)
+    return kept + strip_bytes(slots.rows, vocab) + 16 * slots.rows * -(-vocab // CHUNK)
 
 
 def bytes_after(rows: Size, held: Size) -> sympy.Expr:

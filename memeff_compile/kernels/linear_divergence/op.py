@@ -349,7 +349,7 @@ def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
 
 _REFUSAL = (
     "linear_divergence: a second derivative of the fused divergence was asked for, and the op has "
-    "only a first one. Compile with options={'memeff.linear_divergence': 'off'}."
+    "only a first one. Compile with options={'memeff.divergence': 'off'}."
 )
 _refuse = library.refusing(DoubleBackwardError, _REFUSAL)
 

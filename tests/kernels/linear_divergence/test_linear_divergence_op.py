@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
@@ -213,3 +214,12 @@ def test_the_reference_serves_the_cpu_and_fp16_has_its_gradients_in_the_backward
     assert set(ENGINES) == {"kept_logits", "reference"}
     assert makes_gradients_in_forward(torch.bfloat16)
     assert not makes_gradients_in_forward(torch.float16)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_formula_in_symbols_is_an_upper_bound(engine: str) -> None:
+    rows = sympy.Symbol("N", integer=True, positive=True)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "engine": engine, "workspace": 0}
+    formula = temporary_bytes(rows, 32_000, **how)
+    for number in (1, 100, 512, 3000, 50_000):
+        assert formula.subs(rows, number) >= temporary_bytes(number, 32_000, **how)
