@@ -50,15 +50,19 @@ class FuseDivergence(GraphPass):
         if not any(node_name(node) in _SOFTMAXES for node in nodes):
             return
         reader = DivergenceReader(info, HeadReader(info))
-        known: set[Node] = set()
+        known, by_head = set[Node](), dict[Node, list[Divergence]]()
         for node in info.visit(nodes):
             if node_name(node) not in _NAMES or node in known:
                 continue
             for answer in reader.divergences(node):
+                known.add(node)
                 if isinstance(answer, Divergence):
                     known.update(answer.covered)
-                yield answer
-                known.add(node)
+                    by_head.setdefault(_head(answer.student).node, []).append(answer)
+                else:
+                    yield answer
+        for head in info.visit(by_head):
+            yield from by_head[head]
         for node in info.visit(nodes):
             if node_name(node) == "kl_div" and node not in known:
                 yield from _unread(info, reader, node)
