@@ -63,7 +63,8 @@ def linear_divergence(
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
         weight: (V, D), the student's head, in the dtype of hidden.
-        teacher: (..., K), the teacher's hidden states; or (..., V), its logits.
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits
+            stay deferred, unless they are capped; a teacher under torch.no_grad() has none.
         teacher_weight: (V, K), the teacher's head, in the dtype of teacher; None for logits.
         kind: as above.
         beta: between 0 and 1, for jsd.
@@ -85,16 +86,19 @@ def linear_divergence(
     reduction="batchmean") of (N, D) hidden states, but for the order of rounding.
     """
     _require(kind, beta, temperature, reduction, mask, hidden)
-    teacher, teacher_weight = teacher.detach(), _detached(teacher_weight)
     hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
-    teacher_bias = _detached(teacher_bias)
-    if teacher_weight is not None:
+    scale, factors = 1.0, _factors_of(teacher) if teacher_weight is None else None
+    if factors is not None:
+        teacher, teacher_weight, teacher_bias, scale = factors
+    elif teacher_weight is not None:
         teacher, teacher_weight, teacher_bias = _as_autocast_would(
             teacher, teacher_weight, teacher_bias
         )
+    teacher, teacher_weight = teacher.detach(), _detached(teacher_weight)
+    teacher_bias = _detached(teacher_bias)
     operands = hidden, weight, bias, teacher, teacher_weight, teacher_bias
     how: dict[str, Any] = {"coefficients": list(coefficients_of(kind, beta)), "workspace": 0}
-    how |= {"scale": 1 / temperature, "teacher_scale": 1 / temperature}
+    how |= {"scale": 1 / temperature, "teacher_scale": scale / temperature}
     kept = None if mask is None else (mask != 0)
     trains = [part is not None and part.requires_grad for part in operands[:3]]
     if (
@@ -116,6 +120,24 @@ def linear_divergence(
     if reduction == "sum":
         return total
     return total / (hidden[..., 0].numel() if kept is None else kept.sum())
+
+
+def _factors_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
+    """Return hidden states, weight, bias and scale of deferred logits, which then stay deferred."""
+    if type(logits) is Tensor:
+        return None
+    from .logits.tensor import DeferredLogits
+
+    if not isinstance(logits, DeferredLogits):
+        return None
+    source = logits.memory.source
+    if source.loss is None or logits.lost_factors() is not None or source.ranks is not None:
+        return None
+    source.require_unchanged()
+    found = logits.head.factors()
+    if found is not None and source.use is not None:
+        source.use.count_fused("linear_divergence")
+    return found
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
