@@ -627,6 +627,21 @@ def _gated(data: tuple[Tensor, ...]) -> Tensor:
     return gated_linear(*data, None, "silu")
 
 
+def _heads(shape: tuple[int, int, int, int], device: str) -> tuple[Tensor, ...]:
+    tokens, width, of_teacher, vocabulary = shape
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    student = [(tokens, width), (vocabulary, width)]
+    teacher = [(tokens, of_teacher), (vocabulary, of_teacher)]
+    hidden, weight = (torch.randn(size, **like).requires_grad_() for size in student)
+    return hidden, weight, *(torch.randn(size, **like) for size in teacher)
+
+
+def _divergence(data: tuple[Tensor, ...]) -> Tensor:
+    from memeff_compile import linear_divergence
+
+    return linear_divergence(*data)
+
+
 OPS = {
     "attention": Op(ATTENTION_CASES, attention_inputs, _attention),
     "coded_kv_cache": Op(CODED_CACHES, _coded_cache, _over_codes),
@@ -640,6 +655,9 @@ OPS = {
         {"h200": ["gemma2", "llama3", "llama1b"], "tiny": ["tiny"]},
         lambda shape, device: inputs(shape, "peaked", device, torch.bfloat16),
         _loss,
+    ),
+    "linear_divergence": Op(
+        {"h200": [(8192, 4096, 4096, 128_256)], "tiny": [(16, 8, 12, 64)]}, _heads, _divergence
     ),
     "quantized_attention": Op(
         {"h200": [(32, 8, 4096, 128)], "tiny": [(4, 2, 64, 16)]},

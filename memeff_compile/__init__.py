@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .backend import compile as compile
     from .backend import reset as reset
+    from .distillation import linear_divergence as linear_divergence
     from .errors import CalibrationError as CalibrationError
     from .errors import CodedWeightError as CodedWeightError
     from .errors import DoubleBackwardError as DoubleBackwardError
@@ -65,6 +66,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "backend": "compile reset",
+    "distillation": "linear_divergence",
     "errors": (
         "CalibrationError CodedWeightError DoubleBackwardError ExplainError MemeffError "
         "OptionError ShardedLogitsError StaleLogitsError StrictError TargetRangeError "

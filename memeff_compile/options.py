@@ -28,6 +28,7 @@ PREFIX = "memeff."
 
 
 _CORE = (
+    PassFacts("fuse_divergence", "divergence", may_find_nothing=True),
     PassFacts("fuse_linear_cross_entropy", "linear_cross_entropy"),
     PassFacts("fuse_embedding_gradient", "embedding"),
     PassFacts("fuse_gated_linear", "gated_linear"),
@@ -465,6 +466,9 @@ class Options:
     )
     embedding: str = _switch(
         "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it."
+    )
+    divergence: str = _switch(
+        "Compute the divergence of two heads, as in distillation, without the logits of either."
     )
     gated_linear: str = _switch(
         "In activation checkpoints, write the gradients of a gated MLP over gate and up."

@@ -357,6 +357,27 @@ def test_a_logging_function_can_be_ignored() -> None:
         config.ignore_logging_functions.update(before)
 
 
+@probes("substitute_while_tracing")
+def test_a_function_can_be_traced_as_another() -> None:
+    def function(x: Tensor, *, by: float = 2.0) -> Tensor:
+        torch._dynamo.graph_break()
+        return x * by
+
+    def substitute(x: Tensor, *, by: float = 3.0) -> Tensor:
+        return x * by if torch.compiler.is_compiling() else original(x, by=by)
+
+    original = compat.substitute_while_tracing(function, substitute)
+    assert original(torch.ones(2)).tolist() == [2, 2]
+    compiled = torch.compile(lambda x: function(x) + 1, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [4, 4]
+
+
+@probes("chunks_probability_targets")
+def test_the_targets_of_the_chunked_loss_are_known() -> None:
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        assert compat.chunks_probability_targets() is not torch.__version__.startswith("2.13.")
+
+
 # --- symbols ----------------------------------------------------------------------------------------------
 
 

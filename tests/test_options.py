@@ -33,6 +33,7 @@ DOCUMENTED_KEYS = (
     "linear_cross_entropy.sort_vocabulary",
     "logits",
     "embedding",
+    "divergence",
     "gated_linear",
     "recompute",
     "rotary_tables",

@@ -26,6 +26,7 @@ from ..passes import PASSES, in_order
 from ..passes.graph.cuts import compiled_in_pieces
 from .few_graphs import for_any_batch
 from .sharded_layers import compile_layers
+from .torch_loss import trace_torch_losses_whole
 from .trip import WRAPPERS, Trip, let_be_saved
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def memeff(
 
 # torch._dynamo.reset() calls this.
 memeff.reset = report.clear  # type: ignore[attr-defined]
+trace_torch_losses_whole(memeff)  # torch loads this module before it traces a function for it
 
 
 def _inner(trip: Trip) -> Callable[..., Any]:

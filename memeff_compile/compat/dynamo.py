@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -194,6 +195,32 @@ def ignore_while_tracing(function: Callable[..., Any]) -> None:
     ignored: set[Any] = config.ignore_logging_functions
     if function not in ignored:
         ignored.add(_NamedFunction(function))
+
+
+def substitute_while_tracing(
+    function: Callable[..., Any], substitute: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Let Dynamo trace ``substitute`` where code calls ``function``; return a copy of ``function``.
+
+    The substitute may call the copy, which Dynamo traces like any other function.
+    """
+    original = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    register: Any = torch.compiler.substitute_in_graph
+    register(function, skip_signature_check=True)(substitute)
+    return original
+
+
+def chunks_probability_targets() -> bool:
+    """Return whether PyTorch's chunked loss takes class probabilities, as from torch 2.14 on."""
+    adjust: Any = torch.nn.LinearCrossEntropyOptions._adjust
+    return "prob_target" in inspect.signature(adjust).parameters
 
 
 class _NamedFunction(str):

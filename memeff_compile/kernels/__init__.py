@@ -8,6 +8,7 @@ from .embedding import op as _embedding
 from .gated_linear import op as _gated_linear
 from .kv_cache import op as _kv_cache
 from .linear_cross_entropy import op as _linear_cross_entropy
+from .linear_divergence import op as _linear_divergence
 
 __all__: list[str] = []
 
@@ -17,6 +18,7 @@ del (
     _gated_linear,
     _kv_cache,
     _linear_cross_entropy,
+    _linear_divergence,
 )
 
 for _each in system.systems():

@@ -139,6 +139,15 @@ class Head:
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
         return found[:4]
 
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
+        """Return hidden states, weight, bias and scale whose product these rows are, or None if
+        they are capped, or not logits.
+        """
+        folded = fold_recipe(self.recipe)
+        if isinstance(folded, str) or folded.softcap or folded.factor is not None:
+            return None
+        return *self._operands(), folded.scale
+
     def logits(self, recipe: LogitsRecipe) -> Tensor:
         """Compute these rows' result of `recipe`, which is this head's recipe or a part of it."""
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .. import system
 from .defer_logits import DeferLogits
 from .expand_multihead import ExpandMultihead
+from .fuse_divergence import FuseDivergence
 from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
@@ -17,6 +18,7 @@ from .recover_attention import RecoverAttention
 from .rewrite_kv_update import RewriteKVUpdate
 
 CORE: tuple[GraphPass, ...] = (
+    FuseDivergence(),  # a loss on class indices may read the same logits afterwards
     FuseLinearCrossEntropy(),  # logits returned together with a fused loss become deferred with it
     FuseEmbeddingGradient(),  # needs the pass above, whose op shows which head is tied
     FuseGatedLinear(),  # inside activation checkpoints only

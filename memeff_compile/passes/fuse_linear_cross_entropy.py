@@ -43,6 +43,7 @@ from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
 from .losses import outputs, shards
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
+from .losses.chunked import CHUNKED_NAMES, is_chunked, read_chunked
 from .losses.emit import emit_group, emit_size, gathered, groups_of, is_total, pieces_met
 from .losses.head import Chain, HeadReader
 from .losses.tails import (
@@ -75,7 +76,8 @@ class FuseLinearCrossEntropy(GraphPass):
         by_head: dict[Node, list[Tail]] = defaultdict(list)
         losses, judged = False, set[Node]()
         for node in info.visit(info.gm.graph.nodes):
-            for answer in tail_reader.tails(node):
+            is_own = node_name(node) in CHUNKED_NAMES
+            for answer in [read_chunked(info, node)] if is_own else tail_reader.tails(node):
                 losses = losses or isinstance(answer, Decline) or answer.kind not in NO_LOSS
                 if isinstance(answer, Decline):
                     judged.add(answer.node or node)
@@ -111,7 +113,8 @@ class FuseLinearCrossEntropy(GraphPass):
         site.aside.extend(node for t in tails for node in t.aside)
         served = {t.node for t in tails}
         throughs = {node for t in tails for node in t.through}
-        queue, seen = [head_node], {head_node}
+        # The op of F.linear_cross_entropy is head and loss: no other node reads its logits.
+        queue, seen = [] if head_node in served else [head_node], {head_node}
         output = info.output
         while queue:
             node = queue.pop()
@@ -151,9 +154,13 @@ class FuseLinearCrossEntropy(GraphPass):
                 return refusal
         return outputs.check(info, match.outputs)
 
-    def gain(self, info: GraphInfo, match: Site) -> Gain:
-        """Return the formula for the logits' bytes, before and after."""
+    def gain(self, info: GraphInfo, match: Site) -> Gain | None:
+        """Return the formula for the logits' bytes, before and after; None for PyTorch's own op,
+        which has chunks of them.
+        """
         head = match.head
+        if is_chunked(match.tails[0]):
+            return None
         hidden, weight = info.value(head.hidden), info.value(head.weight)
         n, d, v = sympy.symbols("N D V", integer=True, positive=True)
         training = info.region.grad and (hidden.requires_grad or weight.requires_grad)
@@ -259,10 +266,11 @@ class FuseLinearCrossEntropy(GraphPass):
             is_timed = is_all_totals and match.head.compute_dtype == torch.bfloat16
             cost = "took 1.1 times Inductor's time where it was timed (8192 x 4096 x 128256, H100)"
             engine += f"; with an adapter it {cost if is_timed else 'was not timed'}"
-        sentence = (
-            f"{head} + {' + '.join(dict.fromkeys(spellings))} -> memeff::{name}{times}{apart}; "
-            f"{engine}"
-        )
+        before = f"{head} + {' + '.join(dict.fromkeys(spellings))}"
+        if is_chunked(match.tails[0]):
+            before = f"{spellings[0]} with options"
+            engine += "; the engine chooses its own blocks of rows, not those of the options"
+        sentence = f"{before} -> memeff::{name}{times}{apart}; {engine}"
         return Done(match.tails[0].node, sentence, notes, deferred)
 
     def dead(self, match: Site) -> Sequence[Node]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from .. import compat
-from ..backend.entry import keep_transformers_losses_in_one_graph
+from ..backend.entry import keep_transformers_losses_in_one_graph, memeff
 from ..errors import ExplainError, MemeffError, first_line
 from ..options import Options
 from ..passes import PASSES, in_order
@@ -184,6 +184,7 @@ def capture(
 
         return run_graph
 
+    keep.stands_for = memeff  # type: ignore[attr-defined]  # its graphs are what memeff would get
     keep_transformers_losses_in_one_graph()
     room = compat.room_for_graphs(compat.NO_LIMIT)  # other captures are unaffected
     with mode, compat.fresh_capture():

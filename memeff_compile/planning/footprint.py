@@ -19,6 +19,7 @@ from ..kernels import attention as attention_folder
 from ..kernels import embedding as embedding_folder
 from ..kernels import gated_linear as gated_folder
 from ..kernels import linear_cross_entropy as op_folder
+from ..kernels import linear_divergence as divergence_folder
 from ..passes.graph.module_names import clean_module_path
 from .capture import Capture, Graphs
 from .cards import Target
@@ -532,6 +533,17 @@ def _held(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sym
         how["with_entropy"] = bool(given.get("with_entropy"))
         how |= {"device_type": device, "training": name.endswith("backward")}
         return op_folder.bytes_after(rows, depth, vocab, **how)
+    if name.startswith("linear_divergence"):
+        hidden, teacher = value("hidden"), value("teacher")
+        held = divergence_folder.temporary_bytes(
+            scale.rows(hidden),
+            int(value("weight").shape[0]),
+            dtype=hidden.dtype,
+            engine=divergence_folder.engine_for(hidden.device, hidden.dtype, teacher.dtype),
+            workspace=given["workspace"],
+            training=not name.endswith("divergence"),
+        )
+        return divergence_folder.bytes_after(scale.rows(hidden), held)
     if name in ("embedding_backward", "embedding_accumulate"):
         of = value("grad_rows")
         engine = embedding_folder.engine_for(of.device, of.dtype)

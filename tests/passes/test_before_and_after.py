@@ -134,6 +134,61 @@ graph(
     )
 
 
+class Distilled(nn.Module):
+    """A head, a teacher's, and the divergence of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head, self.teacher = nn.Linear(D, V, bias=False), nn.Linear(S, V, bias=False)
+
+    def forward(self, x: Tensor, of_teacher: Tensor) -> Tensor:
+        student = F.log_softmax(self.lm_head(x) / 2, -1)
+        with torch.no_grad():
+            teacher = F.softmax(self.teacher(of_teacher) / 2, -1)
+        return F.kl_div(student, teacher, reduction="batchmean")
+
+
+def test_fuse_divergence() -> None:
+    expecttest.assert_expected_inline(
+        before_and_after(
+            "fuse_divergence", Distilled(), torch.ones(S, D), torch.ones(S, S), grad=True
+        ),
+        """\
+graph(
+    lm_head.weight: param f32[64, 8],
+    x: input f32[6, 8],
+    teacher.weight: param f32[64, 6],
+    of_teacher: input f32[6, 6],
+):
+    %0: f32[6, 64] = aten.linear(x, lm_head.weight)
+    %1: f32[6, 64] = aten.div(%0, 2)
+    %2: f32[6, 64] = aten.log_softmax(%1, -1)
+    %3: none = _set_grad_enabled(False)
+    %4: f32[6, 64] = aten.linear(of_teacher, teacher.weight)
+    %5: f32[6, 64] = aten.div(%4, 2)
+    %6: f32[6, 64] = aten.softmax(%5, -1)
+    %7: none = _set_grad_enabled(True)
+    %8: f32[] = kl_div(%2, %6, reduction='batchmean')
+    return (%8)
+
+becomes
+
+graph(
+    lm_head.weight: param f32[64, 8],
+    x: input f32[6, 8],
+    teacher.weight: param f32[64, 6],
+    of_teacher: input f32[6, 6],
+):
+    %0: none = _set_grad_enabled(False)
+    %1: none = _set_grad_enabled(True)
+    %2: f32[64, 6] = aten.detach(teacher.weight)
+    %3: (f32[], f32[0], f32[64, 8], f32[0]) = memeff.linear_divergence_total(x, lm_head.weight, None, of_teacher, %2, None, None, coefficients=[1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0], scale=0.5, teacher_scale=0.5, workspace=0, output_mask=[False, True, False])
+    %4: f32[] = getitem(%3, 0)
+    %5: f32[] = aten.div(%4, 6)
+    return (%5)""",
+    )
+
+
 def test_defer_logits() -> None:
     expecttest.assert_expected_inline(
         before_and_after("defer_logits", Head(4 * V), torch.ones(S, D), grad=True),

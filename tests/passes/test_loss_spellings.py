@@ -466,11 +466,6 @@ def test_tensors_of_few_dimensions_are_read_without_an_error(name: str, rank: st
 # --- reasons ----------------------------------------------------------------------------------------
 
 
-def distilled(z: Tensor, y: Tensor) -> Tensor:
-    teacher = torch.linspace(0, 1, V, dtype=z.dtype).expand(z.shape).softmax(-1)
-    return F.kl_div(z.log_softmax(-1), teacher, reduction="batchmean")
-
-
 def mixed_labels(z: Tensor, y: Tensor) -> Tensor:
     target = 0.3 * F.one_hot(y, V) + 0.7 * F.one_hot(y.flip(0), V)
     return F.cross_entropy(z, target.to(z.dtype))
@@ -493,7 +488,6 @@ def focal(z: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "codes", "way_out"),
     [
-        (distilled, ["divergence"], None),
         (mixed_labels, ["prob_targets"], mixed_losses),
         (focal_of_all_classes, ["logits_reused(exp)"], focal),
     ],

@@ -874,7 +874,7 @@ CASES: dict[str, Case] = {
     for case in (
         Case(entropy_of_the_logits, 0, "logits_reused(softmax)"),
         Case(argmax_of_the_logits, 1),
-        Case(kl_to_a_teacher, 0, "divergence logits_reused(log_softmax)"),
+        Case(kl_to_a_teacher, 1),
         Case(log_softmax_is_returned, 0, "logits_reused(output)"),
         Case(max_of_the_logits, 0, "logits_reused(amax)"),
         Case(gather_without_logsumexp, 0, "logits_reused(gather)"),

@@ -244,7 +244,8 @@ class GraphInfo:
         frames = _FRAME.findall(node.meta.get("stack_trace") or "")
         if not frames:
             return ""
-        own = (frame for frame in reversed(frames) if "/torch/" not in frame[0])
+        libraries = ("/torch/", "/memeff_compile/backend/")
+        own = (f for f in reversed(frames) if not any(folder in f[0] for folder in libraries))
         file, line, function, text = next(own, frames[-1])
         return f"{_short_path(file)}:{line} in {function}: {text.strip()}"
 

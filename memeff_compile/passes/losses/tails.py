@@ -61,6 +61,8 @@ class Tail:
     @property
     def name(self) -> str:
         """Return the kind's name in reports."""
+        if self.node is self.chain.head.node:
+            return "linear_cross_entropy"
         if self.kind in ENTROPIES:
             return "entropy"
         return "argmax" if self.kind == "top" else node_name(self.node)
@@ -134,7 +136,7 @@ class Site:
 
 _TAIL_NAMES = frozenset(
     "cross_entropy cross_entropy_loss nll_loss nll_loss_nd gather take_along_dim logsumexp "
-    "linear_cross_entropy argmax getitem __getitem__ index sum mean log add sub kl_div".split()
+    "linear_cross_entropy argmax getitem __getitem__ index sum mean log add sub".split()
 )
 
 
@@ -155,8 +157,6 @@ class TailReader:
         if name in ("getitem", "__getitem__", "index"):
             yield from self._chosen(node)
             yield from self._indexed(node)
-        elif name == "kl_div":
-            yield from self._divergence(node)
         elif (call := read_one(node)) is not None:
             read = _READERS.get(call.op)
             yield from () if read is None else read(self, node, call.args)
@@ -387,15 +387,6 @@ class TailReader:
             through = (*through, entry, *way)
             yield Tail(node, "log_prob", total.chain, through=through, factor=sign, **picked.how)
             return
-
-    def _divergence(self, node: Node) -> Iterable[Decline]:
-        """Return a decline for a divergence of log-probabilities, which no op supports."""
-        given = node.args[0] if node.args else node.kwargs.get("input")
-        soft = self.softmax.log_probs(given)
-        if isinstance(soft, Soft):
-            said = "`kl_div` compares the probabilities of all classes with others"
-            hint = "a loss on class indices, from logits that nothing else reads, is fused"
-            yield Decline("divergence", said, hint, node)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
         """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if no node uses the values."""

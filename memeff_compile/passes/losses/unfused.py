@@ -171,7 +171,7 @@ def _cut_inside_a_loss(info: GraphInfo) -> Iterable[Decline]:
     name = compat.cut_inside(info.gm)
     if info.parent is None and "cross_entropy" in name and not _has_loss(info):
         said = f"Dynamo cuts the function inside of `{name}`, which then runs outside of any graph"
-        hint = "call F.linear_cross_entropy without options=, or F.cross_entropy of the logits"
+        hint = "call F.linear_cross_entropy, or F.cross_entropy of the logits"
         yield Decline("graph_break_in_loss", said, hint, info.output)
 
 

@@ -169,6 +169,19 @@ def two_losses() -> Any:
     return function, (heads(), numbers(5, D).requires_grad_())
 
 
+def two_divergences() -> Any:
+    def one(h: Tensor, w: Tensor) -> Tensor:
+        student = F.linear(h, w).log_softmax(-1)
+        teacher = F.linear(h.detach().tanh(), w.detach()).softmax(-1)
+        return F.kl_div(student, teacher, reduction="sum")
+
+    def function(q: Tensor, h: Tensor, w: Tensor) -> Any:
+        return masked(q), one(h, w), one(h.sin(), w)
+
+    given = numbers(5, D).requires_grad_(), numbers(V, D, seed=1).requires_grad_()
+    return function, (heads(), *given)
+
+
 def two_tied_tables() -> Any:
     def one(ids: Tensor, table: Tensor) -> Tensor:
         hidden = torch.tanh(F.embedding(ids, table))
@@ -326,6 +339,7 @@ def three_ternary_linears() -> Any:
 
 LOW = {"memeff.attention": "8b", "memeff.attention.length": 0}
 PROGRAMS = {
+    "fuse_divergence": Program(two_divergences),
     FUSE: Program(two_losses),
     "fuse_embedding_gradient": Program(two_tied_tables),
     "fuse_gated_linear": Program(two_checkpointed_blocks),

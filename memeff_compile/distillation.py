@@ -1,0 +1,174 @@
+"""The divergence between a student's and a teacher's output projection, as a plain function.
+
+It computes what F.kl_div of both softmaxes computes, without ever building the logits of either.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedInputError
+from .kernels import linear_divergence as op_folder
+from .kernels.checks import wide
+from .kernels.linear_divergence import Coefficients
+
+Kind: TypeAlias = Literal["forward_kl", "reverse_kl", "jsd", "cross_entropy"]
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
+_KINDS = ("forward_kl", "reverse_kl", "jsd", "cross_entropy")
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def coefficients_of(kind: str, beta: float) -> Coefficients:
+    """Return the sums of a divergence by its name; `beta` is the teacher's share of the jsd."""
+    if kind == "jsd" and beta not in (0, 1):
+        return Coefficients(beta, 0.0, 1 - beta, 0.0, -beta, beta - 1, beta)
+    if kind == "reverse_kl" or (kind == "jsd" and beta == 1):
+        return Coefficients(p_log_p=1.0, p_log_q=-1.0)
+    if kind == "cross_entropy":
+        return Coefficients(q_log_p=-1.0)
+    return Coefficients(q_log_q=1.0, q_log_p=-1.0)
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_weight: Tensor | None = None,
+    *,
+    kind: Kind = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    reduction: Reduction = "mean",
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+) -> Tensor:
+    """Compute a divergence of a student's head from a teacher's, never building their logits.
+
+    With p = softmax(z / temperature) of the student's logits z = hidden @ weight.T + bias, and q
+    likewise of the teacher's, a row's number is
+
+        forward_kl      sum(q (log q - log p)), KL(teacher || student)
+        reverse_kl      sum(p (log p - log q)), KL(student || teacher)
+        jsd             beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; with
+                        beta = 0 it is forward_kl, with beta = 1 reverse_kl, as in TRL
+        cross_entropy   -sum(q log p), with the gradient of forward_kl
+
+    The student gets gradients, the teacher none. Multiply the loss by temperature**2 where your
+    recipe says so.
+
+    Args:
+        hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
+        weight: (V, D), the student's head, in the dtype of hidden.
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits
+            stay deferred, unless they are capped; a teacher under torch.no_grad() has none.
+        teacher_weight: (V, K), the teacher's head, in the dtype of teacher; None for logits.
+        kind: as above.
+        beta: between 0 and 1, for jsd.
+        temperature: a positive number that divides the logits of both.
+        mask: (...), True or not 0 in the rows that count; None: every row counts.
+        reduction: "mean" over the rows that count, "sum" of these, or "none", which has 0 in the
+            others. "mean" is F.kl_div's "batchmean" of (N, V) logits.
+        bias: (V,) or None.
+        teacher_bias: (V,) or None.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 inputs), a scalar or one number per row.
+
+    Raises:
+        UnsupportedInputError: a dtype, shape, layout or setting is not supported.
+
+    Example: linear_divergence(hidden, head.weight, teacher_hidden, teacher_head.weight) is
+    F.kl_div(head(hidden).log_softmax(-1), teacher_head(teacher_hidden).softmax(-1),
+    reduction="batchmean") of (N, D) hidden states, but for the order of rounding.
+    """
+    _require(kind, beta, temperature, reduction, mask, hidden)
+    hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
+    scale, factors = 1.0, _factors_of(teacher) if teacher_weight is None else None
+    if factors is not None:
+        teacher, teacher_weight, teacher_bias, scale = factors
+    elif teacher_weight is not None:
+        teacher, teacher_weight, teacher_bias = _as_autocast_would(
+            teacher, teacher_weight, teacher_bias
+        )
+    teacher, teacher_weight = teacher.detach(), _detached(teacher_weight)
+    teacher_bias = _detached(teacher_bias)
+    operands = hidden, weight, bias, teacher, teacher_weight, teacher_bias
+    how: dict[str, Any] = {"coefficients": list(coefficients_of(kind, beta)), "workspace": 0}
+    how |= {"scale": 1 / temperature, "teacher_scale": scale / temperature}
+    kept = None if mask is None else (mask != 0)
+    trains = [part is not None and part.requires_grad for part in operands[:3]]
+    if (
+        reduction != "none"
+        and torch.is_grad_enabled()
+        and any(trains)
+        and op_folder.makes_gradients_in_forward(hidden.dtype)
+    ):
+        row_weight = None if kept is None else kept.to(wide(hidden.dtype))
+        total: Tensor = op_folder.linear_divergence_total(
+            *operands, row_weight, output_mask=trains, **how
+        )[0]
+    else:
+        rows: Tensor = op_folder.linear_divergence(*operands, **how)
+        rows = rows if kept is None else rows.masked_fill(~kept, 0)
+        if reduction == "none":
+            return rows
+        total = rows.sum()
+    if reduction == "sum":
+        return total
+    return total / (hidden[..., 0].numel() if kept is None else kept.sum())
+
+
+def _factors_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
+    """Return hidden states, weight, bias and scale of deferred logits, which then stay deferred."""
+    if type(logits) is Tensor:
+        return None
+    from .logits.tensor import DeferredLogits
+
+    if not isinstance(logits, DeferredLogits):
+        return None
+    source = logits.memory.source
+    if source.loss is None or logits.lost_factors() is not None or source.ranks is not None:
+        return None
+    source.require_unchanged()
+    found = logits.head.factors()
+    if found is not None and source.use is not None:
+        source.use.count_fused("linear_divergence")
+    return found
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _as_autocast_would(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _require(
+    kind: str, beta: float, temperature: float, reduction: str, mask: Tensor | None, hidden: Tensor
+) -> None:
+    """Refuse settings that the op itself would not check; it checks the rest."""
+    sentence = None
+    if kind not in _KINDS:
+        sentence = f"kind is {kind!r}; use one of {', '.join(_KINDS)}."
+    elif reduction not in _REDUCTIONS:
+        sentence = f"reduction is {reduction!r}; use 'mean', 'sum' or 'none'."
+    elif not 0 <= beta <= 1:
+        sentence = f"beta is {beta}; it must be between 0 and 1."
+    elif not 0 < temperature < float("inf"):
+        sentence = f"temperature is {temperature}; it must be positive and finite."
+    elif mask is not None and tuple(mask.shape) != tuple(hidden.shape[:-1]):
+        shapes = f"{tuple(mask.shape)} and hidden {tuple(hidden.shape)}"
+        sentence = f"mask has shape {shapes}; one number per row of hidden is needed."
+    if sentence is not None:
+        raise UnsupportedInputError(f"linear_divergence: {sentence}")

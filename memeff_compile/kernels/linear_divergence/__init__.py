@@ -1,0 +1,31 @@
+"""Divergence between two output projections in one op, without either's N x V logits.
+
+Distillation compares the softmax p of a student's logits with the softmax q of a teacher's, over
+the whole vocabulary. With m = share * q + (1 - share) * p, the op returns for each row
+
+    a1 sum(q log q) + a2 sum(q log p) + a3 sum(p log p) + a4 sum(p log q)
+                    + a5 sum(q log m) + a6 sum(p log m)
+
+and `Coefficients` are a1 to a6. KL(q || p), KL(p || q), the generalised Jensen-Shannon divergence,
+skewed divergences and a cross entropy with the teacher's probabilities are such sums. The student's
+logits are scale * (hidden @ weight.T + bias). The teacher's are computed likewise from its own
+hidden states and weight, of any width, or given. The teacher has no gradient.
+
+Two logits products per block of rows become row statistics in fp32, and then the gradient of the
+student's logits, written over these logits. A loss that is one number takes four products with its
+gradients; losses per row compute the logits again in the backward pass, six products.
+"""
+
+from __future__ import annotations
+
+from .call import Coefficients as Coefficients
+from .memory import bytes_after as bytes_after
+from .memory import bytes_before as bytes_before
+from .memory import temporary_bytes as temporary_bytes
+from .op import ENGINES as ENGINES
+from .op import engine_for as engine_for
+from .op import linear_divergence as linear_divergence
+from .op import linear_divergence_backward as linear_divergence_backward
+from .op import linear_divergence_total as linear_divergence_total
+from .op import makes_gradients_in_forward as makes_gradients_in_forward
+from .op import supports as supports

@@ -1,0 +1,382 @@
+"""Two heads and the divergence of their softmaxes -> memeff::linear_divergence: no N x V logits.
+
+    before: s = log_softmax(linear(h, W) / T)
+            with no_grad(): t = softmax(linear(g, U) / T)
+            loss = kl_div(s, t, reduction="sum")
+    after:  loss, *_ = memeff.linear_divergence_total(h, W, None, g, U, None, None)
+
+A match is one number per row that compares the softmax of a student's head with that of a teacher,
+which is a head of this graph or a tensor of logits. `losses/divergences.py` reads the spellings. If
+the rows are only masked, scaled and summed afterwards, the op returns that one number and its
+gradients, in four products; else the backward computes the logits again.
+
+The pass declines: teachers that train, other readers of the logits, softcaps and vectors over the
+vocabulary, in-place writes in between, tensor subclasses. The docs page lists every code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from .. import compat
+from ..kernels import linear_divergence as op_folder
+from ..kernels.checks import wide
+from ..kernels.device import speed_note
+from ..logits.recipe import Modifiers
+from .graph.base import Decline, Done, Gain, GraphPass, mutated
+from .graph.canonical import aten
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
+from .losses.divergences import Divergence, DivergenceReader, Mask, Side, kl_arguments
+from .losses.head import Chain, HeadReader, fold, replay_rows
+from .losses.softmax import Soft
+from .losses.tails import Tail, TailReader, reads_a_size
+
+_NAMES = ("kl_div", "sum", "mean", "cross_entropy")
+_SOFTMAXES = ("log_softmax", "softmax", "kl_div")
+
+
+class FuseDivergence(GraphPass):
+    name = "fuse_divergence"
+
+    def find(self, info: GraphInfo) -> Iterable[Divergence | Decline]:
+        """Yield every divergence of a head, and a Decline per `kl_div` of one that is not read."""
+        nodes = list(info.gm.graph.nodes)
+        if not any(node_name(node) in _SOFTMAXES for node in nodes):
+            return
+        reader = DivergenceReader(info, HeadReader(info))
+        known, by_head = set[Node](), dict[Node, list[Divergence]]()
+        for node in info.visit(nodes):
+            if node_name(node) not in _NAMES or node in known:
+                continue
+            for answer in reader.divergences(node):
+                known.add(node)
+                if isinstance(answer, Divergence):
+                    known.update(answer.covered)
+                    by_head.setdefault(_head(answer.student).node, []).append(answer)
+                else:
+                    yield answer
+        for head in info.visit(by_head):
+            yield from by_head[head]
+        for node in info.visit(nodes):
+            if node_name(node) == "kl_div" and node not in known:
+                yield from _unread(info, reader, node)
+
+    def check(self, info: GraphInfo, match: Divergence) -> Decline | None:
+        for judge in (_check_sides, _check_readers, _check_writes, _check_op):
+            refusal = judge(info, match)
+            if refusal is not None:
+                return refusal
+        return None
+
+    def gain(self, info: GraphInfo, match: Divergence) -> Gain | None:
+        """Return the bytes of both logits, and of the blocks that replace them."""
+        hidden, weight, *_ = _values(info, match.student)
+        rows = math.prod(compat.size_hint(size) for size in hidden.shape[:-1])
+        vocab = compat.size_hint(weight.shape[0])
+        n, v, b = sympy.symbols("N V B", integer=True, positive=True)
+        teacher = match.teacher.chain
+        before = op_folder.bytes_before(
+            *(n, v),
+            dtype=hidden.dtype,
+            teacher_bytes=0 if teacher is None else teacher.head.compute_dtype.itemsize,
+            training=match.student.trains,
+            compiled=info.options.inner == "inductor",
+        )
+        held = op_folder.temporary_bytes(
+            *(rows, vocab),
+            dtype=hidden.dtype,
+            engine=_engine(info, match),
+            workspace=info.options.linear_cross_entropy_workspace,
+            training=match.student.trains,
+        )
+        return Gain(before, op_folder.bytes_after(n, b), {"N": rows, "V": vocab, "B": int(held)})
+
+    def anchor(self, match: Divergence) -> Node:
+        return match.node
+
+    def places(self, match: Divergence) -> Sequence[Node]:
+        sides = (match.student, match.teacher)
+        return [*(side.chain.head.node for side in sides if side.chain is not None), match.node]
+
+    def rewrite(self, info: GraphInfo, match: Divergence, editor: Editor) -> Done:
+        """Emit the op before the divergence, and restore its result."""
+        for side in (match.student, match.teacher):
+            for step in () if side.chain is None else side.chain.steps:
+                compat.hold_constant(step.symbol)
+        with editor.at(match.node):
+            editor.replace(match.node, _emit(info, match, editor))
+        engine = _engine(info, match)
+        speed = speed_note(info.value(_head(match.student).hidden).device)
+        teacher = "the teacher's logits" if match.teacher.chain is None else "a teacher's head"
+        how = "the backward computes the logits again"
+        if _is_total(info, match):
+            how = "the gradients are made in the forward, in four products, and held to the "
+            how += "backward"
+        sentence = f"the divergence of a head and {teacher} ({match.name}) -> "
+        sentence += f"memeff::linear_divergence; engine {engine}: {op_folder.ENGINES[engine]}"
+        sentence += f"; {speed}" if speed else ""
+        return Done(match.node, f"{sentence}; {how}" if match.student.trains else sentence)
+
+    def dead(self, match: Divergence) -> Sequence[Node]:
+        casts = [] if match.student.chain is None else [*match.student.chain.head.casts]
+        casts += [] if match.teacher.chain is None else match.teacher.chain.head.casts
+        return [*match.covered, *casts]
+
+
+def _head(side: Side) -> Any:
+    assert side.chain is not None
+    return side.chain.head
+
+
+def _unread(info: GraphInfo, reader: DivergenceReader, node: Node) -> Iterable[Decline]:
+    """Return a decline for a divergence of a head's log-probabilities that is not read."""
+    given = kl_arguments(node) or {"input": node.args[0] if node.args else None}
+    sides = [reader.softmax.log_probs(given.get(name)) for name in ("input", "target")]
+    if any(isinstance(side, Soft) for side in sides):
+        said = "`kl_div` compares a head's probabilities with numbers that this pass does not read"
+        hint = "compare it with the softmax or log_softmax of a teacher's logits over all classes, "
+        hint += "and sum the result over the classes in the same graph"
+        yield Decline("divergence", said, hint, node)
+
+
+def _modifiers(side: Side) -> Modifiers | Decline:
+    assert side.chain is not None
+    return fold(side.chain)
+
+
+def _check_sides(info: GraphInfo, match: Divergence) -> Decline | None:
+    for side, name in ((match.student, "student"), (match.teacher, "teacher")):
+        operands: list[Node | None] = [side.logits]
+        if side.chain is not None:
+            head, folded = side.chain.head, fold(side.chain)
+            if isinstance(folded, Decline):
+                return folded
+            said = ""
+            if head.parts:
+                said = "has a low-rank part, as of a LoRA adapter"
+            elif folded.softcap > 0:
+                said = "caps its logits"
+            elif folded.biases:
+                said = "adds a vector to its logits after the projection"
+            elif folded.factors:
+                said = "scales its logits by a tensor"
+            if said:
+                hint = "merge an adapter into the weight, add a vector as the projection's bias, "
+                hint += "and divide by a Python number"
+                said = f"the {name} of this divergence {said}, which the op does not compute"
+                return Decline("side_unsupported", said, hint, match.node)
+            operands = [head.hidden, head.weight, head.bias]
+        kind = kind_among(tuple(operands))
+        if kind:
+            said = f"an operand of the {name} comes as a {kind}, which this op does not take"
+            hint = "gather or dequantise the head, or leave the loss to the model's own code"
+            return Decline(f"subclass_weight({kind})", said, hint, match.node)
+    rows = [info.value(side.node).shape for side in (match.student, match.teacher)]
+    if not same_shape(rows[0], rows[1]):
+        said = "student and teacher may have other rows or classes"
+        return Decline("rows_differ", said, "slice the hidden states of both alike", match.node)
+    return None
+
+
+def _check_readers(info: GraphInfo, match: Divergence) -> Decline | None:
+    """Return a decline if anything else needs the logits, except a loss or an output."""
+    covered, reader = set(match.covered), HeadReader(info)
+    tails = TailReader(info, reader)
+    for side in (match.student, match.teacher):
+        queue = [] if side.chain is None else [side.chain.head.node]
+        seen = set(queue)
+        while queue:
+            node = queue.pop()
+            for user in node.users:
+                if user in covered or user in seen:
+                    if user in covered and user not in seen and user in side.nodes:
+                        seen.add(user)
+                        queue.append(user)
+                    continue
+                seen.add(user)
+                if user is info.output or reads_a_size(user):
+                    continue
+                if isinstance(reader.chain(user), Chain):
+                    queue.append(user)
+                elif not _is_of_a_loss(tails, user):
+                    said = f"the logits are also used by `{node_name(user)}`"
+                    hint = "return the logits and compute that outside the compiled function"
+                    return Decline(f"logits_reused({node_name(user)})", said, hint, match.node)
+    for node in match.covered:
+        outside = [user for user in node.users if user not in covered]
+        if outside and node is not match.node and not _is_of_side(match, node):
+            said = f"`{node_name(node)}`, a number of every class, is also used by "
+            said += f"`{node_name(outside[0])}`"
+            hint = "sum the divergence over the classes once, and use these sums"
+            return Decline(f"logits_reused({node_name(outside[0])})", said, hint, match.node)
+    return None
+
+
+def _is_of_side(match: Divergence, node: Node) -> bool:
+    """Return whether a node comes before a side's softmax, or is a mask."""
+    masks = (mask.node for mask in match.masks)
+    return node in (*match.student.nodes, *match.teacher.nodes, *masks)
+
+
+def _is_of_a_loss(tails: TailReader, user: Node) -> bool:
+    """Return whether a reader of logits is a loss on class indices, or the softmax before one."""
+    if any(isinstance(answer, Tail) for answer in tails.tails(user)):
+        return True
+    is_log = isinstance(tails.softmax.log_probs(user), Soft)
+    after = [any(isinstance(a, Tail) for a in tails.tails(each)) for each in user.users]
+    return is_log and bool(after) and all(after)
+
+
+def _check_writes(info: GraphInfo, match: Divergence) -> Decline | None:
+    read = [each for side in (match.student, match.teacher) for each in _operands(side)]
+    read += [*match.covered, *(mask.node for mask in match.masks)]
+    read = [node for node in read if node is not match.node]
+    first = min(match.covered, key=info.positions.__getitem__)
+    writer = info.written_between(read, first, match.node)
+    what = "the logits, the hidden states or a weight between a head and the divergence"
+    return None if writer is None else mutated(writer, what, match.node)
+
+
+def _operands(side: Side) -> list[Node]:
+    if side.chain is None:
+        return [] if side.logits is None else [side.logits]
+    head = side.chain.head
+    return [n for n in (head.hidden, head.weight, head.bias, *side.chain.operands) if n is not None]
+
+
+def _values(info: GraphInfo, side: Side) -> tuple[Any, Any, Any]:
+    """Return example values of the op's operands of a side: rows, weight, bias."""
+    if side.chain is None:
+        return info.value(side.logits), None, None
+    head, dtype = side.chain.head, side.chain.head.compute_dtype
+    folded = fold(side.chain)
+    hidden, weight = info.value(head.hidden), info.value(head.weight)
+    rows = info.value(side.node).shape[:-1]
+    weight = weight.t() if head.transposed else weight
+    bias = None if head.bias is None else info.value(head.bias)
+    if isinstance(folded, Modifiers) and folded.classes is not None:
+        first, stop = folded.classes
+        weight, bias = weight[first:stop], None if bias is None else bias[first:stop]
+    return (
+        hidden.new_empty((*rows, hidden.shape[-1]), dtype=dtype),
+        weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+    )
+
+
+def _check_op(info: GraphInfo, match: Divergence) -> Decline | None:
+    given = (*_values(info, match.student), *_values(info, match.teacher))
+    vocab = compat.known_size(given[1].shape[0])
+    if vocab is None or compat.known_size(given[0].shape[-1]) is None:
+        said = "the hidden or vocabulary size is dynamic"
+        hint = "mark only batch and length dynamic"
+        return Decline("dynamic_vocabulary", said, hint, match.node)
+    sentence = op_folder.supports(*given, coefficients=match.coefficients, **_scales(match))
+    return None if sentence is None else Decline("unsupported", sentence, node=match.node)
+
+
+def _scales(match: Divergence) -> dict[str, Any]:
+    found = []
+    for side in (match.student, match.teacher):
+        folded = None if side.chain is None else fold(side.chain)
+        found.append(float(folded.scale) if isinstance(folded, Modifiers) else side.scale)
+    return {"scale": found[0], "teacher_scale": found[1]}
+
+
+def _engine(info: GraphInfo, match: Divergence) -> str:
+    hidden, *_ = _values(info, match.student)
+    teacher, *_ = _values(info, match.teacher)
+    return op_folder.engine_for(hidden.device, hidden.dtype, teacher.dtype)
+
+
+def _is_total(info: GraphInfo, match: Divergence) -> bool:
+    """Return whether the op makes one number and its gradients.
+
+    In an activation checkpoint, whose forward runs twice, it does not.
+    """
+    dtype = _head(match.student).compute_dtype
+    makes = op_folder.makes_gradients_in_forward(dtype)
+    trains = info.value(match.node).requires_grad
+    return match.is_total and info.parent is None and trains and makes
+
+
+def _emit(info: GraphInfo, match: Divergence, e: Editor) -> Node:
+    student, teacher = (_emit_side(info, side, e) for side in (match.student, match.teacher))
+    teacher = [n and _detached(info, e, n) for n in teacher]
+    operands = [*student, *teacher]
+    settings: dict[str, Any] = {
+        "coefficients": list(match.coefficients),
+        **_scales(match),
+        "workspace": info.options.linear_cross_entropy_workspace,
+    }
+    before = info.value(match.node)
+    weight = _row_weight(info, match.masks, student[0], e)
+    if _is_total(info, match):
+        mask = [n is not None and info.value(n).requires_grad for n in student]
+        op = op_folder.linear_divergence_total
+        found = e.item(e.call(op, *operands, weight, **settings, output_mask=mask), 0)
+    else:
+        found = e.call(op_folder.linear_divergence, *operands, **settings)
+        if weight is not None:
+            found = e.call(aten.mul.Tensor, found, weight)
+        if match.is_total:
+            found = e.call(aten.sum.default, found)
+        elif not same_shape(info.value(found).shape, before.shape):
+            found = e.call(aten.reshape.default, found, list(before.shape))
+    if match.factor != 1.0:
+        found = e.call(aten.mul.Scalar, found, match.factor)
+    if match.over_rows:
+        one = e.call(aten.select.int, student[0], -1, 0)
+        count = e.call(aten.sum.default, e.call(aten.ones_like.default, one, dtype=before.dtype))
+        found = e.call(aten.div.Tensor, found, _detached(info, e, count))
+    if match.over_first is not None:
+        found = e.call(aten.div.Scalar, found, e.size(match.over_first))
+    return e.cast(found, before.dtype)
+
+
+def _detached(info: GraphInfo, e: Editor, node: Node) -> Node:
+    return e.call(aten.detach.default, node) if info.value(node).requires_grad else node
+
+
+def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
+    """Insert the op's operands of a side: rows, weight, bias."""
+    if side.chain is None:
+        assert side.logits is not None
+        return [side.logits, None, None]
+    head, folded = side.chain.head, fold(side.chain)
+    assert isinstance(folded, Modifiers)
+    size = compat.known_size(info.value(head.hidden).shape[-1])
+    hidden = replay_rows(e, head.hidden, side.chain.row_steps, size)
+    weight, bias = head.weight, head.bias
+    if head.transposed:
+        weight = e.call(aten.t.default, weight)
+    if folded.classes is not None:
+        weight = e.call(aten.slice.Tensor, weight, 0, *folded.classes)
+        bias = bias and e.call(aten.slice.Tensor, bias, 0, *folded.classes)
+    dtype = head.compute_dtype
+    return [e.cast(hidden, dtype), e.cast(weight, dtype), bias and e.cast(bias, dtype)]
+
+
+def _row_weight(
+    info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
+) -> Node | None:
+    """Return the product of the numbers per row, in the dtype of the op's rows."""
+    assert hidden is not None
+    total = None
+    for mask in masks:
+        rows = info.value(hidden).shape[:-1]
+        node = mask.node
+        if mask.fills:
+            node = e.call(aten.logical_not.default, node)
+        if not same_shape(info.value(node).shape, rows):
+            like = e.call(aten.select.int, hidden, -1, 0)
+            node = e.call(aten.reshape_as.default, node, _detached(info, e, like))
+        node = e.cast(node, wide(info.value(hidden).dtype))
+        total = node if total is None else e.call(aten.mul.Tensor, total, node)
+    return total

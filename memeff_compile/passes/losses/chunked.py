@@ -1,0 +1,85 @@
+"""Reads the op of `F.linear_cross_entropy(options=...)`: a head and its loss in one node.
+
+    loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)             mean, sum
+    losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)  none
+
+The options choose the rows of a chunk and the precision of sums. They change no meaning, so the
+pass makes these choices itself; its sums are at least as precise.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ..graph.base import Decline
+from ..graph.canonical import read_one
+from ..graph.graph_info import GraphInfo, node_name
+from .head import Chain, Head
+from .tails import PROB_HINT, Tail
+
+CHUNKED = "_linear_cross_entropy_batch_chunked"
+CHUNKED_NAMES = (CHUNKED, f"{CHUNKED}_no_reduction")
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def is_chunked(tail: Tail) -> bool:
+    """Return whether a loss was written as PyTorch's op, which builds no N x V logits itself."""
+    return tail.node is tail.chain.head.node
+
+
+def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
+    """Read PyTorch's op as a loss of a head whose product and result are the same node."""
+    call = read_one(node)
+    if call is None:
+        said = f"`{node_name(node)}` is called with arguments this pass does not read"
+        return Decline("unreadable_loss", said, "call F.linear_cross_entropy", node)
+    a, result, products = call.args, node, tuple[Node, ...]()
+    reduction = _REDUCTIONS.get(a.get("reduction", "none"))
+    if node_name(node) == CHUNKED:
+        firsts = [user for user in node.users if user.target is operator.getitem]
+        if len(firsts) != 1 or len(node.users) != 1 or firsts[0].args[1] != 0:
+            said = f"`{node_name(node)}` is read for its gradients, not for its loss alone"
+            return Decline("unreadable_loss", said, "call F.linear_cross_entropy", node)
+        result, products = firsts[0], (node,)
+    target = info.tensor(a["target"])
+    if target is not None and target.dtype.is_floating_point:
+        said = "the targets are class probabilities, not class indices"
+        return Decline("prob_targets", said, PROB_HINT, node)
+    ignored = compat.known_number(a["ignore_index"])
+    if reduction is None or ignored is None or a.get("label_smoothing", 0.0) != 0.0:
+        said = f"`{node_name(node)}` gets a reduction, ignore_index or label_smoothing that this "
+        hint = "call F.linear_cross_entropy with plain numbers"
+        return Decline("unreadable_loss", f"{said}pass does not read", hint, node)
+    refusal = _dtype_fault(info, node, a)
+    if refusal is not None:
+        return refusal
+    operands = a["input"], a["linear_weight"], False, a["linear_bias"]
+    head = Head(result, *operands, info.value(a["input"]).dtype, summed=products)
+    return Tail(
+        result,
+        "loss",
+        Chain(head, (), result),
+        target=a["target"],
+        class_weight=a["weight"],
+        reduction=reduction,
+        ignore_index=int(ignored),
+        symbols=tuple(s for s in (a["ignore_index"],) if isinstance(s, Node)),
+    )
+
+
+def _dtype_fault(info: GraphInfo, node: Node, a: Any) -> Decline | None:
+    """Return a decline for dtypes with which PyTorch's op sums in another dtype than this one."""
+    given = [info.tensor(a[name]) for name in ("input", "linear_weight", "linear_bias")]
+    dtypes = {value.dtype for value in given if value is not None}
+    served = {*dtypes, torch.float32} if min(d.itemsize for d in dtypes) < 4 else dtypes
+    if len(dtypes) == 1 and a["acc_dtype"] in served:
+        return None
+    names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+    said = f"the loss of {names} operands is summed in {a['acc_dtype']}"
+    hint = "give hidden states, weight and bias one dtype, and leave acc_dtype to PyTorch"
+    return Decline("dtype_unsupported", said, hint, node)

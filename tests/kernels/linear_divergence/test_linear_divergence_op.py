@@ -1,0 +1,225 @@
+"""The op of divergences on the CPU: values, gradients, blocks, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels.linear_divergence import (
+    ENGINES,
+    Coefficients,
+    bytes_after,
+    bytes_before,
+    engine_for,
+    linear_divergence,
+    linear_divergence_total,
+    makes_gradients_in_forward,
+    supports,
+    temporary_bytes,
+)
+from memeff_compile.kernels.linear_divergence.call import slots_for
+from tests.kernels.linear_divergence.divergences import DIVERGENCES, N, V, draw, eager
+from tests.support.live_bytes import LiveBytes
+
+NAMES = ("hidden", "weight", "bias")
+SCALES: dict[str, Any] = {"scale": 0.5, "teacher_scale": 0.7, "workspace": 0}
+
+
+def trained(given: dict[str, Tensor]) -> list[Tensor]:
+    return [given[name] for name in NAMES]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("workspace", [0, 1], ids=["one block", "a row at a time"])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_rows_and_their_gradients_equal_eager(name: str, workspace: int) -> None:
+    (coefficients, formula), given = DIVERGENCES[name], draw()
+    wanted = eager(given, formula, 0.5, 0.7)
+    settings = SCALES | {"workspace": workspace}
+    found = linear_divergence(*given.values(), coefficients=coefficients, **settings)
+    close(found, wanted)
+    weights = torch.linspace(-1, 2, N, dtype=torch.float64)
+    for got, expected in zip(
+        torch.autograd.grad((found * weights).sum(), trained(given)),
+        torch.autograd.grad((wanted * weights).sum(), trained(given)),
+        strict=True,
+    ):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_total_and_its_gradients_equal_eager_without_the_masked_rows(name: str) -> None:
+    (coefficients, formula), given = DIVERGENCES[name], draw()
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 0.0, 1.0, 3.0], dtype=torch.float64)
+    poisoned = {**given, "teacher": given["teacher"].clone()}
+    poisoned["teacher"][1] = torch.nan
+    total, *_ = linear_divergence_total(
+        *poisoned.values(), weights, coefficients=coefficients, output_mask=[True] * 3, **SCALES
+    )
+    wanted = (eager(given, formula, 0.5, 0.7) * weights).sum()
+    close(total, wanted)
+    for times in (1, 2):  # a second backward reads the same gradients again
+        found = torch.autograd.grad(times * total, trained(given), retain_graph=times == 1)
+        expected = torch.autograd.grad(times * wanted, trained(given), retain_graph=times == 1)
+        for got, each in zip(found, expected, strict=True):
+            close(got, each)
+
+
+def test_a_teachers_logits_may_be_given() -> None:
+    (coefficients, _), given = DIVERGENCES["jsd"], draw()
+    logits = given["teacher"] @ given["teacher_weight"].t() + given["teacher_bias"]
+    student = trained(given)
+    wanted = linear_divergence(*given.values(), coefficients=coefficients, **SCALES)
+    found = linear_divergence(*student, logits, None, None, coefficients=coefficients, **SCALES)
+    close(found, wanted)
+
+
+def test_impossible_classes_of_the_teacher_add_nothing() -> None:
+    given, logits = draw(), torch.randn(N, V, dtype=torch.float64)
+    logits[:, ::3] = -torch.inf
+    (coefficients, _) = DIVERGENCES["forward_kl"]
+    found = linear_divergence(
+        *trained(given), logits, None, None, coefficients=coefficients, **SCALES
+    )
+    student = (given["hidden"] @ given["weight"].t() + given["bias"]) * 0.5
+    left = torch.arange(V) % 3 != 0
+    q = (logits[:, left] * 0.7).log_softmax(-1)
+    close(found, (q.exp() * (q - student.log_softmax(-1)[:, left])).sum(-1))
+    (gradient,) = torch.autograd.grad(found.sum(), [given["hidden"]])
+    assert gradient.isfinite().all()
+
+
+def test_leading_dimensions_and_no_rows() -> None:
+    (coefficients, _), given = DIVERGENCES["forward_kl"], draw()
+    flat = linear_divergence(*given.values(), coefficients=coefficients, **SCALES)
+    shaped = {**given, "hidden": given["hidden"][:6].view(2, 3, -1)}
+    shaped["teacher"] = given["teacher"][:6].view(2, 3, -1)
+    close(
+        linear_divergence(*shaped.values(), coefficients=coefficients, **SCALES).view(6), flat[:6]
+    )
+    empty = {**given, "hidden": given["hidden"][:0], "teacher": given["teacher"][:0]}
+    total, *gradients = linear_divergence_total(
+        *empty.values(), None, coefficients=coefficients, output_mask=[True] * 3, **SCALES
+    )
+    assert total == 0
+    assert all(not each.any() for each in gradients)
+
+
+@pytest.mark.parametrize("is_total", [False, True], ids=["rows", "total"])
+def test_the_op_passes_opcheck(is_total: bool) -> None:
+    given, settings = draw(vocab=40), {**SCALES, "coefficients": list(DIVERGENCES["jsd"][0])}
+    if is_total:
+        settings["output_mask"] = [True] * 3
+        operands = (*given.values(), torch.ones(N, dtype=torch.float64))
+        torch.library.opcheck(linear_divergence_total, operands, settings)
+    else:
+        torch.library.opcheck(linear_divergence, tuple(given.values()), settings)
+
+
+def test_second_derivatives_are_refused() -> None:
+    (coefficients, _), given = DIVERGENCES["forward_kl"], draw()
+    total, *_ = linear_divergence_total(
+        *given.values(), None, coefficients=coefficients, output_mask=[True] * 3, **SCALES
+    )
+    rows = linear_divergence(*given.values(), coefficients=coefficients, **SCALES).sum()
+    for loss in (total, rows):
+        (first,) = torch.autograd.grad(loss, [given["hidden"]], create_graph=True)
+        with pytest.raises(DoubleBackwardError, match="only a first one"):
+            torch.autograd.grad(first.sum(), [given["hidden"]])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "few coefficients": ({"coefficients": [1.0]}, "7 finite numbers are needed"),
+    "a share": ({"coefficients": [0.0] * 6 + [1.5]}, "between 0 and 1"),
+    "a scale": ({"scale": float("inf")}, "scale is inf; it must be finite"),
+    "a workspace": ({"workspace": -1}, "workspace is -1 bytes"),
+    "other rows": ({"teacher": torch.ones(3, 20, dtype=torch.float64)}, "need the same rows"),
+    "other classes": (
+        {"teacher_weight": torch.ones(9, 20, dtype=torch.float64), "teacher_bias": None},
+        "the teacher has 9 classes and the student 2500",
+    ),
+    "other features": (
+        {"teacher_weight": torch.ones(V, 9, dtype=torch.float64)},
+        "teacher 20 features",
+    ),
+    "two dtypes": ({"bias": torch.ones(V)}, "bias has dtype float32 and hidden float64"),
+    "integers": ({"teacher": torch.ones(N, 20, dtype=torch.int64)}, "teacher has dtype int64"),
+    "a bias without a weight": ({"teacher_weight": None}, "without teacher_weight"),
+    "a teacher that trains": (
+        {"teacher_bias": torch.ones(V, dtype=torch.float64, requires_grad=True)},
+        "teacher_bias requires a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changed", "said"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_gets_a_sentence(changed: dict[str, Any], said: str) -> None:
+    settings = {**SCALES, "coefficients": list(DIVERGENCES["jsd"][0])}
+    given: dict[str, Any] = draw()
+    for name, value in changed.items():
+        (given if name in given else settings)[name] = value
+    with pytest.raises(UnsupportedInputError, match=said):
+        linear_divergence(*given.values(), **settings)
+
+
+def test_sizes_of_a_trace_are_not_refused() -> None:
+    given = draw()
+    fault = supports(*given.values(), coefficients=list(Coefficients(q_log_p=-1)))
+    assert fault is None
+
+
+def test_neither_side_has_all_its_logits() -> None:
+    given, rows, vocab = draw(torch.float32), 4096, 2500
+    hidden = torch.randn(rows, 12, requires_grad=True)
+    with LiveBytes() as counted:
+        linear_divergence_total(
+            *(hidden, given["weight"], given["bias"], torch.randn(rows, 20)),
+            *(given["teacher_weight"], given["teacher_bias"], None),
+            **{**SCALES, "workspace": 2**20},
+            coefficients=DIVERGENCES["jsd"][0],
+            output_mask=[True] * 3,
+        )
+    assert counted.peak < rows * vocab * 4 / 4
+
+
+@pytest.mark.parametrize("rows", [1, 127, 512, 4096, 8192, 100_000])
+@pytest.mark.parametrize("vocab", [2000, 32_000, 128_256, 262_144])
+@pytest.mark.parametrize("workspace", [0, 2**20, 2**28])
+def test_slots_fit_the_workspace_and_the_rows(rows: int, vocab: int, workspace: int) -> None:
+    slots = slots_for(rows, vocab, workspace, 2)
+    assert 2 <= slots.number <= 5
+    assert slots.rows >= 1
+    held = slots.rows * slots.number * vocab * 2
+    assert held <= max(workspace or 640 * 2**20, 2 * vocab * 2)
+    assert slots.together <= max(2 * rows, 512)
+
+
+def test_bytes_say_that_two_logits_tensors_are_gone() -> None:
+    before = bytes_before(8192, 128_256, dtype=torch.bfloat16, teacher_bytes=2)
+    held = temporary_bytes(8192, 128_256, dtype=torch.bfloat16, engine="kept_logits", workspace=0)
+    assert before == 4 * 8192 * 128_256
+    assert bytes_after(8192, held) < 700 * 2**20
+
+
+def test_the_reference_serves_the_cpu_and_fp16_has_its_gradients_in_the_backward() -> None:
+    assert engine_for(torch.device("cpu"), torch.bfloat16, torch.float32) == "reference"
+    assert set(ENGINES) == {"kept_logits", "reference"}
+    assert makes_gradients_in_forward(torch.bfloat16)
+    assert not makes_gradients_in_forward(torch.float16)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_formula_in_symbols_is_an_upper_bound(engine: str) -> None:
+    rows = sympy.Symbol("N", integer=True, positive=True)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "engine": engine, "workspace": 0}
+    formula = temporary_bytes(rows, 32_000, **how)
+    for number in (1, 100, 512, 3000, 50_000):
+        assert formula.subs(rows, number) >= temporary_bytes(number, 32_000, **how)
