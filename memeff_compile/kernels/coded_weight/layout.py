@@ -61,13 +61,14 @@ _EXPONENTS = {
 class Multiplied(NamedTuple):
     """A win4 weight in the form that kernels for one token take."""
 
-    # header, codes, starts, places, patterns, signs: its parts; the patterns are values
+    # header, codes, starts, places, patterns, signs, norms: its parts; the patterns are values
     header: Any
     codes: Any
     starts: Any
     places: Any
     patterns: Any
     signs: Any
+    norms: Any  # of a lossy weight, or anything
     bias: Any  # (N,), or anything
     out: Any  # (N,) bf16, written
     rows: Any  # N

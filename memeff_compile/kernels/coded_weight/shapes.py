@@ -93,10 +93,28 @@ WARPS_PER_PROCESSOR = 8
 
 def row_tile(rows: int, processors: int) -> RowTile:
     """Return the tile for one token and N rows, with several warps per multiprocessor."""
-    for found in ROW_TILES:
+    return _first_busy(ROW_TILES, rows, processors)
+
+
+NARROW_ROW_TILES = (
+    RowTile(8, 64, 1, packed=True),
+    RowTile(4, 64, 1, packed=True),
+    RowTile(2, 64, 1, packed=True),
+)
+"""The same for lossy weights."""
+
+
+def narrow_row_tile(rows: int, processors: int) -> RowTile:
+    """Return the tile of a lossy weight for one token, as `row_tile` does."""
+    return _first_busy(NARROW_ROW_TILES, rows, processors)
+
+
+def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTile:
+    """Return the first tile with enough warps per multiprocessor, or the last."""
+    for found in tiles:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
-    return ROW_TILES[-1]
+    return tiles[-1]
 
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
