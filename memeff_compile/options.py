@@ -512,11 +512,12 @@ class Options:
         "backward, or multiplies their codes again there: the same integers, in less memory.",
     )
     weights: str = _choice(
-        "exact off win4 tier rans",
+        "exact off win4 win4:k3 win4:k1 win4:k0 tier rans",
         "Whether linears with weights that `memeff_compile.compress_` compressed run as "
         "one op that keeps no decoded weight for the backward. `off`: each is decoded and kept. A "
         "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
-        "`torch.compile`, whose backends see no models, refuses it.",
+        "`torch.compile`, whose backends see no models, refuses it. `k3`, `k1`, `k0`: lossy, 3, 1 "
+        "or 0 mantissa bits are kept.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),
