@@ -470,6 +470,12 @@ class _Product(NamedTuple):
     shape: Sequence[int]
     form: Format
 
+    def operand(self, out: Tensor) -> Multiplied:
+        """Return the weight as kernels take it, with its result."""
+        norms = self.parts[-1:] if self.form.is_lossless else ()  # which are not read then
+        bias = out if self.bias is None else self.bias
+        return Multiplied._make((*self.parts, *norms, bias, out, self.shape[0]))
+
 
 def _given(
     x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, shape: Sequence[int], form: Format
@@ -495,7 +501,7 @@ def product(
     if isinstance(setting, shapes.WideTile):
         return _wide(given, setting)
     assert setting is not None, "`fuses` says where there is none"
-    return _few(given, setting)
+    return _few([given], setting)[0]
 
 
 Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
@@ -551,9 +557,7 @@ def _multiplied(
     """Return a weight as kernels of one token take it, with its tile's constants."""
     (rows, columns), bias = given.shape, given.bias
     is_even = rows % tile.rows == 0 and columns % (8 * tile.words) == 0
-    norms = given.parts[-1:] if given.form.is_lossless else ()  # which are not read then
-    operand = Multiplied._make((*given.parts, *norms, out if bias is None else bias, out, rows))
-    return operand, tile.constants(columns, has_bias=bias is not None, is_even=is_even)
+    return given.operand(out), tile.constants(columns, has_bias=bias is not None, is_even=is_even)
 
 
 MAX_TOGETHER = 3
@@ -585,29 +589,39 @@ def _aligned(x: Tensor) -> Tensor:
     return flat.view(x.shape)
 
 
-def _few(given: _Product, setting: shapes.MatrixTile) -> Tensor:
-    x, parts, bias, (rows, columns), form = given
-    tokens, groups = x.shape[0], columns // GROUP
-    norms = parts[-1:] if form.is_lossless else ()  # which are not read then
-    out, is_even = x.new_empty((tokens, rows)), groups % setting.warps == 0
-    _run(
-        *("matrix_kernels", "win4_matrix_kernel", x),
-        (-(-rows // setting.rows), -(-tokens // setting.tokens)),
-        *(x, *parts, *norms, x if bias is None else bias, out, tokens, rows, groups),
-        HAS_BIAS=bias is not None,
-        ROWS=setting.rows,
-        TOKENS=setting.tokens,
-        CHUNKS=shapes.chunks_touched(setting.rows, columns),
-        IS_EVEN=is_even and rows % setting.rows == 0,
-        WARPS=setting.warps,
-        HAS_ALL=is_even and tokens % setting.tokens == 0,
-        AHEAD=setting.is_ahead,
-        PATCHES=setting.patches,
-        FIELD=form.mantissa + 1,
-        BLOCK=form.block,
-        warps=setting.warps,
-    )
-    return out
+def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor]:
+    """Multiply a few tokens with one weight, or with two or three in one launch."""
+    x, count, form = several[0].x, len(several), several[0].form
+    tokens, groups = x.shape[0], x.shape[1] // GROUP
+    outs = [x.new_empty((tokens, each.shape[0])) for each in several]
+    is_even = groups % setting.warps == 0
+    operands = [each.operand(out) for each, out in zip(several, outs, strict=True)]
+    tiles = [
+        (each.bias is not None, is_even and each.shape[0] % setting.rows == 0) for each in several
+    ]
+    constants: dict[str, Any] = {
+        "ROWS": setting.rows,
+        "TOKENS": setting.tokens,
+        "CHUNKS": shapes.chunks_touched(setting.rows, x.shape[1]),
+        "WARPS": setting.warps,
+        "HAS_ALL": is_even and tokens % setting.tokens == 0,
+        "AHEAD": setting.is_ahead,
+        "PATCHES": setting.patches,
+        "FIELD": form.mantissa + 1,
+        "BLOCK": form.block,
+    }
+    if count == 1:
+        kernel, constants["TILE"] = "win4_matrix_kernel", tiles[0]
+    else:
+        kernel, constants["COUNT"] = "win4_matrices_kernel", count
+        operands += operands[-1:] * (MAX_TOGETHER - count)  # a missing third weight is not read
+        tiles += tiles[-1:] * (MAX_TOGETHER - count)
+        constants |= {f"TILE_{place}": each for place, each in enumerate(tiles)}
+    programs = sum(-(-each.shape[0] // setting.rows) for each in several)
+    grid = (programs, -(-tokens // setting.tokens))
+    given = (x, *operands, tokens, groups)
+    _run("matrix_kernels", kernel, x, grid, *given, **constants, warps=setting.warps)
+    return outs
 
 
 def _add(shares: Tensor, out: Tensor) -> Tensor:

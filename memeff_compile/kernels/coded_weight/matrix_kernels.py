@@ -57,23 +57,23 @@ def _spread(word, FIELD: gl.constexpr):
     """Return the fields of eight weights, those of both halves of a pair 16 bits apart."""
     word = word.to(gl.int32)
     if FIELD == 2:
-        return (word & 0xFF) | ((word << 8) & 0xFF0000)
-    elif FIELD == 1:
-        return (word & 0xF) | ((word << 12) & 0xF0000)
-    else:
-        return word
+        word = (word & 0xFF) | ((word << 8) & 0xFF0000)
+    if FIELD == 1:
+        word = (word & 0xF) | ((word << 12) & 0xF0000)
+    return word
 
 
 @gluon.jit
 def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
     """Return a pair word, without exponents, of fields of 1, 2 or 4 bits, spread."""
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
-        return (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
-    elif FIELD == 1:
-        return (fields << (15 - PAIR)) & -0x7FFF8000
+        signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
+        signs = (fields << (16 - FIELD * (PAIR + 1))) & -0x7FFF8000
+    if FIELD == 4:
         moved = fields << 4 if PAIR == 0 else fields >> (4 * PAIR - 4)
-        return ((fields << (12 - 4 * PAIR)) & -0x7FFF8000) | (moved & 0x00700070)
+        signs = signs | (moved & 0x00700070)
+    return signs
 
 
 @gluon.jit
@@ -92,30 +92,29 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
     """Load the normalisers' 7 bits for one pair of groups, of both halves of the lanes."""
     if C.BLOCK == 0:
-        return group, group
-    elif C.BLOCK >= 256:
-        norm = gl.load(norms_ptr + group // (C.BLOCK // 256), mask=is_read, other=0)
-        return norm, norm
+        first = group  # which is not read
     else:
-        at = norms_ptr + group * (256 // C.BLOCK) + 64 * PAIR // C.BLOCK
-        first = gl.load(at, mask=is_read, other=0)
-        if C.BLOCK == 32:
-            return first, gl.load(at + 1, mask=is_read, other=0)
+        if C.BLOCK >= 256:
+            at = norms_ptr + group // (C.BLOCK // 256)
         else:
-            return first, first
+            at = norms_ptr + group * (256 // C.BLOCK) + 64 * PAIR // C.BLOCK
+        first = gl.load(at, mask=is_read, other=0)
+    last = first
+    if C.BLOCK == 32:
+        last = gl.load(at + 1, mask=is_read, other=0)
+    return first, last
 
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
     """Return pair words of normalisers times 2^base."""
-    if C.BLOCK == 0:
-        return power
-    else:
+    scale = power
+    if C.BLOCK > 0:
         scale = power | (norms[0].to(gl.int32)[:, :, None] * 0x00010001)
-        if C.BLOCK == 32:
-            other = power | (norms[1].to(gl.int32)[:, :, None] * 0x00010001)
-            scale = gl.where(lane < 16, scale, other)
-        return scale
+    if C.BLOCK == 32:
+        other = power | (norms[1].to(gl.int32)[:, :, None] * 0x00010001)
+        scale = gl.where(lane < 16, scale, other)
+    return scale
 
 
 @gluon.jit
@@ -209,11 +208,11 @@ def _patched(
 
 
 @gluon.jit
-def _codes(at, group, is_row, C: gl.constexpr):
+def _codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
     """Load the words of one group: codes, fields (two words of lossless ones), normalisers."""
     codes_at, signs_at, norms_ptr, its_group = at
     pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
-    if C.IS_EVEN:
+    if IS_EVEN:
         codes = gl.load(codes_at + group * 32, eviction_policy="evict_first")
         signs = gl.load(signs_at + group * pitch, eviction_policy="evict_first")
         more = signs
@@ -245,34 +244,28 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 
 @gluon.jit
-def win4_matrix_kernel(
+def _matrix_tile(
+    program,
     x_ptr,  # (M, K) bf16
-    header_ptr,
-    codes_ptr,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
-    signs_ptr,
-    norms_ptr,  # of a lossy weight, or anything
-    bias_ptr,
-    out_ptr,  # (M, N) bf16
+    weight,  # `layout.Multiplied`; its result is (M, N)
     tokens_count,
-    rows_count,
     groups,  # K / 256
+    TILE: gl.constexpr,  # HAS_BIAS, IS_EVEN
+    # IS_EVEN: ROWS divides N and WARPS the groups
     C: gl.constexpr,
     # FIELD: bits of sign and mantissa: 8 is lossless
     # BLOCK: weights per normaliser, or 0
-    # IS_EVEN: ROWS divides N and WARPS the groups
     # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
     # AHEAD: codes of the next group are loaded before this one is multiplied
 ):
     """Compute a tile of ROWS x TOKENS products; each warp sums a share of the columns."""
+    rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    first_row = gl.program_id(0) * C.ROWS
+    first_row = program * C.ROWS
     first_token = gl.program_id(1) * C.TOKENS
     share = (groups + C.WARPS - 1) // C.WARPS
     warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
@@ -286,15 +279,16 @@ def win4_matrix_kernel(
     begin, its = warp[:, None] * share, its[:, None, None] * share
     row_groups = row.to(gl.int64) * groups + begin
     is_row, is_token = row < rows_count, token < tokens_count
-    codes_at = codes_ptr + (row_groups[:, :, None] * 32 + lane)
-    signs_at = signs_ptr + (row_groups[:, :, None] * (64 if C.FIELD == 8 else 32) + lane)
-    at = (codes_at, signs_at, norms_ptr, row_groups)
+    codes_at = weight.codes + (row_groups[:, :, None] * 32 + lane)
+    signs_at = weight.signs + (row_groups[:, :, None] * (64 if C.FIELD == 8 else 32) + lane)
+    at = (codes_at, signs_at, weight.norms, row_groups)
     if C.AHEAD:
-        loaded = _codes(at, 0, is_row & (begin < groups), C)
-    power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
-    lists = (starts_ptr, places_ptr, values_ptr)
-    found = _chunks_of(starts_ptr, first_row, rows_count, groups * 256, C)
-    patches = _some_patches(found[3] + _own_patches(mma, C), found[4], places_ptr, values_ptr)
+        loaded = _codes(at, 0, is_row & (begin < groups), TILE[1], C)
+    power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
+    lists = (weight.starts, weight.places, weight.patterns)
+    found = _chunks_of(weight.starts, first_row, rows_count, groups * 256, C)
+    first = found[3] + _own_patches(mma, C)  # loaded early, so that no one waits for them
+    patches = _some_patches(first, found[4], weight.places, weight.patterns)
     zeros = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words)
     x_at = x_ptr + (token.to(gl.int64) * groups + its) * 256 + column[None, :, None]
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
@@ -302,10 +296,10 @@ def win4_matrix_kernel(
         if C.AHEAD:
             codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
             following = gl.minimum(group + 1, share - 1)
-            loaded = _codes(at, following, is_row & (begin + following < groups), C)
+            loaded = _codes(at, following, is_row & (begin + following < groups), TILE[1], C)
         else:
             codes, signs, more, norms_0, norms_1, norms_2, norms_3 = _codes(
-                at, group, is_row & (begin + group < groups), C
+                at, group, is_row & (begin + group < groups), TILE[1], C
             )
         here = x_at + group * 256
         is_in = is_token & (its + group < groups)
@@ -324,19 +318,39 @@ def win4_matrix_kernel(
         acc = mma_v2(_operand(_pair(codes, fields, 3, C.FIELD), scale, left), x_3, acc)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-    acc = _patched(
-        acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C
-    )
+    acc = _patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
     out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, flat))
-    if C.HAS_BIAS:
-        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
+    if TILE[0]:
+        bias = gl.load(weight.bias + out_row, mask=out_row < rows_count, other=0.0)
         total += bias.to(gl.float32)[:, None]
     place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_out)
+    gl.store(weight.out + place, total.to(weight.out.dtype.element_ty), mask=is_out)
+
+
+@gluon.jit
+def win4_matrix_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
+    """Multiply some tokens with one weight."""
+    _matrix_tile(gl.program_id(0), x_ptr, weight, tokens_count, groups, C.TILE, C)
+
+
+@gluon.jit
+def win4_matrices_kernel(
+    x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
+):
+    """Multiply some tokens with 2 or 3 weights of one width, with `win4_matrix_kernel`'s sums."""
+    program = gl.program_id(0)
+    first = (weight_0.rows + C.ROWS - 1) // C.ROWS
+    second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS
+    if program < first:
+        _matrix_tile(program, x_ptr, weight_0, tokens_count, groups, C.TILE_0, C)
+    elif program < second:
+        _matrix_tile(program - first, x_ptr, weight_1, tokens_count, groups, C.TILE_1, C)
+    elif C.COUNT == 3:
+        _matrix_tile(program - second, x_ptr, weight_2, tokens_count, groups, C.TILE_2, C)
 
 
 @gluon.jit

@@ -141,20 +141,21 @@ def scaled_pair(pair, scale):
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
     """Return `scaled_pair` of finite numbers; without PACKED in plain operations."""
     if PACKED:
-        return scaled_pair(pair, scale)
-    low = _rounded_bits(low_float(pair) * low_float(scale))
-    return low | (_rounded_bits(high_float(pair) * high_float(scale)) << 16)
+        found = scaled_pair(pair, scale)
+    else:
+        low = _rounded_bits(low_float(pair) * low_float(scale))
+        found = low | (_rounded_bits(high_float(pair) * high_float(scale)) << 16)
+    return found
 
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
     """Return the fields of eight weights, those of both halves of a pair 16 bits apart."""
     if FIELD == 2:
-        return (word & 0xFF) | ((word << 8) & 0xFF0000)
-    elif FIELD == 1:
-        return (word & 0xF) | ((word << 12) & 0xF0000)
-    else:
-        return word
+        word = (word & 0xFF) | ((word << 8) & 0xFF0000)
+    if FIELD == 1:
+        word = (word & 0xF) | ((word << 12) & 0xF0000)
+    return word
 
 
 @triton.jit

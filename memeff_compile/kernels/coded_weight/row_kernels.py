@@ -213,10 +213,10 @@ def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.
 def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr):
     """Load the normalisers of both halves of the lanes."""
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK)
+    last = first
     if BLOCK == 32:
-        return first, load_norm(norms_ptr, group, is_in, PAIR, 1, BLOCK)
-    else:
-        return first, first
+        last = load_norm(norms_ptr, group, is_in, PAIR, 1, BLOCK)
+    return first, last
 
 
 @triton.jit
@@ -272,18 +272,10 @@ def _narrow_rows(
         at = now[:, None] * 128 + tl.arange(0, 32)[None, :]
         following = _load_groups(weight, groups, now + GROUPS, row, lane, C, IS_EVEN)
         spread = spread_fields(fields.to(tl.int32), C.FIELD)
-        acc = _narrow_product(
-            spread, codes, norms_0, power, lane, x_ptr, at, is_in, acc, C, 0
-        )
-        acc = _narrow_product(
-            spread, codes, norms_1, power, lane, x_ptr, at, is_in, acc, C, 1
-        )
-        acc = _narrow_product(
-            spread, codes, norms_2, power, lane, x_ptr, at, is_in, acc, C, 2
-        )
-        acc = _narrow_product(
-            spread, codes, norms_3, power, lane, x_ptr, at, is_in, acc, C, 3
-        )
+        acc = _narrow_product(spread, codes, norms_0, power, lane, x_ptr, at, is_in, acc, C, 0)
+        acc = _narrow_product(spread, codes, norms_1, power, lane, x_ptr, at, is_in, acc, C, 1)
+        acc = _narrow_product(spread, codes, norms_2, power, lane, x_ptr, at, is_in, acc, C, 2)
+        acc = _narrow_product(spread, codes, norms_3, power, lane, x_ptr, at, is_in, acc, C, 3)
         codes, fields, norms_0, norms_1, norms_2, norms_3 = following
     total = tl.sum(tl.sum(acc, 2), 1)
     _finish_rows(total, loaded, x_ptr, weight, first_row, row_length, found, TILE, C)

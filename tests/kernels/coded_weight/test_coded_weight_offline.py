@@ -31,16 +31,15 @@ WEIGHT = (
 FORMATS = {8: 0, 4: 512, 2: 64, 1: 32}
 """Bits of a field -> weights per normaliser, of the formats that are compiled."""
 FIELDS = {8: "*i32", 4: "*i32", 2: "*i16", 1: "*u8"}
-PARTS = {
-    "row": {"weight": Multiplied(*WEIGHT, "bias_ptr", "out_ptr", "rows")},
-    "rows": {
-        f"weight_{place}": Multiplied(
-            *(f"{name.removesuffix('_ptr')}_{place}_ptr" for name in WEIGHT),
-            *(f"bias_{place}_ptr", f"out_{place}_ptr", f"rows_{place}"),
-        )
-        for place in range(3)
-    },
+ONE = {"weight": Multiplied(*WEIGHT, "bias_ptr", "out_ptr", "rows")}
+SEVERAL = {
+    f"weight_{place}": Multiplied(
+        *(f"{name.removesuffix('_ptr')}_{place}_ptr" for name in WEIGHT),
+        *(f"bias_{place}_ptr", f"out_{place}_ptr", f"rows_{place}"),
+    )
+    for place in range(3)
 }
+PARTS = {"row": ONE, "rows": SEVERAL, "matrix": ONE, "matrices": SEVERAL}
 
 
 def _compile(
@@ -83,16 +82,19 @@ def _rows(capability: int, field: int = 8) -> Any:
     """Queries, keys and values of Llama-3-8B in one launch."""
     constants: dict[str, Any] = {"COUNT": 3, "PATCHES": shapes.PATCHES, "PACKED": True}
     constants |= {"FIELD": field, "BLOCK": FORMATS[field]}
-    types: dict[str, str] = {}
     find = shapes.row_tile if field == 8 else shapes.narrow_row_tile
     for place, rows in enumerate((4096, 1024, 1024)):
         tile = find(rows, 132)
         constants[f"TILE_{place}"] = tile.constants(4096, has_bias=place == 0, is_even=True)
-        names = ("places", "values"), ("bias", "out"), ("norms",), ("signs",)
-        kinds = ("*i16", "*bf16", "*u8", FIELDS[field])
-        for kind, group in zip(kinds, names, strict=True):
-            types |= {f"{name}_{place}_ptr": kind for name in group}
-    return _compile("row", "rows", capability, constants, 1, **types)
+    return _compile("row", "rows", capability, constants, 1, **_several(field))
+
+
+def _several(field: int) -> dict[str, str]:
+    """Return the types of several weights' parts, by name."""
+    names = ("places", "values"), ("bias", "out"), ("norms",), ("signs",)
+    kinds = ("*i16", "*bf16", "*u8", FIELDS[field])
+    several = zip(kinds, names, strict=True)
+    return {f"{name}_{n}_ptr": kind for kind, group in several for name in group for n in range(3)}
 
 
 def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **types: str) -> Any:
@@ -100,11 +102,14 @@ def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **
     return _compile("matrix", name, capability, constants, warps, **types)
 
 
-def _matrix(capability: int, tokens: int, rows: int, field: int = 8, *, is_even: bool) -> Any:
+def _matrix(
+    capability: int, tokens: int, rows: int, field: int = 8, *, is_even: bool, count: int = 1
+) -> Any:
     tile = shapes.matrix_tile(tokens, rows, 4096, 132)
     constants = {
-        "HAS_BIAS": True,
-        "IS_EVEN": is_even,
+        "COUNT": count,
+        "TILE": (True, is_even),
+        **{f"TILE_{place}": (place == 0, is_even) for place in range(3)},
         "HAS_ALL": is_even,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
@@ -115,8 +120,9 @@ def _matrix(capability: int, tokens: int, rows: int, field: int = 8, *, is_even:
         "FIELD": field,
         "BLOCK": FORMATS[field],
     }
-    types = {"signs_ptr": FIELDS[field], "out_ptr": "*bf16"}
-    return _gluon("matrix", capability, constants, tile.warps, **types)
+    types = {"signs_ptr": FIELDS[field], "out_ptr": "*bf16", **_several(field)}
+    name = "matrix" if count == 1 else "matrices"
+    return _gluon(name, capability, constants, tile.warps, **types)
 
 
 def _wide(tile: shapes.WideTile, **sizes: int) -> Any:
@@ -303,6 +309,11 @@ def test_operands_are_decoded_in_registers(
     loop = re.search(r"ld\.global\.\S*v4\.b32[\s\S]*?mma\.sync", kernel.asm["ptx"])
     assert loop is not None, "narrow loads"
     assert "shared" not in loop[0], "operands move between threads"
+
+
+@pytest.mark.parametrize("field", [4, pytest.param(8, marks=SLOW), pytest.param(1, marks=SLOW)])
+def test_tokens_times_several_weights_compile_within_the_limits(field: int) -> None:
+    _check(_matrix(90, 2, 4096, field, is_even=True, count=3), 90)
 
 
 @pytest.mark.parametrize(
