@@ -425,7 +425,8 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     while it encodes. The numbers have 16 bits.
     """
     size, warps, fields = _decoding(form.codec)
-    fields = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), *fields)
+    kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
+    fields = (*kind, *fields)
     numbers: tuple[float, ...] = ()
     if form.codec != "win4":
         numbers, steps = moves(by)

@@ -183,6 +183,17 @@ def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, B
 
 
 @triton.jit
+def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    """Return pair words of a power of two times the normalisers of groups: (groups, 1 or 32)."""
+    is_in = group >= 0
+    first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK).to(tl.int32)[:, None]
+    if BLOCK == 32:
+        last = load_norm(norms_ptr, group, is_in, PAIR, 1, BLOCK).to(tl.int32)[:, None]
+        first = tl.where(lane < 16, first, last)
+    return (first | power) * 0x00010001
+
+
+@triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
     """Load the first patches from `begin` on, early, so that their store does not wait.
 

@@ -19,9 +19,11 @@ from .pair_kernels import (
     even_bytes,
     first_patches,
     is_win4_patch,
-    narrow_fields,
+    narrow_pair,
     odd_bytes,
-    scaled,
+    pair_scale,
+    rounded_pair,
+    spread_fields,
     step_patches,
     stepped_pair,
     store_patches,
@@ -96,36 +98,40 @@ def win4_decode_kernel(
     C: tl.constexpr,
     # FIELD: bits of sign and mantissa: 8 is lossless
     # BLOCK: weights per normaliser, or 0
+    # PACKED: two lossy weights are scaled by one instruction, of assembly
 ):
     """Write WORDS * 8 weights."""
     if C.FIELD == 8:
         parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
         decode_some(tl.program_id(0), parts, out_ptr, C.WORDS, C.PATCHES)
     else:
-        words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
-        first = tl.program_id(0).to(tl.int64) * C.WORDS
-        word = tl.arange(0, C.WORDS)
-        group = first // 32 + word // 32
-        lane = word % 32
-        chunk = first * 8 // CHUNK
-        begin = tl.load(starts_ptr + chunk)
-        end = tl.load(starts_ptr + chunk + 1)
-        patches = (begin, end, places_ptr, values_ptr)
-        base = tl.load(header_ptr) << 7
-        loaded = first_patches(patches, C.PATCHES)
-        codes = tl.load(codes_ptr + first + word)
-        signs = tl.load(signs_ptr + first + word).to(tl.int32)
-        at = group * 256 + 2 * lane
-        pair_0 = narrow_fields(signs, 0, C.FIELD) | _exponents(codes, base, 0)
-        pair_1 = narrow_fields(signs, 1, C.FIELD) | _exponents(codes, base, 1)
-        pair_2 = narrow_fields(signs, 2, C.FIELD) | _exponents(codes, base, 2)
-        pair_3 = narrow_fields(signs, 3, C.FIELD) | _exponents(codes, base, 3)
-        pair_0 = scaled(pair_0, norms_ptr, at, C.BLOCK)
-        pair_1 = scaled(pair_1, norms_ptr, at + 64, C.BLOCK)
-        pair_2 = scaled(pair_2, norms_ptr, at + 128, C.BLOCK)
-        pair_3 = scaled(pair_3, norms_ptr, at + 192, C.BLOCK)
-        _store_pairs(words_ptr + group * 128 + lane, pair_0, pair_1, pair_2, pair_3)
-        store_patches(patches, loaded, out_ptr, first * 8, C.WORDS * 8, C.PATCHES)
+        parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr, norms_ptr)
+        _decode_narrow(tl.program_id(0), parts, out_ptr, C)
+
+
+@triton.jit
+def _decode_narrow(program, parts, out_ptr, C: tl.constexpr):
+    """Decode WORDS * 8 lossy weights; see `row_kernels` for the power that codes are scaled by."""
+    header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr, norms_ptr = parts
+    words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
+    first = program.to(tl.int64) * C.WORDS
+    lane = tl.arange(0, 32)[None, :]
+    group = first // 32 + tl.arange(0, C.WORDS // 32)
+    chunk = first * 8 // CHUNK
+    begin = tl.load(starts_ptr + chunk)
+    end = tl.load(starts_ptr + chunk + 1)
+    patches = (begin, end, places_ptr, values_ptr)
+    power = (tl.load(header_ptr) + 127) << 7
+    loaded = first_patches(patches, C.PATCHES)
+    word = group[:, None] * 32 + lane
+    codes = tl.load(codes_ptr + word)
+    fields = spread_fields(tl.load(signs_ptr + word).to(tl.int32), C.FIELD)
+    at = words_ptr + group[:, None] * 128 + lane
+    for pair in tl.static_range(4):
+        scale = pair_scale(norms_ptr, group, power, lane, pair, C.BLOCK)
+        found = narrow_pair(fields, codes, pair, C.FIELD)
+        tl.store(at + 32 * pair, rounded_pair(found, scale + tl.zeros_like(found), C.PACKED))
+    store_patches(patches, loaded, out_ptr, first * 8, C.WORDS * 8, C.PATCHES)
 
 
 @triton.jit

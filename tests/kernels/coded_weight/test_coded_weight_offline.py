@@ -152,7 +152,7 @@ def _wide(tile: shapes.WideTile, **sizes: int) -> Any:
 def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool = False) -> Any:
     step = {"STEP": steps, "HAS_DECAY": steps}
     constants: dict[str, Any] = {"FIELD": field, "BLOCK": block, "PATCHES": shapes.PATCHES, **step}
-    signs = {8: "*i32", 4: "*i32", 2: "*i16", 1: "*u8"}[field]
+    constants["PACKED"] = True
     if codec == "win4":
         constants["WORDS"] = shapes.WIN4_DECODE_WORDS
         warps = shapes.WIN4_DECODE_WARPS
@@ -161,7 +161,7 @@ def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool 
     else:
         constants = {"FIELD": field, "BLOCK": block, "WARPS": shapes.RANS_WARPS, **step}
         warps = shapes.RANS_WARPS
-    types = {"signs_ptr": signs, "out_ptr": "*bf16"}
+    types = {"signs_ptr": FIELDS[field], "out_ptr": "*bf16"}
     if codec == "rans":
         types["words_ptr"] = "*i16"
     return _compile(codec, "decode", capability, constants, warps, **types)
