@@ -1,6 +1,7 @@
 """Compressed weights: bits, decoding, encoding, linears, resident memory, training, one token.
 
     python benchmarks/ops/coded_weights.py --part kernels
+    python benchmarks/ops/coded_weights.py --part widths
     python benchmarks/ops/coded_weights.py --part memory
     python benchmarks/ops/coded_weights.py --part training
     python benchmarks/ops/coded_weights.py --part token
@@ -12,6 +13,9 @@ have, and `normal`.
 written, encoding in ms of wall time with the read-back it needs, and a linear against the library's
 on the dense weight. Calls sit in CUDA graphs over rotated copies, so that weights come from memory;
 every result is compared first.
+
+`widths`: linears of 1 to 64 tokens over ten widths, without loss and with 3, 1 and 0 mantissa bits;
+`error` is against the decoded weight in fp64, `of_dense` the time relative to the dense weight.
 
 `memory`: a model of Llama-3-8B's shape; the bytes of its linears as dense weights and as codes.
 
@@ -174,6 +178,57 @@ def _linears(
             yield {**row, "us": found, "error": round(errors[name], 6)}
 
 
+# --- widths ---------------------------------------------------------------------------------------
+
+
+WIDTHS = {
+    "h200": [
+        *[(14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)],
+        *[(8960, 1536), (6144, 2048), (12288, 4096), (18944, 3584), (4096, 12288), (28672, 8192)],
+    ],
+    "tiny": [(128, 256)],
+}
+LOSSY = tuple(f"win4:k{kept}:b512" for kept in (3, 1, 0))
+
+
+def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure linears of a few tokens, without loss and with fewer mantissa bits."""
+    for shape in WIDTHS[options.size]:
+        weight = registry.weight_of("trained", shape, options.device)
+        held: dict[str, list[Any]] = {"dense": _copies([weight], options)}
+        bits = {"dense": 16.0}
+        for codec in ("win4", *LOSSY):
+            parts = encode(weight, codec)
+            bits[codec] = round(8 * sum(part.nbytes for part in parts) / weight.numel(), 3)
+            held[codec] = [CodedWeight(p, codec, shape) for p in _copies(parts, options)]
+        held["dense"] = [each for (each,) in held["dense"]]
+        for tokens in (1, 2, 8, 16, 64):
+            x = torch.randn(tokens, shape[1], device=options.device).to(torch.bfloat16)
+            groups: dict[str, list[Callable[[], object]]] = {
+                codec: [lambda w=w, x=x: F.linear(x, w) for w in several]
+                for codec, several in held.items()
+            }
+            errors = {}
+            for codec, (own, *_) in held.items():
+                decoded = own if codec == "dense" else own.decode()
+                exact = x.double() @ decoded.double().t()
+                off = groups[codec][0]().double() - exact
+                errors[codec] = round(float(off.abs().max() / exact.abs().max()), 6)
+            times = timed(groups, options.device)
+            usual = times["dense"]["median"]
+            for codec, found in times.items():
+                row = {"what": "width", "codec": codec, "shape": shape, "tokens": tokens}
+                row |= {"bits": bits[codec], "us": found, "error": errors[codec]}
+                yield {**row, "of_dense": round(found["median"] / usual, 3)}
+
+
+def _copies(parts: Sequence[Tensor], options: argparse.Namespace) -> list[list[Tensor]]:
+    """Return copies of the parts of a weight that do not fit into a cache together."""
+    size = sum(part.nbytes for part in parts)
+    count = max(2, ROTATED_BYTES // size) if options.device == "cuda" else 1
+    return [[part.clone() for part in parts] for _ in range(count)]
+
+
 # --- whole models ---------------------------------------------------------------------------------
 
 
@@ -323,7 +378,7 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
 
 
-PARTS = {"kernels": kernels, "memory": resident, "training": training, "token": token}
+PARTS = {"kernels": kernels, "widths": widths, "memory": resident, "training": training, "token": token}
 
 
 def main() -> None:

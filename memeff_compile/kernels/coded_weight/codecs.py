@@ -514,12 +514,14 @@ def setting_of(
 ) -> Setting | None:
     """Return the tile of a product that decodes in the kernel, or None if decoding comes first."""
     (rows, columns), count = shape, processors(device)
-    if tokens == 1:
+    has_matrix = device.type == "cuda" and has_gluon()
+    if tokens == 1 and not (has_matrix and not form.is_lossless):
         return _row_tile(rows, count, form)
-    if device.type != "cuda" or not has_gluon():
+    if not has_matrix:
         return None
     if tokens <= shapes.MAX_FUSED_TOKENS:
-        return shapes.matrix_tile(tokens, rows, columns, count)
+        find = shapes.matrix_tile if form.is_lossless else shapes.narrow_matrix_tile
+        return find(tokens, rows, columns, count)
     is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper and form.is_lossless
     return shapes.wide_tile(tokens, rows, columns, count) if is_wide else None
 
@@ -577,10 +579,15 @@ def products(
     Each weight uses the same tiles as in `product`, so the results have the same bits.
     """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
-    tiles = [_row_tile(shape[0], processors(x.device), form) for shape in sizes]
-    if not 2 <= len(weights) <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
-        return [product(x, *each, form) for each in weights]
-    return _one_row([_given(x, *each, form) for each in weights], tiles)
+    tiles = [setting_of(1, shape, x.device, form) for shape in sizes]
+    rows = [tile for tile in tiles if isinstance(tile, shapes.RowTile)]
+    given = [_given(x, *each, form) for each in weights]
+    if 2 <= len(weights) <= MAX_TOGETHER and len({tile and tile.warps for tile in tiles}) == 1:
+        if len(rows) == len(tiles):
+            return _one_row(given, rows)
+        if isinstance(tiles[0], shapes.MatrixTile) and len(set(tiles)) == 1:
+            return _few(given, tiles[0])
+    return [product(x, *each, form) for each in weights]
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -125,9 +125,19 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
     idle = 1.0 if tokens <= 8 else 1.2  # of the groups, that warps without one may wait for
     while warps > groups or (-(-groups // warps) * warps > idle * groups and warps > 2):
         warps //= 2
-    is_ahead = programs <= 4 * processors and groups <= 32
+    is_ahead = programs <= 5 * processors and groups <= 32
     height = 16 if tokens <= 8 or is_ahead else 32
     return MatrixTile(height, 8 if tokens <= 8 else 16, warps, is_ahead)
+
+
+def narrow_matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
+    """Return the tile of a lossy weight for one token or a few, as measured on an H200."""
+    programs, groups, warps = -(-rows // 16), columns // GROUP, 2
+    while warps < 8 and programs * warps < (10 if tokens <= 8 else 7) * processors:
+        warps *= 2
+    while warps > 1 and (warps > groups or -(-groups // warps) * warps > 1.2 * groups):
+        warps //= 2
+    return MatrixTile(16, 8 if tokens <= 8 else 16, warps, is_ahead=False)
 
 
 class _Cost(NamedTuple):
