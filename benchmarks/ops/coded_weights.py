@@ -22,7 +22,8 @@ every result is compared first.
 `training`: that model, eager, checkpointed, with the loss of `memeff_compile.linear_cross_entropy`:
 SGD after the backward, SGD in the backward on dense weights, and on compressed ones.
 
-`token`: one token through that model with a static cache, dense and compressed, in CUDA graphs.
+`token`: one token through that model with a static cache, dense and compressed, in CUDA
+graphs; `peak_gib` is of the weights, the cache and the rest of one step, of this model alone.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -30,6 +31,7 @@ SGD after the backward, SGD in the backward on dense weights, and on compressed 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -346,19 +348,19 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from transformers import StaticCache
 
     limit = 0 if options.size == "tiny" else 1 << 20
-    model = build(options).eval()
+    dense = build(options).eval()
     cuda = options.device == "cuda"
-    ids = torch.randint(0, model.config.vocab_size, (1, 1), device=options.device)
-    groups: dict[str, list[Callable[[], object]]] = {}
-    found: dict[str, Tensor] = {}
+    ids = torch.randint(0, dense.config.vocab_size, (1, 1), device=options.device)
+    place = torch.tensor([64], device=options.device)
+    usual = 0.0
     with torch.no_grad():
-        for way in ("dense", "win4"):
+        for way in ("dense", LOSSY[0], "win4", *LOSSY[1:]):
+            model = dense if way == "dense" else copy.deepcopy(dense)
             if way != "dense":
                 memeff_compile.compress_(model, way, min_size=limit, progress=False)
             cache = StaticCache(config=model.config, max_cache_len=512)
-            place = torch.tensor([64], device=options.device)
 
-            def step(cache: Any = cache, place: Tensor = place) -> Tensor:
+            def step(model: Any = model, cache: Any = cache) -> Tensor:
                 return model(
                     input_ids=ids,
                     past_key_values=cache,
@@ -366,19 +368,38 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     position_ids=place[None],
                 ).logits
 
-            found[way] = step().clone()
-            groups[way] = [step]
-            for name, times in timed({way: groups[way]}, options.device).items():
-                yield {"what": "token", "way": name, "graph": cuda, "us": times}
-    off = (found["win4"].float() - found["dense"].float()).abs().max()
-    yield {
-        "what": "token",
-        "largest_difference": round(float(off), 5),
-        "largest_logit": round(float(found["dense"].abs().max()), 5),
-    }
+            logits = step().clone()
+            exact = logits if way == "dense" else exact
+            before = _allocated(options.device)
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            step()
+            peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+            held = [*model.parameters(), *model.buffers()]
+            held += [part for layer in cache.layers for part in (layer.keys, layer.values)]
+            size = round((peak + sum(map(_held_bytes, held))) / GIB, 3)
+            off = float((logits.float() - exact.float()).abs().max())
+            largest = round(float(exact.abs().max()), 5)
+            (times,) = timed({way: [step]}, options.device).values()
+            usual = usual or times["median"]
+            row = {"what": "token", "way": way, "graph": cuda, "us": times, "peak_gib": size}
+            row |= {"of_dense": round(times["median"] / usual, 3)}
+            largest = round(float(exact.abs().max()), 5)
+            yield {**row, "largest_difference": round(off, 5), "largest_logit": largest}
 
 
-PARTS = {"kernels": kernels, "widths": widths, "memory": resident, "training": training, "token": token}
+def _held_bytes(tensor: Tensor) -> int:
+    is_coded = isinstance(tensor, CodedWeight)
+    return tensor.coded_bytes if is_coded else tensor.nbytes
+
+
+PARTS = {
+    "kernels": kernels,
+    "widths": widths,
+    "memory": resident,
+    "training": training,
+    "token": token,
+}
 
 
 def main() -> None:
