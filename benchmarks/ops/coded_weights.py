@@ -352,7 +352,7 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     cuda = options.device == "cuda"
     ids = torch.randint(0, dense.config.vocab_size, (1, 1), device=options.device)
     place = torch.tensor([64], device=options.device)
-    usual = 0.0
+    usual, exact = 0.0, torch.empty(0)
     with torch.no_grad():
         for way in ("dense", LOSSY[0], "win4", *LOSSY[1:]):
             model = dense if way == "dense" else copy.deepcopy(dense)
