@@ -279,8 +279,8 @@ def _products(given: _Products) -> list[Tensor]:
         return [_product(each) for each in several]
     for each in several:
         _require_fit(each)
-    operands = ((each.parts, each.bias, each.size) for each in several)
-    found = codecs.products(x.reshape(1, columns), *zip(*operands, strict=True), form)
+    parts, sizes = [each.parts for each in several], [each.size for each in several]
+    found = codecs.products(x.reshape(1, columns), parts, given.biases, sizes, form)
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
 
 

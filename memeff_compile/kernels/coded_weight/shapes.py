@@ -96,12 +96,8 @@ def row_tile(rows: int, processors: int) -> RowTile:
     return _first_busy(ROW_TILES, rows, processors)
 
 
-NARROW_ROW_TILES = (
-    RowTile(8, 64, 1, packed=True),
-    RowTile(4, 64, 1, packed=True),
-    RowTile(2, 64, 1, packed=True),
-)
-"""The same for lossy weights."""
+NARROW_ROW_TILES = (RowTile(4, 128, 1, packed=True), RowTile(2, 128, 1, packed=True))
+"""The same for lossy weights without Gluon; see `narrow_matrix_tile`."""
 
 
 def narrow_row_tile(rows: int, processors: int) -> RowTile:

@@ -105,14 +105,14 @@ def win4_decode_kernel(
         parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
         decode_some(tl.program_id(0), parts, out_ptr, C.WORDS, C.PATCHES)
     else:
-        parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr, norms_ptr)
-        _decode_narrow(tl.program_id(0), parts, out_ptr, C)
+        parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
+        _decode_narrow(tl.program_id(0), parts, norms_ptr, out_ptr, C)
 
 
 @triton.jit
-def _decode_narrow(program, parts, out_ptr, C: tl.constexpr):
+def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
     """Decode WORDS * 8 lossy weights; see `row_kernels` for the power that codes are scaled by."""
-    header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr, norms_ptr = parts
+    header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     first = program.to(tl.int64) * C.WORDS
     lane = tl.arange(0, 32)[None, :]
