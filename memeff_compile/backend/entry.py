@@ -161,8 +161,8 @@ def compile(
             mapping, or "static" for an exact one. Every later `generate()` allocates and reuses
             such caches, as with `use_kv_cache_`.
         **settings: Options of memeff by keyword: `logits="eager"` is `memeff.logits`.
-            `weights="win4"` (or "tier", "rans", or lossy "win4:k3") calls `compress_` on the model first;
-            `compression_report(model)` returns its report.
+            `weights="win4"` (or "tier", "rans", or lossy "win4:k3") calls `compress_` on the model
+            first; `compression_report(model)` returns its report.
 
     Returns:
         The module itself, compiled; for a function, the result of `torch.compile`.
