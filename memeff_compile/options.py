@@ -513,7 +513,7 @@ class Options:
         "exact off b1.58 a4.8 a4.8-fp4",
         "Whether linears with ternary weights keep and multiply packed codes. A recipe: "
         "`memeff_compile.compile(model, ternary=...)` calls `ternarize_` on the model first; "
-        "`torch.compile`, whose backends see no models, refuses it.",
+        "`torch.compile` refuses it, because a backend does not see the model.",
     )
     ternary_gate: str = _choice(
         "recompute keep",
@@ -521,11 +521,12 @@ class Options:
         "backward, or multiplies their codes again there: the same integers, in less memory.",
     )
     weights: str = _choice(
-        "exact off win4 tier rans",
+        "exact off win4 win4:k3 win4:k1 win4:k0 tier rans",
         "Whether linears with weights that `memeff_compile.compress_` compressed run as "
         "one op that keeps no decoded weight for the backward. `off`: each is decoded and kept. A "
         "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
-        "`torch.compile` refuses it, because a backend does not see the model.",
+        "`torch.compile` refuses it, because a backend does not see the model. `k3`, `k1`, `k0`: "
+        "lossy, 3, 1 or 0 mantissa bits are kept.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),

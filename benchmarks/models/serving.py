@@ -20,6 +20,8 @@ each token is on the host. The first call compiles (`first_call_s`, of it our pa
                    under Inductor's reduce-overhead; each token is read while the next step runs
     torchao-int8, torchao-int4
                    the same loop over torchao's weights of so many bits (4: in groups of 128)
+    bnb-int8, bnb-nf4
+                   the same loop over bitsandbytes' linears of 8 bits and of NF4 (blocks of 64)
     inductor       StaticCache, which generate() compiles by itself: Inductor, reduce-overhead
     static-config  StaticCache, CompileConfig(backend="memeff", memeff.mode=reduce-overhead)
     static         StaticCache, model.compile(backend="memeff")
@@ -30,6 +32,9 @@ each token is on the host. The first call compiles (`first_call_s`, of it our pa
     verb-merged    KVCache of 4 bits whose layers share directions
     verb-windows, verb-windows-4
                    the verb, every other layer sees 64 tokens (`check` alone)
+    verb-win4, verb-tier, verb-k3, verb-k1, verb-k0
+                   the verb with an exact cache and compressed weights: without loss, or `win4` with
+                   so many mantissa bits
     win4           compressed weights and StaticCache, in place
     all            compressed weights, KVCache of 4 bits, attention in 8 bits, by the verb
 
@@ -168,7 +173,9 @@ WIDTHS: dict[str, dict[str, Any]] = {  # of Qwen3, but for those that name anoth
     },
 }
 ON_CPU = ("tiny", "tiny-windows")
-BY_HAND = ("gpt-fast", "torchao-int8", "torchao-int4")
+BY_HAND = ("gpt-fast", "torchao-int8", "torchao-int4", "bnb-int8", "bnb-nf4")
+WEIGHTS = {"verb-win4": "win4", "verb-tier": "tier"}
+WEIGHTS |= {f"verb-k{kept}": f"win4:k{kept}" for kept in (3, 1, 0)}
 PATHS = (
     "eager",
     *BY_HAND,
@@ -183,6 +190,7 @@ PATHS = (
     "verb-merged",
     "verb-windows",
     "verb-windows-4",
+    *WEIGHTS,
     "win4",
     "all",
 )
@@ -196,6 +204,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "verb-windows": {"kv_cache": "static"},
     "verb-windows-4": {"kv_cache": 4},
     "all": {"kv_cache": 4, "weights": "win4", "attention": "8b"},
+    **{path: {"kv_cache": "static", "weights": weights} for path, weights in WEIGHTS.items()},
 }
 MODE = {"memeff.mode": "reduce-overhead"}
 
@@ -260,6 +269,8 @@ def prepare(path: str, model: Any) -> None:
         memeff_compile.compress_(model, "win4", progress=False)
     elif path.startswith("torchao"):
         quantise(model, path)
+    elif path.startswith("bnb"):
+        replace_linears(model, path)
     if path in ("static", "kv4", "kv4-mode", "win4"):
         model.compile(backend="memeff", options=dict(MODE) if path == "kv4-mode" else None)
 
@@ -273,6 +284,33 @@ def quantise(model: Any, path: str) -> None:
     else:  # as its kernels for few rows read them
         how = quantization.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d")
     quantization.quantize_(model, how)
+
+
+def replace_linears(model: Any, path: str) -> None:
+    """Put bitsandbytes' linears in place of a model's, except for the output projection."""
+    import bitsandbytes
+
+    for owner in list(model.modules()):
+        for name, linear in list(owner.named_children()):
+            if not isinstance(linear, torch.nn.Linear) or name == "lm_head":
+                continue
+            if path.endswith("int8"):
+                made = bitsandbytes.nn.Linear8bitLt(
+                    linear.in_features, linear.out_features, False, has_fp16_weights=False
+                )
+                made.weight = bitsandbytes.nn.Int8Params(
+                    linear.weight.data.cpu(), has_fp16_weights=False, requires_grad=False
+                )
+            else:
+                made = bitsandbytes.nn.Linear4bit(
+                    *(linear.in_features, linear.out_features, False),
+                    compute_dtype=torch.bfloat16,
+                    quant_type="nf4",
+                )
+                made.weight = bitsandbytes.nn.Params4bit(
+                    linear.weight.data, requires_grad=False, quant_type="nf4", blocksize=64
+                )
+            setattr(owner, name, made.to(model.device))
 
 
 class ByHand:

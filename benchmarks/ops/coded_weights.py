@@ -1,6 +1,7 @@
 """Compressed weights: bits, decoding, encoding, linears, resident memory, training, one token.
 
     python benchmarks/ops/coded_weights.py --part kernels
+    python benchmarks/ops/coded_weights.py --part widths
     python benchmarks/ops/coded_weights.py --part memory
     python benchmarks/ops/coded_weights.py --part training
     python benchmarks/ops/coded_weights.py --part token
@@ -13,12 +14,16 @@ written, encoding in ms of wall time with the read-back it needs, and a linear a
 on the dense weight. Calls sit in CUDA graphs over rotated copies, so that weights come from memory;
 every result is compared first.
 
+`widths`: linears of 1 to 64 tokens over ten widths, without loss and with 3, 1 and 0 mantissa bits;
+`error` is against the decoded weight in fp64, `of_dense` the time relative to the dense weight.
+
 `memory`: a model of Llama-3-8B's shape; the bytes of its linears as dense weights and as codes.
 
 `training`: that model, eager, checkpointed, with the loss of `memeff_compile.linear_cross_entropy`:
 SGD after the backward, SGD in the backward on dense weights, and on compressed ones.
 
-`token`: one token through that model with a static cache, dense and compressed, in CUDA graphs.
+`token`: one token through that model with a static cache, dense and compressed, in CUDA
+graphs; `peak_gib` is of the weights, the cache and the rest of one step, of this model alone.
 
 `--size tiny` runs everything on the CPU in seconds.
 """
@@ -26,6 +31,7 @@ SGD after the backward, SGD in the backward on dense weights, and on compressed 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -174,6 +180,57 @@ def _linears(
             yield {**row, "us": found, "error": round(errors[name], 6)}
 
 
+# --- widths ---------------------------------------------------------------------------------------
+
+
+WIDTHS = {
+    "h200": [
+        *[(14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)],
+        *[(8960, 1536), (6144, 2048), (12288, 4096), (18944, 3584), (4096, 12288), (28672, 8192)],
+    ],
+    "tiny": [(128, 256)],
+}
+LOSSY = tuple(f"win4:k{kept}:b512" for kept in (3, 1, 0))
+
+
+def widths(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure linears of a few tokens, without loss and with fewer mantissa bits."""
+    for shape in WIDTHS[options.size]:
+        weight = registry.weight_of("trained", shape, options.device)
+        held: dict[str, list[Any]] = {"dense": _copies([weight], options)}
+        bits = {"dense": 16.0}
+        for codec in ("win4", *LOSSY):
+            parts = encode(weight, codec)
+            bits[codec] = round(8 * sum(part.nbytes for part in parts) / weight.numel(), 3)
+            held[codec] = [CodedWeight(p, codec, shape) for p in _copies(parts, options)]
+        held["dense"] = [each for (each,) in held["dense"]]
+        for tokens in (1, 2, 8, 16, 64):
+            x = torch.randn(tokens, shape[1], device=options.device).to(torch.bfloat16)
+            groups: dict[str, list[Callable[[], object]]] = {
+                codec: [lambda w=w, x=x: F.linear(x, w) for w in several]
+                for codec, several in held.items()
+            }
+            errors = {}
+            for codec, (own, *_) in held.items():
+                decoded = own if codec == "dense" else own.decode()
+                exact = x.double() @ decoded.double().t()
+                off = groups[codec][0]().double() - exact
+                errors[codec] = round(float(off.abs().max() / exact.abs().max()), 6)
+            times = timed(groups, options.device)
+            usual = times["dense"]["median"]
+            for codec, found in times.items():
+                row = {"what": "width", "codec": codec, "shape": shape, "tokens": tokens}
+                row |= {"bits": bits[codec], "us": found, "error": errors[codec]}
+                yield {**row, "of_dense": round(found["median"] / usual, 3)}
+
+
+def _copies(parts: Sequence[Tensor], options: argparse.Namespace) -> list[list[Tensor]]:
+    """Return copies of the parts of a weight that do not fit into a cache together."""
+    size = sum(part.nbytes for part in parts)
+    count = max(2, ROTATED_BYTES // size) if options.device == "cuda" else 1
+    return [[part.clone() for part in parts] for _ in range(count)]
+
+
 # --- whole models ---------------------------------------------------------------------------------
 
 
@@ -291,19 +348,19 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from transformers import StaticCache
 
     limit = 0 if options.size == "tiny" else 1 << 20
-    model = build(options).eval()
+    dense = build(options).eval()
     cuda = options.device == "cuda"
-    ids = torch.randint(0, model.config.vocab_size, (1, 1), device=options.device)
-    groups: dict[str, list[Callable[[], object]]] = {}
-    found: dict[str, Tensor] = {}
+    ids = torch.randint(0, dense.config.vocab_size, (1, 1), device=options.device)
+    place = torch.tensor([64], device=options.device)
+    usual, exact = 0.0, torch.empty(0)
     with torch.no_grad():
-        for way in ("dense", "win4"):
+        for way in ("dense", LOSSY[0], "win4", *LOSSY[1:]):
+            model = dense if way == "dense" else copy.deepcopy(dense)
             if way != "dense":
                 memeff_compile.compress_(model, way, min_size=limit, progress=False)
             cache = StaticCache(config=model.config, max_cache_len=512)
-            place = torch.tensor([64], device=options.device)
 
-            def step(cache: Any = cache, place: Tensor = place) -> Tensor:
+            def step(model: Any = model, cache: Any = cache) -> Tensor:
                 return model(
                     input_ids=ids,
                     past_key_values=cache,
@@ -311,19 +368,38 @@ def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     position_ids=place[None],
                 ).logits
 
-            found[way] = step().clone()
-            groups[way] = [step]
-            for name, times in timed({way: groups[way]}, options.device).items():
-                yield {"what": "token", "way": name, "graph": cuda, "us": times}
-    off = (found["win4"].float() - found["dense"].float()).abs().max()
-    yield {
-        "what": "token",
-        "largest_difference": round(float(off), 5),
-        "largest_logit": round(float(found["dense"].abs().max()), 5),
-    }
+            logits = step().clone()
+            exact = logits if way == "dense" else exact
+            before = _allocated(options.device)
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            step()
+            peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+            held = [*model.parameters(), *model.buffers()]
+            held += [part for layer in cache.layers for part in (layer.keys, layer.values)]
+            size = round((peak + sum(map(_held_bytes, held))) / GIB, 3)
+            off = float((logits.float() - exact.float()).abs().max())
+            largest = round(float(exact.abs().max()), 5)
+            (times,) = timed({way: [step]}, options.device).values()
+            usual = usual or times["median"]
+            row = {"what": "token", "way": way, "graph": cuda, "us": times, "peak_gib": size}
+            row |= {"of_dense": round(times["median"] / usual, 3)}
+            largest = round(float(exact.abs().max()), 5)
+            yield {**row, "largest_difference": round(off, 5), "largest_logit": largest}
 
 
-PARTS = {"kernels": kernels, "memory": resident, "training": training, "token": token}
+def _held_bytes(tensor: Tensor) -> int:
+    is_coded = isinstance(tensor, CodedWeight)
+    return tensor.coded_bytes if is_coded else tensor.nbytes
+
+
+PARTS = {
+    "kernels": kernels,
+    "widths": widths,
+    "memory": resident,
+    "training": training,
+    "token": token,
+}
 
 
 def main() -> None:

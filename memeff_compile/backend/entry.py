@@ -164,8 +164,8 @@ def compile(
             mapping, or "static" for an exact one. Every later `generate()` allocates and reuses
             such caches, as with `use_kv_cache_`.
         **settings: Options of memeff by keyword: `logits="eager"` is `memeff.logits`.
-            `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
-            `compression_report(model)` returns its report. `ternary="a4.8"` (or "b1.58",
+            `weights="win4"` (or "tier", "rans", or lossy "win4:k3") calls `compress_` on the model
+            first; `compression_report(model)` returns its report. `ternary="a4.8"` (or "b1.58",
             "a4.8-fp4") calls `ternarize_` first.
 
     Returns:

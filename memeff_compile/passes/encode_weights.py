@@ -96,7 +96,7 @@ class EncodeWeights(GraphPass):
             return "it is declined or skipped"
         if codecs[0] != codecs[1]:
             return f"one is coded as {codecs[0]}, the other as {codecs[1]}"
-        if codecs[0] != "win4":
+        if op_folder.parse(codecs[0]).codec != "win4":
             return f"{codecs[0]} is not multiplied while it is decoded"
         if any(out is None or out.requires_grad for out in outs):
             return "they are trained, or an earlier layer is"

@@ -155,7 +155,9 @@ TOGETHER = {
     "with adapters": (Adapted, ("win4",) * 2, [2]),
     "another codec": (Branches, ("win4", "tier"), [1, 1]),
     "not while decoding": (Branches, ("tier", "tier"), [1, 1]),
-    "lossy": (Branches, ("win4:k3:b32", "win4:k3:b32"), [1, 1]),
+    "lossy": (Branches, ("win4:k3:b32", "win4:k3:b32"), [2]),
+    "lossy and lossless": (Branches, ("win4:k3:b32", "win4"), [1, 1]),
+    "lossy, not while decoding": (Branches, ("tier:k1:b32", "tier:k1:b32"), [1, 1]),
     "written between": (WrittenBetween, ("win4", "win4"), [1, 1]),
 }
 

@@ -425,7 +425,8 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     while it encodes. The numbers have 16 bits.
     """
     size, warps, fields = _decoding(form.codec)
-    fields = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), *fields)
+    kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
+    fields = (*kind, *fields)
     numbers: tuple[float, ...] = ()
     if form.codec != "win4":
         numbers, steps = moves(by)
@@ -449,73 +450,98 @@ def fuses(
     trains: bool = False,  # a gradient is needed: products then have the dense layer's bits
 ) -> bool:
     """Return whether a product with this many tokens decodes the weight inside the kernel."""
-    if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
+    if trains or form.codec != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:
         return tokens == 1
-    return device is not None and setting_of(tokens, shape, device) is not None
+    return device is not None and setting_of(tokens, shape, device, form) is not None
+
+
+WIN4 = Format("win4")
 
 
 class _Product(NamedTuple):
-    """The operands of a product: tokens, the parts of a weight, a bias, and (N, K) of the
-    weight.
+    """The operands of a product: tokens, the parts of a weight, a bias, (N, K) of the weight, and
+    its format.
     """
 
     x: Tensor
     parts: Sequence[Tensor]
     bias: Tensor | None
     shape: Sequence[int]
+    form: Format
+
+    def operand(self, out: Tensor) -> Multiplied:
+        """Return the weight as kernels take it, with its result."""
+        norms = self.parts[-1:] if self.form.is_lossless else ()  # which are not read then
+        bias = out if self.bias is None else self.bias
+        return Multiplied._make((*self.parts, *norms, bias, out, self.shape[0]))
 
 
 def _given(
-    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, shape: Sequence[int]
+    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, shape: Sequence[int], form: Format
 ) -> _Product:
     bias = None if bias is None else bias.expand(shape[0]).contiguous()
-    return _Product(x, parts, bias, shape)
+    return _Product(x, parts, bias, shape, form)
 
 
 def product(
     x: Tensor,  # (M, K) bf16
-    parts: Sequence[Tensor],  # parts of the weight, lossless win4
+    parts: Sequence[Tensor],  # parts of the weight, of a format that `fuses` allows
     bias: Tensor | None,  # (N,) bf16 or None
     shape: Sequence[int],  # (N, K), K a multiple of 256
+    form: Format = WIN4,
     *,
     setting: Setting | None = None,  # tile, by default the choice of `shapes`
 ) -> Tensor:
     """Return x @ W.T for a win4 weight, decoded in the kernel: (M, N) bf16, summed in fp32."""
-    given = _given(_aligned(x), parts, bias, shape)
-    setting = setting or setting_of(x.shape[0], shape, x.device)
+    given = _given(_aligned(x), parts, bias, shape, form)
+    setting = setting or setting_of(x.shape[0], shape, x.device, form)
     if isinstance(setting, shapes.RowTile):
         return _one_row([given], [setting])[0]
     if isinstance(setting, shapes.WideTile):
         return _wide(given, setting)
     assert setting is not None, "`fuses` says where there is none"
-    return _few(given, setting)
+    return _few([given], setting)[0]
 
 
 Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
 """Which kernel multiplies, and with which tile."""
 
 
-def setting_of(tokens: int, shape: Sequence[int], device: torch.device) -> Setting | None:
+def setting_of(
+    tokens: int, shape: Sequence[int], device: torch.device, form: Format = WIN4
+) -> Setting | None:
     """Return the tile of a product that decodes in the kernel, or None if decoding comes first."""
     (rows, columns), count = shape, processors(device)
-    if tokens == 1:
-        return shapes.row_tile(rows, count)
-    if device.type != "cuda" or not has_gluon():
+    has_matrix = device.type == "cuda" and has_gluon()
+    if tokens == 1 and not (has_matrix and not form.is_lossless):
+        return _row_tile(rows, count, form)
+    if not has_matrix:
         return None
     if tokens <= shapes.MAX_FUSED_TOKENS:
-        return shapes.matrix_tile(tokens, rows, columns, count)
-    is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper
+        find = shapes.matrix_tile if form.is_lossless else shapes.narrow_matrix_tile
+        return find(tokens, rows, columns, count)
+    is_wide = tokens <= shapes.MAX_WIDE_TOKENS and gpu(device).is_hopper and form.is_lossless
     return shapes.wide_tile(tokens, rows, columns, count) if is_wide else None
+
+
+def _row_tile(rows: int, processors: int, form: Format) -> shapes.RowTile:
+    find = shapes.row_tile if form.is_lossless else shapes.narrow_row_tile
+    return find(rows, processors)
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
     """Multiply one token with one weight, or with two or three in one launch."""
-    x, count = several[0].x, len(several)
+    x, count, form = several[0].x, len(several), several[0].form
     outs = [x.new_empty((1, each.shape[0])) for each in several]
     found = [_multiplied(*each) for each in zip(several, outs, tiles, strict=True)]
-    constants: dict[str, Any] = {"PATCHES": shapes.PATCHES, "PACKED": tiles[0].packed and x.is_cuda}
+    constants: dict[str, Any] = {
+        "PATCHES": shapes.PATCHES,
+        "PACKED": tiles[0].packed and x.is_cuda,
+        "FIELD": form.mantissa + 1,
+        "BLOCK": form.block,
+    }
     if count == 1:
         kernel, constants["TILE"] = "win4_row_kernel", found[0][1]
     else:
@@ -524,7 +550,7 @@ def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> li
         constants |= {f"TILE_{place}": each for place, (_, each) in enumerate(found)}
     words = (x.view(torch.int32), *(operand for operand, _ in found), x.shape[1] // 8)
     grid = (sum(-(-out.numel() // tile.rows) for out, tile in zip(outs, tiles, strict=True)),)
-    _run("win4_kernels", kernel, x, grid, *words, **constants, warps=tiles[0].warps)
+    _run("row_kernels", kernel, x, grid, *words, **constants, warps=tiles[0].warps)
     return outs
 
 
@@ -534,8 +560,7 @@ def _multiplied(
     """Return a weight as kernels of one token take it, with its tile's constants."""
     (rows, columns), bias = given.shape, given.bias
     is_even = rows % tile.rows == 0 and columns % (8 * tile.words) == 0
-    operand = Multiplied._make((*given.parts, out if bias is None else bias, out, rows))
-    return operand, tile.constants(columns, has_bias=bias is not None, is_even=is_even)
+    return given.operand(out), tile.constants(columns, has_bias=bias is not None, is_even=is_even)
 
 
 MAX_TOGETHER = 3
@@ -544,19 +569,25 @@ MAX_TOGETHER = 3
 
 def products(
     x: Tensor,  # (1, K) bf16
-    parts: Sequence[Sequence[Tensor]],  # parts of each weight, lossless win4; two or three of them
+    parts: Sequence[Sequence[Tensor]],  # parts of each weight, of one format; two or three of them
     biases: Sequence[Tensor | None],  # (N,) bf16 or None, of each
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
+    form: Format = WIN4,
 ) -> list[Tensor]:
     """Multiply one token with several win4 weights in one launch: (1, N) bf16 for each.
 
     Each weight uses the same tiles as in `product`, so the results have the same bits.
     """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
-    tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
-    if not 2 <= len(weights) <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
-        return [product(x, *each) for each in weights]
-    return _one_row([_given(x, *each) for each in weights], tiles)
+    tiles = [setting_of(1, shape, x.device, form) for shape in sizes]
+    rows = [tile for tile in tiles if isinstance(tile, shapes.RowTile)]
+    given = [_given(x, *each, form) for each in weights]
+    if 2 <= len(weights) <= MAX_TOGETHER and len({tile and tile.warps for tile in tiles}) == 1:
+        if len(rows) == len(tiles):
+            return _one_row(given, rows)
+        if isinstance(tiles[0], shapes.MatrixTile) and len(set(tiles)) == 1:
+            return _few(given, tiles[0])
+    return [product(x, *each, form) for each in weights]
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -566,26 +597,39 @@ def _aligned(x: Tensor) -> Tensor:
     return flat.view(x.shape)
 
 
-def _few(given: _Product, setting: shapes.MatrixTile) -> Tensor:
-    x, parts, bias, (rows, columns) = given
-    tokens, groups = x.shape[0], columns // GROUP
-    out, is_even = x.new_empty((tokens, rows)), groups % setting.warps == 0
-    _run(
-        *("matrix_kernels", "win4_matrix_kernel", x),
-        (-(-rows // setting.rows), -(-tokens // setting.tokens)),
-        *(x, *parts, x if bias is None else bias, out, tokens, rows, groups),
-        HAS_BIAS=bias is not None,
-        ROWS=setting.rows,
-        TOKENS=setting.tokens,
-        CHUNKS=shapes.chunks_touched(setting.rows, columns),
-        IS_EVEN=is_even and rows % setting.rows == 0,
-        WARPS=setting.warps,
-        HAS_ALL=is_even and tokens % setting.tokens == 0,
-        AHEAD=setting.is_ahead,
-        PATCHES=setting.patches,
-        warps=setting.warps,
-    )
-    return out
+def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor]:
+    """Multiply a few tokens with one weight, or with two or three in one launch."""
+    x, count, form = several[0].x, len(several), several[0].form
+    tokens, groups = x.shape[0], x.shape[1] // GROUP
+    outs = [x.new_empty((tokens, each.shape[0])) for each in several]
+    is_even = groups % setting.warps == 0
+    operands = [each.operand(out) for each, out in zip(several, outs, strict=True)]
+    tiles = [
+        (each.bias is not None, is_even and each.shape[0] % setting.rows == 0) for each in several
+    ]
+    constants: dict[str, Any] = {
+        "ROWS": setting.rows,
+        "TOKENS": setting.tokens,
+        "CHUNKS": shapes.chunks_touched(setting.rows, x.shape[1]),
+        "WARPS": setting.warps,
+        "HAS_ALL": is_even and tokens % setting.tokens == 0,
+        "AHEAD": setting.is_ahead,
+        "PATCHES": setting.patches,
+        "FIELD": form.mantissa + 1,
+        "BLOCK": form.block,
+    }
+    if count == 1:
+        kernel, constants["TILE"] = "win4_matrix_kernel", tiles[0]
+    else:
+        kernel, constants["COUNT"] = "win4_matrices_kernel", count
+        operands += operands[-1:] * (MAX_TOGETHER - count)  # a missing third weight is not read
+        tiles += tiles[-1:] * (MAX_TOGETHER - count)
+        constants |= {f"TILE_{place}": each for place, each in enumerate(tiles)}
+    programs = sum(-(-each.shape[0] // setting.rows) for each in several)
+    grid = (programs, -(-tokens // setting.tokens))
+    given = (x, *operands, tokens, groups)
+    _run("matrix_kernels", kernel, x, grid, *given, **constants, warps=setting.warps)
+    return outs
 
 
 def _add(shares: Tensor, out: Tensor) -> Tensor:
@@ -600,7 +644,7 @@ def _add(shares: Tensor, out: Tensor) -> Tensor:
 def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
     from .._triton.gluon import tiles_of
 
-    x, parts, bias, (rows, columns) = given
+    x, parts, bias, (rows, columns), _ = given
     tokens, groups = x.shape[0], columns // GROUP
     header, codes, *lists, signs = parts
     ordered, turned = _ordered(x)

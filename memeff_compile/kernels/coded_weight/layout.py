@@ -61,13 +61,14 @@ _EXPONENTS = {
 class Multiplied(NamedTuple):
     """A win4 weight in the form that kernels for one token take."""
 
-    # header, codes, starts, places, patterns, signs: its parts; the patterns are values
+    # header, codes, starts, places, patterns, signs, norms: its parts; the patterns are values
     header: Any
     codes: Any
     starts: Any
     places: Any
     patterns: Any
     signs: Any
+    norms: Any  # of a lossy weight, or anything
     bias: Any  # (N,), or anything
     out: Any  # (N,) bf16, written
     rows: Any  # N
@@ -101,12 +102,15 @@ _FORMATS = {
     for codec in CODECS
     for form in (Format(codec), *(Format(codec, kept, block) for kept in LOSSY for block in BLOCKS))
 }
+_FORMATS |= {
+    f"{codec}:k{kept}": Format(codec, kept, BLOCKS[-1]) for codec in CODECS for kept in LOSSY
+}
 
 
 def parse(name: str) -> Format:
     """Return the format of a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
 
-    Any other name raises an error.
+    Without a block it has 512 weights. Any other name raises an error.
     """
     if name not in _FORMATS:
         raise UnsupportedInputError(

@@ -41,7 +41,7 @@ def _odd_bytes(word):
 
 @gluon.jit
 def _scaled_pair(pair, scale):
-    """Multiply both bf16 numbers of a pair word by 2^base; adding -0.0 keeps the sign of zeros."""
+    """Multiply both bf16 numbers of pair words, and round; adding -0.0 keeps the sign of zeros."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
         "=r,r,r",
@@ -50,6 +50,71 @@ def _scaled_pair(pair, scale):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def _spread(word, FIELD: gl.constexpr):
+    """Return the fields of eight weights, those of both halves of a pair 16 bits apart."""
+    word = word.to(gl.int32)
+    if FIELD == 2:
+        word = (word & 0xFF) | ((word << 8) & 0xFF0000)
+    if FIELD == 1:
+        word = (word & 0xF) | ((word << 12) & 0xF0000)
+    return word
+
+
+@gluon.jit
+def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
+    """Return a pair word, without exponents, of fields of 1, 2 or 4 bits, spread."""
+    if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
+        signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
+    else:
+        signs = (fields << (16 - FIELD * (PAIR + 1))) & -0x7FFF8000
+    if FIELD == 4:
+        moved = fields << 4 if PAIR == 0 else fields >> (4 * PAIR - 4)
+        signs = signs | (moved & 0x00700070)
+    return signs
+
+
+@gluon.jit
+def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
+    """Return a pair word of weights whose codes are exponents; lossless fields are two words."""
+    if FIELD == 8:
+        word = fields[PAIR // 2]
+        signs = _even_bytes(word) if PAIR % 2 == 0 else _odd_bytes(word)
+    else:
+        signs = _narrow_signs(fields[0], PAIR, FIELD)
+    moved = codes << (7 - 4 * PAIR) if PAIR < 2 else codes >> (4 * PAIR - 7)
+    return signs | (moved & 0x07800780)
+
+
+@gluon.jit
+def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
+    """Load the normalisers' 7 bits for one pair of groups, of both halves of the lanes."""
+    if C.BLOCK == 0:
+        first = group  # which is not read
+    else:
+        if C.BLOCK >= 256:
+            at = norms_ptr + group // (C.BLOCK // 256)
+        else:
+            at = norms_ptr + group * (256 // C.BLOCK) + 64 * PAIR // C.BLOCK
+        first = gl.load(at, mask=is_read, other=0)
+    last = first
+    if C.BLOCK == 32:
+        last = gl.load(at + 1, mask=is_read, other=0)
+    return first, last
+
+
+@gluon.jit
+def _scale(power, norms, lane, C: gl.constexpr):
+    """Return pair words of normalisers times 2^base."""
+    scale = power
+    if C.BLOCK > 0:
+        scale = power | (norms[0].to(gl.int32)[:, :, None] * 0x00010001)
+    if C.BLOCK == 32:
+        other = power | (norms[1].to(gl.int32)[:, :, None] * 0x00010001)
+        scale = gl.where(lane < 16, scale, other)
+    return scale
 
 
 @gluon.jit
@@ -78,47 +143,63 @@ def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 
 @gluon.jit
-def _patched(
-    acc,
-    x_ptr,
-    patches,  # starts, places, values
-    token,  # for the operand of x
-    tokens_count,
-    first_row,
-    rows_count,
-    row_length,
-    C: gl.constexpr,
-):
-    """Add the products of the patches of some rows with x; the warps share the patches."""
-    starts_ptr, places_ptr, values_ptr = patches
-    mma: gl.constexpr = acc.type.layout
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+def _own_patches(mma: gl.constexpr, C: gl.constexpr):
+    """Return the layout of patches and the chunks that they are compared with, and each warp's
+    first patches, counted from the first.
+    """
     lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
     plain: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1], [1, lanes, 32 // lanes], [C.WARPS, 1, 1], [2, 1, 0]
     )
-    chunk, chunks, inside, patch, end = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
+    warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, plain)))
+    lane = gl.arange(0, C.PATCHES, layout=gl.SliceLayout(0, gl.SliceLayout(2, plain)))
+    return warp[:, None] * C.PATCHES + lane[None, :]
+
+
+@gluon.jit
+def _some_patches(each, end, places_ptr, values_ptr):
+    """Load places and values of patches; those after `end` have the place -1."""
+    place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
+    return place, gl.load(values_ptr + each, mask=each < end, other=0)
+
+
+@gluon.jit
+def _patched(
+    acc,
+    x_ptr,
+    lists,  # starts, places, values
+    loaded,  # the first patches, as `_some_patches` returns them
+    found,  # as `_chunks_of` returns it
+    token,  # for the operand of x
+    tokens_count,
+    row_length,
+    C: gl.constexpr,
+):
+    """Add the products of the patches of some rows with x; the warps share the patches."""
+    starts_ptr, places_ptr, values_ptr = lists
+    mma: gl.constexpr = acc.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    own = _own_patches(mma, C)
+    plain: gl.constexpr = own.type.layout.parent
+    chunk, chunks, inside, patch, end = found
     number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, plain)))
     ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
-    warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, plain)))
-    lane = gl.arange(0, C.PATCHES, layout=gl.SliceLayout(0, gl.SliceLayout(2, plain)))
-    own = warp[:, None] * C.PATCHES + lane[None, :]
+    place, weight = loaded
     for start in range(patch, end, C.WARPS * C.PATCHES):
         each = start + own
-        is_patch = each < end
-        place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
-        weight = gl.load(values_ptr + each, mask=is_patch, other=0)
+        if start > patch:
+            place, weight = _some_patches(each, end, places_ptr, values_ptr)
         passed = gl.sum((each[:, :, None] >= ends[None, None, :]).to(gl.int32), 2)
         flat = passed * CHUNK + place - inside
         its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
         column = gl.where(its_row < 0, 0, flat % row_length)
         column = gl.where(its_row < C.ROWS, column, 0)
         its_row = gl.convert_layout(its_row, gl.SliceLayout(1, left))
-        weight = gl.convert_layout(weight, gl.SliceLayout(1, left))
+        values = gl.convert_layout(weight, gl.SliceLayout(1, left))
         column = gl.convert_layout(column, gl.SliceLayout(2, right))
-        a = gl.where(its_row[:, None, :] == row[None, :, None], weight[:, None, :], 0)
+        a = gl.where(its_row[:, None, :] == row[None, :, None], values[:, None, :], 0)
         a = a.to(gl.bfloat16, bitcast=True)
         at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
         b = gl.load(at, mask=(token < tokens_count)[None, None, :], other=0.0)
@@ -127,17 +208,31 @@ def _patched(
 
 
 @gluon.jit
-def _codes(codes_at, signs_at, group, is_row, IS_EVEN: gl.constexpr):
-    """Load the words of one group: codes, signs, and the other signs."""
+def _codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
+    """Load the words of one group: codes, fields (two words of lossless ones), normalisers."""
+    codes_at, signs_at, norms_ptr, its_group = at
+    pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
     if IS_EVEN:
         codes = gl.load(codes_at + group * 32, eviction_policy="evict_first")
-        signs = gl.load(signs_at + group * 64, eviction_policy="evict_first")
-        more = gl.load(signs_at + (group * 64 + 32), eviction_policy="evict_first")
+        signs = gl.load(signs_at + group * pitch, eviction_policy="evict_first")
+        more = signs
+        if C.FIELD == 8:
+            more = gl.load(signs_at + (group * 64 + 32), eviction_policy="evict_first")
     else:
-        codes = gl.load(codes_at + group * 32, mask=is_row, other=0)
-        signs = gl.load(signs_at + group * 64, mask=is_row, other=0)
-        more = gl.load(signs_at + (group * 64 + 32), mask=is_row, other=0)
-    return codes, signs, more
+        codes = gl.load(codes_at + group * 32, mask=is_row[:, :, None], other=0)
+        signs = gl.load(signs_at + group * pitch, mask=is_row[:, :, None], other=0)
+        more = signs
+        if C.FIELD == 8:
+            more = gl.load(signs_at + (group * 64 + 32), mask=is_row[:, :, None], other=0)
+    norms_0 = _norms(norms_ptr, its_group + group, is_row, 0, C)
+    norms_1, norms_2, norms_3 = norms_0, norms_0, norms_0
+    if (C.BLOCK > 0) & (C.BLOCK <= 128):
+        norms_2 = _norms(norms_ptr, its_group + group, is_row, 2, C)
+        norms_3 = norms_2
+    if (C.BLOCK > 0) & (C.BLOCK <= 64):
+        norms_1 = _norms(norms_ptr, its_group + group, is_row, 1, C)
+        norms_3 = _norms(norms_ptr, its_group + group, is_row, 3, C)
+    return codes, signs, more, norms_0, norms_1, norms_2, norms_3
 
 
 @gluon.jit
@@ -149,91 +244,113 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 
 @gluon.jit
-def win4_matrix_kernel(
+def _matrix_tile(
+    program,
     x_ptr,  # (M, K) bf16
-    header_ptr,
-    codes_ptr,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
-    signs_ptr,
-    bias_ptr,
-    out_ptr,  # (M, N) bf16
+    weight,  # `layout.Multiplied`; its result is (M, N)
     tokens_count,
-    rows_count,
     groups,  # K / 256
-    C: gl.constexpr,
+    TILE: gl.constexpr,  # HAS_BIAS, IS_EVEN
     # IS_EVEN: ROWS divides N and WARPS the groups
+    C: gl.constexpr,
+    # FIELD: bits of sign and mantissa: 8 is lossless
+    # BLOCK: weights per normaliser, or 0
     # HAS_ALL: TOKENS divides M and WARPS the groups
     # ROWS: 16, or a multiple
     # AHEAD: codes of the next group are loaded before this one is multiplied
 ):
     """Compute a tile of ROWS x TOKENS products; each warp sums a share of the columns."""
+    rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    first_row = gl.program_id(0) * C.ROWS
+    first_row = program * C.ROWS
     first_token = gl.program_id(1) * C.TOKENS
     share = (groups + C.WARPS - 1) // C.WARPS
     warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, words)))
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, words)))
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, words)))
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, words)))[None, None, :]
     its = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))
     token = gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))
-    row = (first_row + row)[None, :, None]
+    row = (first_row + row)[None, :]
     token = (first_token + token)[None, None, :]
-    begin, its = warp[:, None, None] * share, its[:, None, None] * share
-    power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
-    scale = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words) + power
+    begin, its = warp[:, None] * share, its[:, None, None] * share
     row_groups = row.to(gl.int64) * groups + begin
-    codes_at = codes_ptr + row_groups * 32 + lane[None, None, :]
-    signs_at = signs_ptr + row_groups * 64 + lane[None, None, :]
+    is_row, is_token = row < rows_count, token < tokens_count
+    codes_at = weight.codes + (row_groups[:, :, None] * 32 + lane)
+    signs_at = weight.signs + (row_groups[:, :, None] * (64 if C.FIELD == 8 else 32) + lane)
+    at = (codes_at, signs_at, weight.norms, row_groups)
+    if C.AHEAD:
+        loaded = _codes(at, 0, is_row & (begin < groups), TILE[1], C)
+    power = ((gl.load(weight.header) + 127) << 7) * 0x00010001
+    lists = (weight.starts, weight.places, weight.patterns)
+    found = _chunks_of(weight.starts, first_row, rows_count, groups * 256, C)
+    first = found[3] + _own_patches(mma, C)  # loaded early, so that no one waits for them
+    patches = _some_patches(first, found[4], weight.places, weight.patterns)
+    zeros = gl.full([C.WARPS, C.ROWS, 32], 0, gl.int32, words)
     x_at = x_ptr + (token.to(gl.int64) * groups + its) * 256 + column[None, :, None]
     acc = gl.full([C.WARPS, C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
-    is_row, is_token = row < rows_count, token < tokens_count
-    if C.AHEAD:
-        codes, signs, more = _codes(codes_at, signs_at, 0, is_row & (begin < groups), C.IS_EVEN)
     for group in range(0, share):
-        following = group
         if C.AHEAD:
-            codes_now, signs_now, more_now = codes, signs, more
+            codes, signs, more, norms_0, norms_1, norms_2, norms_3 = loaded
             following = gl.minimum(group + 1, share - 1)
-        is_read = is_row & (begin + following < groups)
-        codes, signs, more = _codes(codes_at, signs_at, following, is_read, C.IS_EVEN)
-        if not C.AHEAD:
-            codes_now, signs_now, more_now = codes, signs, more
+            loaded = _codes(at, following, is_row & (begin + following < groups), TILE[1], C)
+        else:
+            codes, signs, more, norms_0, norms_1, norms_2, norms_3 = _codes(
+                at, group, is_row & (begin + group < groups), TILE[1], C
+            )
         here = x_at + group * 256
         is_in = is_token & (its + group < groups)
+        fields = (_spread(signs, C.FIELD), more)
         x_0 = _columns(here, is_in, C.HAS_ALL)
         x_1 = _columns(here + 64, is_in, C.HAS_ALL)
-        pair = _even_bytes(signs_now) | ((codes_now << 7) & 0x07800780)
-        acc = mma_v2(_operand(pair, scale, left), x_0, acc)
-        pair = _odd_bytes(signs_now) | ((codes_now << 3) & 0x07800780)
-        acc = mma_v2(_operand(pair, scale, left), x_1, acc)
+        scale = _scale(power, norms_0, lane, C) + zeros
+        acc = mma_v2(_operand(_pair(codes, fields, 0, C.FIELD), scale, left), x_0, acc)
+        scale = _scale(power, norms_1, lane, C) + zeros
+        acc = mma_v2(_operand(_pair(codes, fields, 1, C.FIELD), scale, left), x_1, acc)
         x_2 = _columns(here + 128, is_in, C.HAS_ALL)
         x_3 = _columns(here + 192, is_in, C.HAS_ALL)
-        pair = _even_bytes(more_now) | ((codes_now >> 1) & 0x07800780)
-        acc = mma_v2(_operand(pair, scale, left), x_2, acc)
-        pair = _odd_bytes(more_now) | ((codes_now >> 5) & 0x07800780)
-        acc = mma_v2(_operand(pair, scale, left), x_3, acc)
+        scale = _scale(power, norms_2, lane, C) + zeros
+        acc = mma_v2(_operand(_pair(codes, fields, 2, C.FIELD), scale, left), x_2, acc)
+        scale = _scale(power, norms_3, lane, C) + zeros
+        acc = mma_v2(_operand(_pair(codes, fields, 3, C.FIELD), scale, left), x_3, acc)
     short: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.DotOperandLayout(1, mma, 2)))
-    patches = (starts_ptr, places_ptr, values_ptr)
     its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
-    acc = _patched(
-        acc, x_ptr, patches, its_token, tokens_count, first_row, rows_count, groups * 256, C
-    )
+    acc = _patched(acc, x_ptr, lists, patches, found, its_token, tokens_count, groups * 256, C)
     total = gl.sum(acc, 0)
     flat: gl.constexpr = gl.SliceLayout(0, mma)
     out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, flat))
     out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, flat))
-    if C.HAS_BIAS:
-        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
+    if TILE[0]:
+        bias = gl.load(weight.bias + out_row, mask=out_row < rows_count, other=0.0)
         total += bias.to(gl.float32)[:, None]
     place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_out)
+    gl.store(weight.out + place, total.to(weight.out.dtype.element_ty), mask=is_out)
+
+
+@gluon.jit
+def win4_matrix_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
+    """Multiply some tokens with one weight."""
+    _matrix_tile(gl.program_id(0), x_ptr, weight, tokens_count, groups, C.TILE, C)
+
+
+@gluon.jit
+def win4_matrices_kernel(
+    x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
+):
+    """Multiply some tokens with 2 or 3 weights of one width, with `win4_matrix_kernel`'s sums."""
+    program = gl.program_id(0)
+    first = (weight_0.rows + C.ROWS - 1) // C.ROWS
+    second = first + (weight_1.rows + C.ROWS - 1) // C.ROWS
+    if program < first:
+        _matrix_tile(program, x_ptr, weight_0, tokens_count, groups, C.TILE_0, C)
+    elif program < second:
+        _matrix_tile(program - first, x_ptr, weight_1, tokens_count, groups, C.TILE_1, C)
+    elif C.COUNT == 3:
+        _matrix_tile(program - second, x_ptr, weight_2, tokens_count, groups, C.TILE_2, C)
 
 
 @gluon.jit

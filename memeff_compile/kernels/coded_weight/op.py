@@ -205,7 +205,7 @@ def _product(given: Product) -> Tensor:
     is_near = _uses_kernels(x) and x.shape[-1] == size[1]
     if is_near and codecs.fuses(form, tokens, size, x.device, trains=trains):
         apart = _apart(parts, form, size)
-        rows = codecs.product(x.reshape(tokens, size[1]), apart, bias, size)
+        rows = codecs.product(x.reshape(tokens, size[1]), apart, bias, size, form)
         return rows.view(*x.shape[:-1], size[0])
     weight = _decode(parts, codec, size)
     with without_autocast(x.device.type):
@@ -279,8 +279,8 @@ def _products(given: _Products) -> list[Tensor]:
         return [_product(each) for each in several]
     for each in several:
         _require_fit(each)
-    operands = ((each.parts, each.bias, each.size) for each in several)
-    found = codecs.products(x.reshape(1, columns), *zip(*operands, strict=True))
+    parts, sizes = [each.parts for each in several], [each.size for each in several]
+    found = codecs.products(x.reshape(1, columns), parts, given.biases, sizes, form)
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
 
 

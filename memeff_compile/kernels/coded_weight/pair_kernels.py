@@ -122,6 +122,78 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def scaled_pair(pair, scale):
+    """Multiply both bf16 of a pair word with both of another, and round to nearest, ties to even.
+
+    Adding -0.0 keeps the sign of a zero.
+    """
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pair, scale, tl.full(pair.shape, -0x7FFF8000, tl.int32)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def rounded_pair(pair, scale, PACKED: tl.constexpr):
+    """Return `scaled_pair` of finite numbers; without PACKED in plain operations."""
+    if PACKED:
+        found = scaled_pair(pair, scale)
+    else:
+        low = _rounded_bits(low_float(pair) * low_float(scale))
+        found = low | (_rounded_bits(high_float(pair) * high_float(scale)) << 16)
+    return found
+
+
+@triton.jit
+def spread_fields(word, FIELD: tl.constexpr):
+    """Return the fields of eight weights, those of both halves of a pair 16 bits apart."""
+    if FIELD == 2:
+        word = (word & 0xFF) | ((word << 8) & 0xFF0000)
+    if FIELD == 1:
+        word = (word & 0xF) | ((word << 12) & 0xF0000)
+    return word
+
+
+@triton.jit
+def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
+    """Return a pair word of fields of 1, 2 or 4 bits, spread, with codes as exponents."""
+    if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
+        signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
+    else:
+        signs = (fields << (16 - FIELD * (PAIR + 1))) & -0x7FFF8000
+        if FIELD == 4:
+            moved = fields << 4 if PAIR == 0 else fields >> (4 * PAIR - 4)
+            signs = signs | (moved & 0x00700070)
+    moved = codes << (7 - 4 * PAIR) if PAIR < 2 else codes >> (4 * PAIR - 7)
+    return signs | (moved & 0x07800780)
+
+
+@triton.jit
+def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the normalisers' 7 bits for one pair of groups, of its first or last sixteen lanes."""
+    if BLOCK >= 256:
+        at = group // (BLOCK // 256)
+    else:
+        at = group * (256 // BLOCK) + (64 * PAIR + 32 * HALF) // BLOCK
+    return tl.load(norms_ptr + at, mask=is_in, other=0)
+
+
+@triton.jit
+def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
+    """Return pair words of a power of two times the normalisers of groups: (groups, 1 or 32)."""
+    is_in = group >= 0
+    first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK).to(tl.int32)[:, None]
+    if BLOCK == 32:
+        last = load_norm(norms_ptr, group, is_in, PAIR, 1, BLOCK).to(tl.int32)[:, None]
+        first = tl.where(lane < 16, first, last)
+    return (first | power) * 0x00010001
+
+
+@triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
     """Load the first patches from `begin` on, early, so that their store does not wait.
 

@@ -93,10 +93,24 @@ WARPS_PER_PROCESSOR = 8
 
 def row_tile(rows: int, processors: int) -> RowTile:
     """Return the tile for one token and N rows, with several warps per multiprocessor."""
-    for found in ROW_TILES:
+    return _first_busy(ROW_TILES, rows, processors)
+
+
+NARROW_ROW_TILES = (RowTile(4, 128, 1, packed=True), RowTile(2, 128, 1, packed=True))
+"""The same for lossy weights without Gluon; see `narrow_matrix_tile`."""
+
+
+def narrow_row_tile(rows: int, processors: int) -> RowTile:
+    """Return the tile of a lossy weight for one token, as `row_tile` does."""
+    return _first_busy(NARROW_ROW_TILES, rows, processors)
+
+
+def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTile:
+    """Return the first tile with enough warps per multiprocessor, or the last."""
+    for found in tiles:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
-    return ROW_TILES[-1]
+    return tiles[-1]
 
 
 def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
@@ -107,9 +121,19 @@ def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> Matrix
     idle = 1.0 if tokens <= 8 else 1.2  # of the groups, that warps without one may wait for
     while warps > groups or (-(-groups // warps) * warps > idle * groups and warps > 2):
         warps //= 2
-    is_ahead = programs <= 4 * processors and groups <= 32
+    is_ahead = programs <= 5 * processors and groups <= 32
     height = 16 if tokens <= 8 or is_ahead else 32
     return MatrixTile(height, 8 if tokens <= 8 else 16, warps, is_ahead)
+
+
+def narrow_matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
+    """Return the tile of a lossy weight for one token or a few, as measured on an H200."""
+    programs, groups, warps = -(-rows // 16), columns // GROUP, 2
+    while warps < 8 and programs * warps < (10 if tokens <= 8 else 7) * processors:
+        warps *= 2
+    while warps > 1 and (warps > groups or -(-groups // warps) * warps > 1.2 * groups):
+        warps //= 2
+    return MatrixTile(16, 8 if tokens <= 8 else 16, warps, is_ahead=False)
 
 
 class _Cost(NamedTuple):

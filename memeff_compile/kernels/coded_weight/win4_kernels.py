@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec win4 on a GPU: decoding, encoding, and products that decode in the kernel.
+"""The codec win4 on a GPU: decoding and encoding, and what goes with products of several tokens.
 
 A word of codes holds the exponents of eight weights; two words of signs hold their signs and
 mantissas. No weight depends on a neighbour, so kernels need about ten operations per weight.
@@ -18,12 +18,12 @@ from .pair_kernels import (
     as_words,
     even_bytes,
     first_patches,
-    high_float,
     is_win4_patch,
-    low_float,
-    narrow_fields,
+    narrow_pair,
     odd_bytes,
-    scaled,
+    pair_scale,
+    rounded_pair,
+    spread_fields,
     step_patches,
     stepped_pair,
     store_patches,
@@ -98,36 +98,40 @@ def win4_decode_kernel(
     C: tl.constexpr,
     # FIELD: bits of sign and mantissa: 8 is lossless
     # BLOCK: weights per normaliser, or 0
+    # PACKED: two lossy weights are scaled by one instruction, of assembly
 ):
     """Write WORDS * 8 weights."""
     if C.FIELD == 8:
         parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
         decode_some(tl.program_id(0), parts, out_ptr, C.WORDS, C.PATCHES)
     else:
-        words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
-        first = tl.program_id(0).to(tl.int64) * C.WORDS
-        word = tl.arange(0, C.WORDS)
-        group = first // 32 + word // 32
-        lane = word % 32
-        chunk = first * 8 // CHUNK
-        begin = tl.load(starts_ptr + chunk)
-        end = tl.load(starts_ptr + chunk + 1)
-        patches = (begin, end, places_ptr, values_ptr)
-        base = tl.load(header_ptr) << 7
-        loaded = first_patches(patches, C.PATCHES)
-        codes = tl.load(codes_ptr + first + word)
-        signs = tl.load(signs_ptr + first + word).to(tl.int32)
-        at = group * 256 + 2 * lane
-        pair_0 = narrow_fields(signs, 0, C.FIELD) | _exponents(codes, base, 0)
-        pair_1 = narrow_fields(signs, 1, C.FIELD) | _exponents(codes, base, 1)
-        pair_2 = narrow_fields(signs, 2, C.FIELD) | _exponents(codes, base, 2)
-        pair_3 = narrow_fields(signs, 3, C.FIELD) | _exponents(codes, base, 3)
-        pair_0 = scaled(pair_0, norms_ptr, at, C.BLOCK)
-        pair_1 = scaled(pair_1, norms_ptr, at + 64, C.BLOCK)
-        pair_2 = scaled(pair_2, norms_ptr, at + 128, C.BLOCK)
-        pair_3 = scaled(pair_3, norms_ptr, at + 192, C.BLOCK)
-        _store_pairs(words_ptr + group * 128 + lane, pair_0, pair_1, pair_2, pair_3)
-        store_patches(patches, loaded, out_ptr, first * 8, C.WORDS * 8, C.PATCHES)
+        parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
+        _decode_narrow(tl.program_id(0), parts, norms_ptr, out_ptr, C)
+
+
+@triton.jit
+def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
+    """Decode WORDS * 8 lossy weights; see `row_kernels` for the power that codes are scaled by."""
+    header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
+    words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
+    first = program.to(tl.int64) * C.WORDS
+    lane = tl.arange(0, 32)[None, :]
+    group = first // 32 + tl.arange(0, C.WORDS // 32)
+    chunk = first * 8 // CHUNK
+    begin = tl.load(starts_ptr + chunk)
+    end = tl.load(starts_ptr + chunk + 1)
+    patches = (begin, end, places_ptr, values_ptr)
+    power = (tl.load(header_ptr) + 127) << 7
+    loaded = first_patches(patches, C.PATCHES)
+    word = group[:, None] * 32 + lane
+    codes = tl.load(codes_ptr + word)
+    fields = spread_fields(tl.load(signs_ptr + word).to(tl.int32), C.FIELD)
+    at = words_ptr + group[:, None] * 128 + lane
+    for pair in tl.static_range(4):
+        scale = pair_scale(norms_ptr, group, power, lane, pair, C.BLOCK)
+        found = narrow_pair(fields, codes, pair, C.FIELD)
+        tl.store(at + 32 * pair, rounded_pair(found, scale + tl.zeros_like(found), C.PACKED))
+    store_patches(patches, loaded, out_ptr, first * 8, C.WORDS * 8, C.PATCHES)
 
 
 @triton.jit
@@ -329,167 +333,6 @@ def win4_window_kernel(counts_ptr, header_ptr):
     held = tl.sum(tl.where(is_in, count[None, :], 0), 1)
     best = tl.max(held, 0)
     tl.store(header_ptr, tl.min(tl.where(held == best, start, 256), 0) - 1)
-
-
-@triton.jit
-def _first_chunk(first_row, rows, rows_count, row_length):
-    """Return the first chunk that rows touch, how many, and where the first row starts in it."""
-    first = first_row.to(tl.int64) * row_length
-    last = tl.minimum(first_row + rows, rows_count).to(tl.int64) * row_length
-    chunk = first // CHUNK
-    return chunk, ((last + CHUNK - 1) // CHUNK - chunk).to(tl.int32), (first % CHUNK).to(tl.int32)
-
-
-@triton.jit
-def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return row and column of patches, counted from the first row, -1 before it."""
-    number = tl.arange(0, CHUNKS)
-    ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
-    passed = tl.sum((each[:, None] >= ends[None, :]).to(tl.int32), 1)
-    flat = passed * CHUNK + place - inside
-    return tl.where(flat < 0, -1, flat // row_length), flat % row_length
-
-
-@triton.jit
-def _scaled_pair(pair, scale):
-    """Multiply both bf16 of a pair word with both of another; a power of two, so no bit is rounded.
-
-    Adding -0.0 keeps the sign of a zero.
-    """
-    return tl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [pair, scale, tl.full(pair.shape, -0x7FFF8000, tl.int32)],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _weights(pair, scale, PACKED: tl.constexpr):
-    return _scaled_pair(pair, scale) if PACKED else pair
-
-
-@triton.jit
-def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
-    """Add the products of a pair word of weights and one of x."""
-    if PACKED:
-        acc += low_float(pair) * low_float(x)
-        return acc + high_float(pair) * high_float(x)
-    acc += (low_float(pair) * scale) * low_float(x)
-    return acc + (high_float(pair) * scale) * high_float(x)
-
-
-@triton.jit
-def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
-    """Add the products of eight weights per word with x.
-
-    The scale is 2^base: a pair word of it with PACKED, else a number.
-    """
-    pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
-    pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)
-    pair_2 = _weights(even_bytes(more) | ((codes >> 1) & 0x07800780), scale, PACKED)
-    pair_3 = _weights(odd_bytes(more) | ((codes >> 5) & 0x07800780), scale, PACKED)
-    x_0 = tl.load(x_ptr + place, mask=is_in, other=0)[None, :]
-    x_1 = tl.load(x_ptr + place + 32, mask=is_in, other=0)[None, :]
-    x_2 = tl.load(x_ptr + place + 64, mask=is_in, other=0)[None, :]
-    x_3 = tl.load(x_ptr + place + 96, mask=is_in, other=0)[None, :]
-    acc = _add_pair(pair_0, x_0, scale, acc, PACKED)
-    acc = _add_pair(pair_1, x_1, scale, acc, PACKED)
-    acc = _add_pair(pair_2, x_2, scale, acc, PACKED)
-    return _add_pair(pair_3, x_3, scale, acc, PACKED)
-
-
-@triton.jit
-def _some_rows(
-    program,
-    x_ptr,  # (K / 2,) pair words
-    weight,  # `layout.Multiplied`
-    row_words,  # K / 8
-    TILE: tl.constexpr,  # HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES, CHUNKS
-    # IS_EVEN: ROWS divides N, WORDS a row
-    # CHUNKS: a power of two, not less than the chunks that ROWS rows touch
-    C: tl.constexpr,
-    # PACKED: two weights are scaled by one instruction, of assembly
-):
-    """Compute the products of ROWS rows with one token x, in fp32.
-
-    The code is the exponent minus base. Used as an exponent, it gives a tiny number: code 0 without
-    mantissa is zero, the others are scaled by 2^base.
-    """
-    HAS_BIAS: tl.constexpr = TILE[0]
-    IS_EVEN: tl.constexpr = TILE[1]
-    ROWS: tl.constexpr = TILE[2]
-    WORDS: tl.constexpr = TILE[3]
-    STAGES: tl.constexpr = TILE[4]
-    CHUNKS: tl.constexpr = TILE[5]
-    first_row = program * ROWS
-    row_length = row_words * 8
-    chunk, chunks, inside = _first_chunk(first_row, ROWS, weight.rows, row_length)
-    patch = tl.load(weight.starts + chunk)  # long before they are needed
-    end = tl.load(weight.starts + chunk + chunks)
-    row = first_row + tl.arange(0, ROWS)
-    is_row = (row < weight.rows)[:, None]
-    scale = ((tl.load(weight.header) + 127) << 23).to(tl.float32, bitcast=True)
-    scales = tl.full((ROWS, WORDS), ((tl.load(weight.header) + 127) << 7) * 0x00010001, tl.int32)
-    begin = row.to(tl.int64)[:, None] * row_words
-    acc = tl.zeros((ROWS, WORDS), tl.float32)
-    for start in tl.range(0, row_words, WORDS, num_stages=STAGES):
-        word = start + tl.arange(0, WORDS)
-        is_in = word < row_words
-        is_read = is_row & is_in[None, :]
-        if IS_EVEN:
-            is_in = word >= 0
-            is_read = (row >= 0)[:, None] & is_in[None, :]
-        group = word // 32
-        lane = word % 32
-        codes = tl.load(weight.codes + begin + word[None, :], mask=is_read, other=0)
-        at = begin * 2 + (group * 64 + lane)[None, :]
-        signs = tl.load(weight.signs + at, mask=is_read, other=0)
-        more = tl.load(weight.signs + at + 32, mask=is_read, other=0)
-        at = group * 128 + lane
-        by = scales if C.PACKED else scale
-        acc = _products(codes, signs, more, x_ptr, at, is_in, by, acc, C.PACKED)
-    total = tl.sum(acc, 1)
-    for start in range(patch, end, C.PATCHES):
-        each = start + tl.arange(0, C.PATCHES)
-        is_patch = each < end
-        place = tl.load(weight.places + each, mask=is_patch, other=0).to(tl.int32)
-        patched = tl.load(weight.patterns + each, mask=is_patch, other=0).to(tl.int32)
-        its_row, column = _patch_rows(
-            weight.starts, place, each, chunk, chunks, inside, row_length, CHUNKS
-        )
-        is_patch &= (its_row >= 0) & (its_row < ROWS)
-        x = tl.load(x_ptr + column // 2, mask=is_patch, other=0)
-        x = tl.where(column % 2 == 0, low_float(x), high_float(x))
-        product = tl.where(is_patch, low_float(patched) * x, 0.0)
-        total += tl.sum(
-            tl.where(its_row[None, :] + first_row == row[:, None], product[None, :], 0.0), 1
-        )
-    if HAS_BIAS:
-        total += tl.load(weight.bias + row, mask=row < weight.rows, other=0).to(tl.float32)
-    tl.store(weight.out + row, total.to(weight.out.dtype.element_ty), mask=row < weight.rows)
-
-
-@triton.jit
-def win4_row_kernel(x_ptr, weight, row_words, C: tl.constexpr):
-    """Multiply one token with one weight."""
-    _some_rows(tl.program_id(0), x_ptr, weight, row_words, C.TILE, C)
-
-
-@triton.jit
-def win4_rows_kernel(x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr):
-    """Multiply one token with 2 or 3 weights of one width, with the sums of `win4_row_kernel`."""
-    program = tl.program_id(0)
-    first = tl.cdiv(weight_0.rows, C.TILE_0[2])
-    second = first + tl.cdiv(weight_1.rows, C.TILE_1[2])
-    if program < first:
-        _some_rows(program, x_ptr, weight_0, row_words, C.TILE_0, C)
-    elif program < second:
-        _some_rows(program - first, x_ptr, weight_1, row_words, C.TILE_1, C)
-    elif C.COUNT == 3:
-        _some_rows(program - second, x_ptr, weight_2, row_words, C.TILE_2, C)
 
 
 @triton.jit

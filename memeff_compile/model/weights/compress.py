@@ -214,7 +214,8 @@ def compress_(
 
     Args:
         model: any module, also under PEFT; on the device where it will run.
-        codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
+        codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest); "win4:k3" is
+            "win4" with `mantissa=3`.
         mantissa: number of mantissa bits to keep, of 7. 0, 1 and 3 are lossy, for inference: such
             weights no longer require gradients.
         block: number of weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or

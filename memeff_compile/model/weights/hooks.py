@@ -8,7 +8,7 @@ from torch import nn
 
 from memeff_compile import compat
 from memeff_compile.errors import OptionError
-from memeff_compile.kernels.coded_weight import CODECS, CodedWeight
+from memeff_compile.kernels.coded_weight import CodedWeight
 from memeff_compile.model.weights.compress import compress_for_compile, dense_again
 from memeff_compile.options import Options
 from memeff_compile.system import Graph, Hooks, Request, Undone
@@ -18,7 +18,7 @@ class WeightHooks(Hooks):
     """Compress a model that is about to be compiled, and guard its weights by one number each."""
 
     def refuse(self, options: Options) -> None:
-        if options.weights in CODECS:
+        if options.weights not in ("exact", "off"):
             raise OptionError(
                 f"memeff.weights is {options.weights!r}, but a backend cannot compress a model: it "
                 "sees graphs, which several models of a class may share, and not the model that "
@@ -28,7 +28,7 @@ class WeightHooks(Hooks):
             )
 
     def wants(self, request: Request) -> bool:
-        return request.options.weights in CODECS
+        return request.options.weights not in ("exact", "off")
 
     def prepare(self, request: Request) -> Options:
         options: Options = request.options

@@ -86,10 +86,10 @@ class MemeffConfig(QuantizationConfigMixin):
     @property
     def full_codec(self) -> str:
         """Return the codec's name with the lossy mode, as `compress_` passes it to kernels."""
-        from memeff_compile.kernels.coded_weight import Format
+        from memeff_compile.kernels.coded_weight import Format, parse
 
         lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()
-        return str(Format(self.codec, *lossy)) if ":" not in self.codec else self.codec
+        return str(Format(self.codec, *lossy) if lossy else parse(self.codec))
 
     @classmethod
     def from_dict(

@@ -69,6 +69,32 @@ def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: 
         assert torch.equal(found, dense)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16, 17, 200])
+@pytest.mark.parametrize("name", ["win4:k3:b512", "win4:k1:b128", "win4:k0:b32", "win4:k3:b64"])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 256), (8960, 1536), (1024, 4096)])
+def test_a_lossy_linear_multiplies_decoded_weights(
+    rows: int, columns: int, name: str, tokens: int
+) -> None:
+    weight = trained(rows, columns).cuda()
+    weight.view(-1)[:: rows * 7] = 300.0
+    coded = CodedWeight(encode(weight, name), name, weight.shape)
+    decoded = coded.decode()
+    # One column at a time: its weights, bit by bit.
+    x = torch.zeros(tokens, columns, device="cuda", dtype=torch.bfloat16)
+    x[range(tokens), [7 * at % columns for at in range(tokens)]] = 1.0
+    assert torch.equal(F.linear(x, coded), F.linear(x, decoded))
+    x.normal_()
+    bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+    exact = x.double() @ decoded.double().t() + bias.double()
+    found, dense = F.linear(x, coded, bias), F.linear(x, decoded, bias)
+    assert torch.equal(bits(F.linear(x, coded, bias)), bits(found)), "other bits in another run"
+    off, usual = (float((y.double() - exact).abs().max()) for y in (found, dense))
+    assert off <= 1.5 * usual
+    assert codecs.fuses(parse(name), tokens, weight.shape, x.device) is (tokens <= 16)
+    if tokens > 16:
+        assert torch.equal(found, dense)
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 200])
 def test_a_linear_that_trains_has_the_bits_of_the_dense_one(tokens: int) -> None:
     weight = trained(1024, 4096).cuda()

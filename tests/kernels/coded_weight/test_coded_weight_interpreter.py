@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.coded_weight import codecs, parse, reference, shapes
+from memeff_compile.kernels.coded_weight import Format, codecs, parse, reference, shapes
 from tests.support.hostile_weights import bits, hostile, normal
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
@@ -159,6 +159,61 @@ def test_one_token_and_several_weights_give_the_bits_of_each_alone(count: int) -
     alone = [codecs.product(x, *each) for each in zip(parts, biases, sizes, strict=True)]
     for one, other in zip(found, alone, strict=True):
         assert torch.equal(bits(one), bits(other))
+
+
+LOSSY = ["win4:k3:b512", "win4:k1:b128", "win4:k0:b32", "win4:k3:b64", "win4:k1:b32"]
+
+
+def lossy(name: str, weight: Tensor) -> tuple[Format, list[Tensor], Tensor]:
+    """Return a weight's lossy format, parts and decoded value."""
+    form = parse(name)
+    parts = reference.encode(weight, form)
+    return form, parts, reference.decode(parts, form, weight.shape)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_weights_are_multiplied_as_they_are_decoded(name: str) -> None:
+    weight = outliers(7, 768)
+    weight[2, 300:303] = torch.tensor([3.38e38, -1e-39, -0.0]).bfloat16()
+    form, parts, decoded = lossy(name, weight)
+    # One column is read at a time, of each pair and half of a word, and those with patches.
+    for column in (0, 69, 130, 203, 256, 300, 301, 302, 703, 37):
+        x = torch.zeros(1, 768, dtype=torch.bfloat16)
+        x[0, column] = 1.0
+        tile = shapes.RowTile(8, 128, 1)
+        found = codecs.product(x, parts, None, weight.shape, form, setting=tile)
+        assert torch.equal(found[0], decoded[:, column]), column
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_lossy_product_adds_up_its_columns(name: str) -> None:
+    x, bias = normal(1, 768, seed=1), normal(21, seed=2)
+    form, parts, decoded = lossy(name, outliers(21, 768))
+    assert codecs.fuses(form, 1, decoded.shape)
+    exact = x.double() @ decoded.double().t() + bias.double()
+    found = codecs.product(x, parts, bias, decoded.shape, form).double()
+    # The interpreter cuts bf16 instead of rounding it.
+    assert float((found - exact).abs().max()) <= 2**-7 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("name", LOSSY[:3])
+def test_several_lossy_weights_give_the_bits_of_each_alone(name: str) -> None:
+    found = [lossy(name, outliers(rows, 256)) for rows in (21, 2, 9)]
+    parts, sizes = [each[1] for each in found], [each[2].shape for each in found]
+    biases = [normal(21, seed=2), None, None]
+    x, form = normal(1, 256), found[0][0]
+    together = codecs.products(x, parts, biases, sizes, form)
+    alone = [codecs.product(x, *each, form) for each in zip(parts, biases, sizes, strict=True)]
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
+def test_an_input_that_is_not_finite_gives_a_result_that_is_not() -> None:
+    form, parts, decoded = lossy("win4:k3:b512", outliers(9, 512))
+    for value in (float("nan"), float("inf")):
+        x = normal(1, 512)
+        x[0, 37] = value
+        assert not codecs.product(x, parts, None, decoded.shape, form).isfinite().any()
 
 
 def test_a_product_of_an_input_between_two_words() -> None:

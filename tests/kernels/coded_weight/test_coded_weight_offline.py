@@ -24,24 +24,29 @@ POINTERS = {
     "bias_ptr": "*bf16",
 }
 
-WEIGHT = ("header_ptr", "codes_ptr", "starts_ptr", "places_ptr", "values_ptr", "signs_ptr")
-PARTS = {
-    "row": {"weight": Multiplied(*WEIGHT, "bias_ptr", "out_ptr", "rows")},
-    "rows": {
-        f"weight_{place}": Multiplied(
-            *(f"{name.removesuffix('_ptr')}_{place}_ptr" for name in WEIGHT),
-            *(f"bias_{place}_ptr", f"out_{place}_ptr", f"rows_{place}"),
-        )
-        for place in range(3)
-    },
+WEIGHT = (
+    *("header_ptr", "codes_ptr", "starts_ptr", "places_ptr", "values_ptr", "signs_ptr"),
+    "norms_ptr",
+)
+FORMATS = {8: 0, 4: 512, 2: 64, 1: 32}
+"""Bits of a field -> weights per normaliser, of the formats that are compiled."""
+FIELDS = {8: "*i32", 4: "*i32", 2: "*i16", 1: "*u8"}
+ONE = {"weight": Multiplied(*WEIGHT, "bias_ptr", "out_ptr", "rows")}
+SEVERAL = {
+    f"weight_{place}": Multiplied(
+        *(f"{name.removesuffix('_ptr')}_{place}_ptr" for name in WEIGHT),
+        *(f"bias_{place}_ptr", f"out_{place}_ptr", f"rows_{place}"),
+    )
+    for place in range(3)
 }
+PARTS = {"row": ONE, "rows": SEVERAL, "matrix": ONE, "matrices": SEVERAL}
 
 
 def _compile(
     module: str, name: str, capability: int, constants: dict[str, Any], warps: int, **types: str
 ) -> Any:
     folder = "memeff_compile.kernels.coded_weight"
-    engine = "win4" if module == "matrix" else module
+    engine = "win4" if module in ("matrix", "row") else module
 
     def type_of(argument: str) -> str:
         number = "fp32" if argument in ("rate", "decay") else "i32"
@@ -59,27 +64,37 @@ def _compile(
     )
 
 
-def _row(capability: int, rows: int = 14336) -> Any:
-    tile = shapes.row_tile(rows, 132)
+def _row(capability: int, rows: int = 14336, field: int = 8) -> Any:
+    find = shapes.row_tile if field == 8 else shapes.narrow_row_tile
+    tile = find(rows, 132)
     constants = {
         "TILE": tile.constants(4096, has_bias=True, is_even=True),
         "PATCHES": shapes.PATCHES,
         "PACKED": tile.packed,
+        "FIELD": field,
+        "BLOCK": FORMATS[field],
     }
-    return _compile("win4", "row", capability, constants, tile.warps, out_ptr="*bf16")
+    types = {"signs_ptr": FIELDS[field], "out_ptr": "*bf16"}
+    return _compile("row", "row", capability, constants, tile.warps, **types)
 
 
-def _rows(capability: int) -> Any:
+def _rows(capability: int, field: int = 8) -> Any:
     """Queries, keys and values of Llama-3-8B in one launch."""
     constants: dict[str, Any] = {"COUNT": 3, "PATCHES": shapes.PATCHES, "PACKED": True}
-    types: dict[str, str] = {}
+    constants |= {"FIELD": field, "BLOCK": FORMATS[field]}
+    find = shapes.row_tile if field == 8 else shapes.narrow_row_tile
     for place, rows in enumerate((4096, 1024, 1024)):
-        tile = shapes.row_tile(rows, 132)
+        tile = find(rows, 132)
         constants[f"TILE_{place}"] = tile.constants(4096, has_bias=place == 0, is_even=True)
-        names = ("places", "values"), ("bias", "out")
-        for kind, group in zip(("*i16", "*bf16"), names, strict=True):
-            types |= {f"{name}_{place}_ptr": kind for name in group}
-    return _compile("win4", "rows", capability, constants, 1, **types)
+    return _compile("row", "rows", capability, constants, 1, **_several(field))
+
+
+def _several(field: int) -> dict[str, str]:
+    """Return the types of several weights' parts, by name."""
+    names = ("places", "values"), ("bias", "out"), ("norms",), ("signs",)
+    kinds = ("*i16", "*bf16", "*u8", FIELDS[field])
+    several = zip(kinds, names, strict=True)
+    return {f"{name}_{n}_ptr": kind for kind, group in several for name in group for n in range(3)}
 
 
 def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **types: str) -> Any:
@@ -87,11 +102,15 @@ def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **
     return _compile("matrix", name, capability, constants, warps, **types)
 
 
-def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
-    tile = shapes.matrix_tile(tokens, rows, 4096, 132)
+def _matrix(
+    capability: int, tokens: int, rows: int, field: int = 8, *, is_even: bool, count: int = 1
+) -> Any:
+    find = shapes.matrix_tile if field == 8 else shapes.narrow_matrix_tile
+    tile = find(tokens, rows, 4096, 132)
     constants = {
-        "HAS_BIAS": True,
-        "IS_EVEN": is_even,
+        "COUNT": count,
+        "TILE": (True, is_even),
+        **{f"TILE_{place}": (place == 0, is_even) for place in range(3)},
         "HAS_ALL": is_even,
         "ROWS": tile.rows,
         "TOKENS": tile.tokens,
@@ -99,8 +118,12 @@ def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
         "PATCHES": tile.patches,
         "AHEAD": tile.is_ahead,
         "WARPS": tile.warps,
+        "FIELD": field,
+        "BLOCK": FORMATS[field],
     }
-    return _gluon("matrix", capability, constants, tile.warps, out_ptr="*bf16")
+    types = {"signs_ptr": FIELDS[field], "out_ptr": "*bf16", **_several(field)}
+    name = "matrix" if count == 1 else "matrices"
+    return _gluon(name, capability, constants, tile.warps, **types)
 
 
 def _wide(tile: shapes.WideTile, **sizes: int) -> Any:
@@ -130,7 +153,7 @@ def _wide(tile: shapes.WideTile, **sizes: int) -> Any:
 def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool = False) -> Any:
     step = {"STEP": steps, "HAS_DECAY": steps}
     constants: dict[str, Any] = {"FIELD": field, "BLOCK": block, "PATCHES": shapes.PATCHES, **step}
-    signs = {8: "*i32", 4: "*i32", 2: "*i16", 1: "*u8"}[field]
+    constants["PACKED"] = True
     if codec == "win4":
         constants["WORDS"] = shapes.WIN4_DECODE_WORDS
         warps = shapes.WIN4_DECODE_WARPS
@@ -139,7 +162,7 @@ def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool 
     else:
         constants = {"FIELD": field, "BLOCK": block, "WARPS": shapes.RANS_WARPS, **step}
         warps = shapes.RANS_WARPS
-    types = {"signs_ptr": signs, "out_ptr": "*bf16"}
+    types = {"signs_ptr": FIELDS[field], "out_ptr": "*bf16"}
     if codec == "rans":
         types["words_ptr"] = "*i16"
     return _compile(codec, "decode", capability, constants, warps, **types)
@@ -243,6 +266,21 @@ def test_a_product_of_one_token_compiles_within_the_limits(capability: int, rows
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"], "codes are not loaded ahead"
 
 
+@pytest.mark.parametrize(
+    ("capability", "field"),
+    [
+        (90, 4),
+        *[pytest.param(*case, marks=SLOW) for case in ((90, 2), (90, 1), (80, 4), (100, 4))],
+    ],
+)
+def test_lossy_products_of_one_token_compile_within_the_limits(capability: int, field: int) -> None:
+    kernel = _row(capability, field=field)
+    _check(kernel, capability)
+    assert "fma.rn.bf16x2" in kernel.asm["ptx"], "weights are not rounded two at once"
+    width = {4: "v4.b32", 2: "v2.b32", 1: "b32"}[field]
+    assert re.search(rf"ld\.global\.\S*{width}", kernel.asm["ptx"]), "narrow loads"
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_products_of_one_token_compile_within_the_limits(capability: int) -> None:
     kernel = _rows(capability)
@@ -251,21 +289,32 @@ def test_products_of_one_token_compile_within_the_limits(capability: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("capability", "tokens", "rows", "is_even"),
+    ("capability", "tokens", "rows", "field", "is_even"),
     [
-        *[(90, 16, 14336, True), (90, 2, 1024, False)],
-        *[pytest.param(*case, True, marks=SLOW) for case in ((80, 16, 14336), (100, 2, 14336))],
+        *[(90, 16, 14336, 8, True), (90, 2, 1024, 8, False), (90, 1, 14336, 4, False)],
+        *[
+            pytest.param(*case, True, marks=SLOW)
+            for case in (
+                *((80, 16, 14336, 8), (100, 2, 14336, 8)),
+                *((80, 16, 14336, 4), (100, 2, 14336, 4), (90, 16, 14336, 2), (90, 2, 14336, 1)),
+            )
+        ],
     ],
 )
 def test_operands_are_decoded_in_registers(
-    capability: int, tokens: int, rows: int, is_even: bool
+    capability: int, tokens: int, rows: int, field: int, is_even: bool
 ) -> None:
-    kernel = _matrix(capability, tokens, rows, is_even=is_even)
+    kernel = _matrix(capability, tokens, rows, field, is_even=is_even)
     _check(kernel, capability)
     assert "mma.sync" in kernel.asm["ptx"], "no tensor cores"
     loop = re.search(r"ld\.global\.\S*v4\.b32[\s\S]*?mma\.sync", kernel.asm["ptx"])
     assert loop is not None, "narrow loads"
     assert "shared" not in loop[0], "operands move between threads"
+
+
+@pytest.mark.parametrize("field", [4, pytest.param(8, marks=SLOW), pytest.param(1, marks=SLOW)])
+def test_tokens_times_several_weights_compile_within_the_limits(field: int) -> None:
+    _check(_matrix(90, 2, 4096, field, is_even=True, count=3), 90)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,22 @@ def test_a_model_is_compressed_before_its_first_call(codec: str) -> None:
     assert rewrites() == 1
 
 
+@pytest.mark.parametrize("mantissa", [3, 1, 0])
+def test_a_lossy_codec_is_compress_with_so_many_mantissa_bits(mantissa: int) -> None:
+    model, twin = Model(), Model()
+    made = compiled(model, f"win4:k{mantissa}")
+    compress_(twin, mantissa=mantissa)
+    assert isinstance(model.up.weight, CodedWeight)
+    assert model.up.weight.codec == f"win4:k{mantissa}:b512"
+    assert not model.up.weight.requires_grad
+    with torch.no_grad():
+        assert torch.equal(made(IDS), twin(IDS))
+    assert rewrites() == 1
+    options = {"memeff.weights": f"win4:k{mantissa}"}
+    with pytest.raises(Exception, match="a backend cannot compress"):
+        torch.compile(Model(), backend="memeff", options=options)(IDS)
+
+
 def test_compiled_embeddings_and_conv1d_train_on_the_bits_of_dense_ones() -> None:
     from transformers.pytorch_utils import Conv1D
 
