@@ -60,6 +60,7 @@ class FuseDivergence(GraphPass):
                     known.update(answer.covered)
                     by_head.setdefault(_head(answer.student).node, []).append(answer)
                 else:
+                    known.update(reader.visited)
                     yield answer
         for head in info.visit(by_head):
             yield from by_head[head]

@@ -383,6 +383,30 @@ def test_what_only_looks_like_a_divergence_is_left_alone(function: Function) -> 
     torch.testing.assert_close(found, model(*given))
 
 
+def test_a_long_chain_of_sums_is_read_once() -> None:
+    def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> Tensor:
+        x = m.head(h).softmax(-1)
+        for _ in range(22):
+            x = (x + 1) * (x - 1) * x
+        return x.sum(-1).mean()
+
+    compiled(Pair(function))(*inputs())
+    assert records() == []
+
+
+def test_logits_that_are_returned_too_are_deferred() -> None:
+    def function(m: Pair, h: Tensor, g: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = m.head(h)
+        return F.kl_div(z.log_softmax(-1), m.teach(g).softmax(-1), reduction="sum"), z
+
+    model, given = Pair(function), inputs()
+    loss, logits = compiled(model, fullgraph=True)(*given)
+    wanted = model(*given)
+    assert {r.action for r in memeff_compile.last_report().records} == {"rewrote", "deferred"}
+    torch.testing.assert_close(loss, wanted[0])
+    torch.testing.assert_close(logits + 0, wanted[1])
+
+
 def test_the_switch_leaves_the_graph_alone() -> None:
     model, given = Pair(TOTALS["batchmean"]), inputs()
     found = compiled(model, options={"memeff.divergence": "off"})(*given)

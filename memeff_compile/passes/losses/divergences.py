@@ -98,6 +98,7 @@ class DivergenceReader:
         self.softmax = SoftmaxReader(info, reader)
         self.sides: dict[tuple[Any, ...], Side] = {}
         self.visited: list[Node] = []
+        self._read: dict[Node, tuple[Expression | None, tuple[Node, ...]]] = {}
 
     def divergences(self, node: Node) -> Iterable[Divergence | Decline]:
         """Yield the divergence whose sum over the classes is ``node``, or why it is not read."""
@@ -181,6 +182,8 @@ class DivergenceReader:
             return None
         side = self._side(Soft(chain, ()), a["self"])
         terms = _product(probabilities.terms, {(("log p", side.key),): -1.0})
+        if terms is None:
+            return None
         reduction = {0: "rows", 1: "row average", 2: "sum"}.get(a["reduction"])
         if reduction is None or probabilities.masks:
             return None
@@ -191,6 +194,20 @@ class DivergenceReader:
         number = constant(node)
         if number is not None:
             return Expression({(): number})
+        if not isinstance(node, Node):
+            return None
+        start = len(self.visited)
+        if node not in self._read:  # once: both operands of a sum may lead to one node
+            found = self._uncached(node, depth)
+            if found is None:
+                del self.visited[start:]
+            self._read[node] = found, tuple(self.visited[start:])
+            return found
+        found, way = self._read[node]
+        self.visited += way
+        return found
+
+    def _uncached(self, node: Node, depth: int) -> Expression | None:
         value = self.info.tensor(node)
         if value is None or depth > _MAX_DEPTH or value.dim() == 0:
             return None
@@ -226,7 +243,8 @@ class DivergenceReader:
             return self._filled(a, depth)
         if op in _ADDS:
             alpha = compat.known_number(a["alpha"])
-            left, right = self.expression(a["self"], depth), self.expression(a["other"], depth)
+            left = self.expression(a["self"], depth)
+            right = None if left is None else self.expression(a["other"], depth)
             signs = (1.0, alpha) if op not in _REVERSED else (-(alpha or 0.0), 1.0)
             if op in (aten.sub.Tensor, aten.sub.Scalar):
                 signs = (1.0, -(alpha or 0.0))
@@ -241,8 +259,8 @@ class DivergenceReader:
     def _multiplied(self, left: Any, right: Any, depth: int) -> Expression | None:
         pair = [self.expression(each, depth) for each in (left, right)]
         if pair[0] is not None and pair[1] is not None:
-            terms = _product(pair[0].terms, pair[1].terms)
-            return Expression(terms, (*pair[0].masks, *pair[1].masks))
+            masks = (*pair[0].masks, *pair[1].masks)
+            return _expressed(_product(pair[0].terms, pair[1].terms), masks)
         for found, mask, whole in ((pair[0], right, left), (pair[1], left, right)):
             if found is not None and self._is_row_mask(mask, whole):
                 return replace(found, masks=(*found.masks, Mask(mask)))
@@ -290,7 +308,7 @@ class DivergenceReader:
             return None
         probability, logarithm = ("p", alone[1]), ("log p", alone[1])
         inner = _added(Expression({(logarithm,): 1.0}), logs, 1.0, -1.0)
-        return None if inner is None else Expression(_product({(probability,): 1.0}, inner.terms))
+        return None if inner is None else _expressed(_product({(probability,): 1}, inner.terms))
 
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
         """Read log(a q + b p) and logsumexp of [log q + log a, log p + log b]; a + b is 1."""
@@ -535,6 +553,8 @@ def constant(node: Any, depth: int = 0) -> float | None:
         return float(number) if math.isfinite(number) else None
     if not isinstance(node, Node) or depth > _MAX_DEPTH or node.op == "placeholder":
         return None
+    if getattr(compat.example_value(node), "dim", lambda: 0)():
+        return None
     if node_name(node) == "log1p" and len(node.args) == 1:
         return _computed(math.log1p, constant(node.args[0], depth + 1))
     call = read_one(node)
@@ -579,13 +599,22 @@ def _added(
     return replace(left, terms=terms)
 
 
-def _product(left: Terms, right: Terms) -> dict[tuple[Atom, ...], float]:
+def _product(left: Terms, right: Terms) -> dict[tuple[Atom, ...], float] | None:
+    """Return the product; None if it has a term of more than two atoms, which no divergence has."""
     terms: dict[tuple[Atom, ...], float] = {}
     for some, each in left.items():
         for others, factor in right.items():
             atoms = tuple(sorted((*some, *others), key=repr))
+            if len(atoms) > 2:
+                return None
             terms[atoms] = terms.get(atoms, 0.0) + each * factor
     return terms
+
+
+def _expressed(
+    terms: dict[tuple[Atom, ...], float] | None, masks: tuple[Mask, ...] = ()
+) -> Expression | None:
+    return None if terms is None else Expression(terms, masks)
 
 
 def _only(expression: Expression) -> Atom | None:
@@ -625,7 +654,7 @@ def _log_times(left: Expression | None, right: Expression | None) -> Expression 
     atoms = [None if part is None or part.masks else _only(part) for part in (left, right)]
     if atoms[0] is None or atoms[1] is None or atoms[1][0] != "p":
         return None
-    return Expression(_product({(atoms[0],): 1.0}, {(("log p", atoms[1][1]),): 1.0}))
+    return _expressed(_product({(atoms[0],): 1.0}, {(("log p", atoms[1][1]),): 1.0}))
 
 
 _READ_PAIRS = {"logaddexp": _log_of_sum, "xlogy": _log_times}

@@ -11,7 +11,7 @@ from tests.kernels.linear_divergence.divergences import DIVERGENCES
 
 pytestmark = pytest.mark.gpu
 
-BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 4e-3, torch.float32: 3e-5}
+BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 8e-3, torch.float32: 3e-5}
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
