@@ -473,7 +473,8 @@ def tasks(rows: list[Row]) -> Any:
         made = task_scores.scores(asked)
         over = task_scores.solved(asked, made)
         means = {mode: task_scores.mean_of(own, over) for mode, own in made.items()}
-        if sum(mean is not None for mean in means.values()) > 1:
+        sizes = [task_scores.share_of_bytes(here, m) for m, mean in means.items() if mean]
+        if any(size is not None for size in sizes):
             found[name] = (here, means, len(over))
     if not found:
         return None
