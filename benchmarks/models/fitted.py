@@ -6,7 +6,8 @@
 Each setting of the plan runs in a process of its own: a model of the folder's config with random
 weights in bf16 on the GPU, the lines of the setting as they are printed, and four steps of the
 plan's batch and length. A row has the peak that the plan gives, the most bytes that the allocator
-held, and their ratio. Settings whose lines need a package that is not there are left out.
+held, and their ratio. Settings whose lines need a package that is not there are left out; of two
+settings that share a name, the first one runs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def measure(folder: str, plan: dict[str, Any], setting: str) -> dict[str, Any]:
     """Train by one setting's lines, and return its row."""
     import transformers
 
-    (row,) = (each for each in plan["rows"] if each["setting"] == setting)
+    row = next(each for each in plan["rows"] if each["setting"] == setting)
     config = transformers.AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -73,7 +74,7 @@ def main() -> None:
     if given.setting:
         rows.write(given.out, measure(given.folder, plan, given.setting))
         return
-    lines = {each["setting"]: " ".join(each["lines"]) for each in plan["rows"]}
+    lines = {each["setting"]: " ".join(each["lines"]) for each in reversed(plan["rows"])}
     here = [s for s, code in lines.items() if all(_has(p) or p not in code for p in PACKAGES)]
     again = [sys.executable, __file__, *sys.argv[1:], "--setting"]
     with ThreadPoolExecutor(given.jobs) as pool:
