@@ -233,7 +233,7 @@ def test_bad_settings_are_refused_in_a_sentence(changes: dict[str, Any], words: 
 
 def test_what_is_no_tensor_is_named() -> None:
     hidden, weight, _, _ = inputs()
-    with pytest.raises(UnsupportedInputError, match="target is a list, and no tensor"):
+    with pytest.raises(UnsupportedInputError, match="target is a list, not a tensor"):
         memeff_compile.linear_cross_entropy(hidden, weight, [1, 2])  # type: ignore[call-overload]
 
 

@@ -167,7 +167,7 @@ def what_cannot_be_served_is_said() -> None:
     gathered = sharded()
     gathered.unshard()
     refused(gathered, r"gathered at the moment.*reshard\(\)")
-    refused(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "memory of the host")
+    refused(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "in host memory")
 
     mesh, replaced = init_device_mesh("cpu", (RANKS,)), Stacked()
     fully_shard(replaced, mesh=mesh)

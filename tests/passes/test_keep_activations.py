@@ -370,7 +370,7 @@ def test_a_gated_linear_that_a_norm_reads_is_kept_first() -> None:
             return x + self.norm(self.down(F.silu(self.gate(x)) * self.up(x)))
 
     records, _, called = compiled(Blocks(Normed()), LINEAR)
-    assert "1 linear returned" in records[0].sentence
+    assert "the results of 1 linear" in records[0].sentence
     assert not called["memeff.gated_linear.default"]
     assert called["aten.addmm.default"] == 3
 

@@ -154,9 +154,9 @@ def _differ(a: Any, b: Any) -> bool:
     return isinstance(a, int) and isinstance(b, int) and a != b
 
 
-def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype) -> str:
-    """Return the name of the engine for student and teacher of these dtypes."""
-    is_served = kernels_serve(device, dtype) and kernels_serve(device, teacher)
+def engine_for(device: torch.device, dtype: torch.dtype, teacher: torch.dtype | None = None) -> str:
+    """Return the name of the engine for student and teacher of these dtypes, or of one dtype."""
+    is_served = kernels_serve(device, dtype) and kernels_serve(device, teacher or dtype)
     return "kept_logits" if is_served else "reference"
 
 

@@ -383,6 +383,8 @@ class DivergenceReader:
         if len(keys) != 2 or any(len(atoms) != 2 for atoms in terms):
             return None
         first, second = sorted((self.sides[key] for key in keys), key=self._order)
+        if first.chain and second.chain and first.chain.head.node is second.chain.head.node:
+            return None  # one head: two products for its logits would take longer than one
         trains = [side for side in (first, second) if side.trains]
         if len(trains) == 2:
             said = "both softmaxes that this divergence compares have a gradient"

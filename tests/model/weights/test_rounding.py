@@ -138,9 +138,12 @@ def test_a_linear_that_no_input_reaches_is_rounded_to_the_nearest() -> None:
     ("settings", "sentence"),
     [
         ({"mantissa": 7, "inputs": IDS}, "mantissa is 7, which keeps every bit"),
-        ({"mantissa": 3, "inputs": []}, r"inputs is \[\]; a list of what the model is called with"),
-        ({"mantissa": 3, "inputs": 5}, "inputs is 5; a list of what the model is called with"),
-        ({"mantissa": 3, "inputs": "text"}, "inputs is 'text'; a list of what"),
+        (
+            {"mantissa": 3, "inputs": []},
+            r"inputs is \[\]; a list with at least one entry is needed",
+        ),
+        ({"mantissa": 3, "inputs": 5}, "inputs is 5; a list with at least one entry is needed"),
+        ({"mantissa": 3, "inputs": "text"}, "inputs is 'text'; a list with at least one"),
     ],
 )
 def test_inputs_that_are_none_are_refused_before_anything_is_changed(
