@@ -373,8 +373,7 @@ def _linear_cross_entropy_hopper_merge_kernel(
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
     """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero.
 
-    `place` is the rows' indices, which of these exist, and the columns' indices. Rows that do not
-    exist have products and factors of zero.
+    `place` is the rows' indices, which of these exist, and the columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -408,6 +407,8 @@ def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
         g += of_sum[:, None] * weights[None, :]
     if C.HAS_SOFTCAP:
         g = g * slope
+    if tl.min(is_row.to(tl.int32), axis=0) == 0:  # rows beyond may hold anything, NaN too
+        g = tl.where(is_row[:, None], g, 0.0)
     return g
 
 
@@ -655,8 +656,7 @@ def _linear_cross_entropy_hopper_logits_kernel(
 
         rows = row_block * C.BM + tl.arange(0, C.BM)
         is_row = rows < rows_here
-        # X of a row that does not exist is 0, as of a number infinitely far below its base.
-        base = tl.load(base_ptr + rows, mask=is_row, other=float("inf"))
+        base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * C.BN
         has_target = tl.max(((target >= 0) & (target < C.BN)).to(tl.int32), axis=0) > 0
         peak = tl.full((C.BM,), float("-inf"), tl.float32)
@@ -678,6 +678,8 @@ def _linear_cross_entropy_hopper_logits_kernel(
             mass += tl.sum(x, axis=1)
             if C.HAS_SOFTCAP:
                 x *= slope
+            if (row_block + 1) * C.BM > rows_here:  # rows beyond may hold anything, NaN too
+                x = tl.where(is_row[:, None], x, 0.0)
             x_desc.store([row_block * C.BM, first], x.to(x_desc.dtype))
         place = column_block.to(tl.int64) * piece_rows + rows
         tl.store(stats_ptr + place, peak, mask=is_row)

@@ -76,15 +76,16 @@ def test_rows_come_back_as_an_svd_gives_them(first: tuple[int, int]) -> None:
     if first[1]:
         for x in rows:
             x[1, :, :3] = torch.nan  # padding may hold anything
-    pair = Pair(layout(), 2, 3, LIMIT, torch.float64, first=first, align=True)
+    no_room = Layout(DEPTH, PLAIN, group=16, recent=16, kept=2)  # for more than the first rows
+    pair = Pair(no_room, 2, 3, LIMIT, torch.float64, first=first, align=True)
     append(pair, rows, is_first=True)
     slots = pair.maps[3]
     assert slots.tolist() == [[1, 2, 0]] * 2, "the heads whose rows are alike"
-    # The identity's small share in the fit turns rows, of norms up to 40, by about a thousandth.
+    # The identity's small share in the fit turns rows by about a thousandth.
     for found, expected in zip(views(pair), by_hand(rows, slots, first), strict=True):
         for b in range(2):
             torch.testing.assert_close(
-                found[b, :, first[b] : 70], expected[b, :, first[b] :], rtol=0, atol=0.06
+                found[b, :, first[b] : 70], expected[b, :, first[b] :], rtol=0, atol=0.03
             )
     assert pair.get("places").amax() == first[1] + 1, "no row but the first ones is kept"
 

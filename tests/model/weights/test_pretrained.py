@@ -330,7 +330,7 @@ def test_device_maps_place_codes_and_offloading_is_refused(tmp_path: Path) -> No
             tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path
         )
     # As with a GPU and "cpu": accelerate moves the modules on "cpu" to the GPU.
-    with pytest.raises(CodedWeightError, match=r"keep model.* on the disk or in host memory"):
+    with pytest.raises(CodedWeightError, match=r"keeps model.* on the disk or in host memory"):
         AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": cpu})
 
 

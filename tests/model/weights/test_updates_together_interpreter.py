@@ -112,7 +112,7 @@ def test_values_are_kept_where_memory_runs_out_between_the_launches() -> None:
         give(optimizer, weight)
     with (
         failing(pieces, "list_patches"),
-        pytest.raises(CodedWeightError, match=r"3 compressed.*no room.*It is kept, dense"),
+        pytest.raises(CodedWeightError, match=r"3 compressed.*no room.*They are kept dense"),
     ):
         give(optimizer, weights[2])
     with failing(op, "encode"), pytest.raises(torch.OutOfMemoryError):  # still no memory
