@@ -248,6 +248,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MODES = ["exact", "cache, 2 bits"]
 
 
+@pytest.mark.slow
 def test_rows_end_where_time_does_and_go_on_from_there(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "tasks.jsonl"
     given = ["measure", "--models", str(folder), "--count", "2", "--out", str(out)]

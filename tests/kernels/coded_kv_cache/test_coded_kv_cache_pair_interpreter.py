@@ -232,7 +232,9 @@ def test_an_aligned_prompt_is_merged_a_few_groups_at_a_time(
     assert pairs[0].filled() == [80, 64] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("bits", [PLAIN, 8, 4, 3, 2])
 @pytest.mark.parametrize(
     ("tokens", "repeat", "splits"), [(31, 2, 3), (70, 1, 1), (70, 4, 2), (70, 12, 5)]
