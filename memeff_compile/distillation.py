@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import UnsupportedInputError
+from .functional import as_autocast_would
 from .kernels import linear_divergence as op_folder
 from .kernels.checks import wide
 from .kernels.linear_divergence import Coefficients
@@ -86,12 +87,12 @@ def linear_divergence(
     reduction="batchmean") of (N, D) hidden states, but for the order of rounding.
     """
     _require(kind, beta, temperature, reduction, mask, hidden)
-    hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
+    hidden, weight, bias = as_autocast_would(hidden, weight, bias)
     scale, factors = 1.0, _factors_of(teacher) if teacher_weight is None else None
     if factors is not None:
         teacher, teacher_weight, teacher_bias, scale = factors
     elif teacher_weight is not None:
-        teacher, teacher_weight, teacher_bias = _as_autocast_would(
+        teacher, teacher_weight, teacher_bias = as_autocast_would(
             teacher, teacher_weight, teacher_bias
         )
     teacher, teacher_weight = teacher.detach(), _detached(teacher_weight)
@@ -142,16 +143,6 @@ def _factors_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, float] |
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
-
-
-def _as_autocast_would(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _require(

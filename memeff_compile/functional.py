@@ -130,7 +130,7 @@ def linear_cross_entropy(
     split, classes = None, weight.shape[0]
     if compat.is_dtensor(weight):
         split, hidden, weight, bias = _of_this_rank(hidden, weight, bias, target)
-    hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
+    hidden, weight, bias = as_autocast_would(hidden, weight, bias)
     smooth = label_smoothing > 0
     operands = (hidden, weight, bias, target)
     how: dict[str, Any] = {"ignore_index": ignore_index, "workspace": 0}
@@ -241,9 +241,10 @@ def _reduced(rows: Tensor, norm: Tensor, reduction: str) -> Tensor:
     return rows.sum() / norm.sum() if reduction == "mean" else rows.sum()
 
 
-def _as_autocast_would(
+def as_autocast_would(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands in the dtype in which autocast would multiply them."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias

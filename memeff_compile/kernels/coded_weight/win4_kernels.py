@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec win4 on a GPU: decoding and encoding, and what goes with products of several tokens.
+"""The codec win4 on a GPU: decoding, encoding, and the steps around products of several tokens.
 
 A word of codes holds the exponents of eight weights; two words of signs hold their signs and
 mantissas. No weight depends on a neighbour, so kernels need about ten operations per weight.

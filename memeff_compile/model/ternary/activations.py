@@ -198,7 +198,7 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
     """Put the squared ReLU into each MLP, and name it in the model's config.
 
     Returns:
-        The new state by path, and by path of a config what it could not hold.
+        The new state of each module by its path, and the values that a config could not hold.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

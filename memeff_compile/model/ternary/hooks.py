@@ -58,7 +58,7 @@ class TernaryHooks(Hooks):
 
 
 def _module(request: Request) -> Any:  # noqa: ANN401
-    """Return the model of a request; ternarize_ refuses what is no module."""
+    """Return the model of a request; ternarize_ refuses anything that is not a module."""
     return request.model
 
 

@@ -315,7 +315,7 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
 
 
 def _role_of(path: str) -> str:
-    """Return what a projection does, or ""."""
+    """Return the role of a projection, or "" if its name tells none."""
     parts = path.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
     return next((_ROLE_OF[end] for end in ends if end in _ROLE_OF), "")
