@@ -112,9 +112,14 @@ def test_cuda_graphs_train_like_eager(tied: bool) -> None:
             optimizer.zero_grad(set_to_none=True)
 
 
-def test_no_logits_sized_tensor_is_allocated() -> None:
-    module, ids = model(torch.bfloat16), batch()
-    compiled = torch.compile(module, backend="memeff")
+@pytest.mark.parametrize(
+    ("rows", "workspace"), [(48, "auto"), (4, "minimal")], ids=["more-than-640-mib", "minimal"]
+)
+def test_no_logits_sized_tensor_is_allocated(rows: int, workspace: str) -> None:
+    """By itself the workspace holds all logits only where they fit into 640 MiB."""
+    module, ids = model(torch.bfloat16), batch(rows=rows)
+    options = {"memeff.linear_cross_entropy.workspace": workspace}
+    compiled = torch.compile(module, backend="memeff", options=options)
     step(compiled, ids)
     module.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
