@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
 from memeff_compile.options import PASS_NAMES
 from memeff_compile.system import Hooks, System, hooks, systems
@@ -11,25 +11,28 @@ from tests.support.fresh_python import FreshPython, fresh_python
 __all__ = ["fresh_python"]
 
 WITHOUT = """
-import logging, sys
+import json, logging, os, sys
 from importlib.abc import MetaPathFinder
 
-BLOCKED = {blocked!r}
-
-class Blocked(MetaPathFinder):
-    def find_spec(self, fullname, path, target=None):
-        if any(fullname == name or fullname.startswith(name + ".") for name in BLOCKED):
-            raise ModuleNotFoundError("No module named " + repr(fullname), name=fullname)
-
-sys.meta_path.insert(0, Blocked())
-logging.basicConfig(format="%(message)s")
-
+# What all have in common is imported once: a child for each system starts from here.
 import torch
+import torch._dynamo
 from torch import nn
 import torch.nn.functional as F
-import memeff_compile
-from memeff_compile.backend import memeff
-from memeff_compile.options import PASS_NAMES
+
+class Blocked(MetaPathFinder):
+    def __init__(self, names):
+        self.names = names
+    def find_spec(self, fullname, path, target=None):
+        if any(fullname == name or fullname.startswith(name + ".") for name in self.names):
+            raise ModuleNotFoundError("No module named " + repr(fullname), name=fullname)
+
+class Said(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+    def emit(self, record):
+        self.lines.append(record.getMessage())
 
 class Model(nn.Module):
     def __init__(self):
@@ -51,19 +54,33 @@ def tokens(call, ids):
             ids = torch.cat([ids, call(ids)[:, -1:].argmax(-1)], 1)
     return ids.tolist()
 
-torch.manual_seed(0)
-model, ids = Model(), torch.arange(24).view(2, 12)
-expected = torch.autograd.grad(model(ids, ids), list(model.parameters()))
-generated = tokens(model, ids)
-compiled = torch.compile(model, backend=memeff, options={{"memeff.inner": "eager"}})
-found = torch.autograd.grad(compiled(ids, ids), list(model.parameters()))
-for mine, theirs in zip(found, expected, strict=True):
-    torch.testing.assert_close(mine, theirs)
-fused = memeff_compile.last_report().rewrites("fuse_linear_cross_entropy")
-assert tokens(compiled, ids) == generated
-memeff_compile.reset()
-present = sorted(name for name in sys.modules if any(name.startswith(b) for b in BLOCKED))
-print(fused, *PASS_NAMES, *present)
+def run(blocked):
+    sys.meta_path.insert(0, Blocked(blocked))
+    said = Said()
+    logging.getLogger().addHandler(said)
+    import memeff_compile
+    from memeff_compile.backend import memeff
+    from memeff_compile.options import PASS_NAMES
+    torch.manual_seed(0)
+    model, ids = Model(), torch.arange(24).view(2, 12)
+    expected = torch.autograd.grad(model(ids, ids), list(model.parameters()))
+    generated = tokens(model, ids)
+    compiled = torch.compile(model, backend=memeff, options={"memeff.inner": "eager"})
+    found = torch.autograd.grad(compiled(ids, ids), list(model.parameters()))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    fused = memeff_compile.last_report().rewrites("fuse_linear_cross_entropy")
+    assert tokens(compiled, ids) == generated
+    present = [name for name in sys.modules if any(name.startswith(b) for b in blocked)]
+    return [fused, list(PASS_NAMES), sorted(present), said.lines]
+
+for name, blocked in json.loads(sys.argv[1]).items():
+    pid = os.fork()
+    if pid == 0:
+        print(json.dumps([name, *run(blocked)]), flush=True)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(name)
 """
 
 
@@ -82,17 +99,20 @@ def files_of(system: System) -> list[str]:
     return sorted(f"memeff_compile.{name}" for name in {*sources, *folders, ROOMS[system.name]})
 
 
-@pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
 def test_without_a_system_a_model_still_compiles_trains_and_generates(
-    system: System, fresh_python: FreshPython
+    fresh_python: FreshPython,
 ) -> None:
-    done = fresh_python(WITHOUT.format(blocked=files_of(system)))
+    done = fresh_python(WITHOUT, json.dumps({each.name: files_of(each) for each in systems()}))
     assert done.returncode == 0, done.stderr
-    fused, *rest = done.stdout.split()
-    gone = {each.facts.name for each in system.passes}
-    assert fused == "1"
-    assert rest == [name for name in PASS_NAMES if name not in gone]
-    assert done.stderr.count("a system is left out") == 1, done.stderr
+    outcomes = {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
+    for system in systems():
+        fused, passes, present, said = outcomes.pop(system.name)
+        gone = {each.facts.name for each in system.passes}
+        assert fused == 1
+        assert passes == [name for name in PASS_NAMES if name not in gone]
+        assert not present
+        assert sum("a system is left out" in line for line in said) == 1, said
+    assert not outcomes
 
 
 def test_four_systems_hand_themselves_in_and_each_brings_a_pass_and_an_op() -> None:
