@@ -428,8 +428,8 @@ class Options:
         "`auto`, `minimal`, bytes, or a size such as `64MiB`",
         _check_bytes,
         "Upper bound of the block of logits that exists at a time. Smaller saves memory, larger "
-        "runs fewer and bigger products. `auto`: 640 MiB on compute capability 9.0, 64 MiB on other "
-        "GPUs and 8 MiB on the CPU, more for many rows. "
+        "runs fewer and bigger products. `auto`: 640 MiB on compute capability 9.0, 64 MiB on "
+        "other GPUs and 8 MiB on the CPU, more for many rows. "
         "`minimal`: in 16 bits on a GPU, work inside the weight's gradient; always exact.",
     )
     linear_cross_entropy_eps: float | None = _option(

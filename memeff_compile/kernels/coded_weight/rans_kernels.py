@@ -98,7 +98,10 @@ def rans_encode_kernel(
     COUNT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Encode WARPS chunks from their last step to the first; with COUNT, only count their words."""
+    """Encode WARPS chunks, from the last step to the first.
+
+    If COUNT is set, only count their words.
+    """
     chunk = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
     is_chunk = chunk < chunks
     chunk = tl.where(is_chunk, chunk, 0)

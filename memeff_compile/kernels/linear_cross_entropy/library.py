@@ -9,8 +9,9 @@ as the block takes the same bytes, and results would depend on the order in whic
 write.
 
 A loss that is one number, of a frozen head with a LoRA adapter, takes one walk over the rows. S of
-a block of rows and the whole vocabulary is computed once, with the low-rank product added. From it
-come statistics, then G, then dE and d low of these rows. d up is summed in fp32 over the blocks.
+a block of rows and the whole vocabulary is computed once, with the low-rank product added. S
+becomes statistics, then G; from G come dE and the gradient of `low` for these rows. The gradient of
+`up` is summed in fp32 over the blocks.
 
 No call waits for the GPU, reads a value on the host or depends on the data's values, so calls can
 be captured in CUDA graphs. No sum uses atomics.
@@ -256,7 +257,9 @@ def _product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = Fal
 def _merge(
     s: Tensor, given: Operands, state: Tensor, found: RowResults, first: int, settings: Settings
 ) -> None:
-    """Merge products, fp32 (N, W) of the columns from `first` on, into the state, (N, STATE).
+    """Merge a strip of products, fp32 (N, W), into the state, (N, STATE).
+
+    The strip starts at column `first`.
 
     The last strip also writes the results.
     """
@@ -289,8 +292,8 @@ def _differentiate(
 ) -> None:
     """Turn a strip of products into gradients with respect to the products.
 
-    `g`, in the input dtype, has unit stride along columns and may be `s` itself; `grads` are fp32
-    cotangents, contiguous.
+    `g`, in the input dtype, has unit stride along columns and may be `s` itself; `grads` are the
+    contiguous fp32 gradients of the results per row.
     """
     (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape
     block = library_block(width)
