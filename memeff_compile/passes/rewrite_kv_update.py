@@ -171,7 +171,7 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether ``node`` has one of ``storages``, or is in a few steps a copy of such a node."""
+    """Return whether ``node`` has one of ``storages``, or is a copy of such a node."""
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
         if not compat.is_fake(value):

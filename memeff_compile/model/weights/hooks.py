@@ -15,7 +15,7 @@ from memeff_compile.system import Graph, Hooks, Request, Undone
 
 
 class WeightHooks(Hooks):
-    """Compress a model that is about to be compiled, and guard its weights by one number each."""
+    """Compress a model before it is compiled, and guard each of its weights by one number."""
 
     def refuse(self, options: Options) -> None:
         if options.weights not in ("exact", "off"):

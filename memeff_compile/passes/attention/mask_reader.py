@@ -159,7 +159,7 @@ class MaskReader:
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and its operands, recursively, that were not read yet; operands come first."""
+    """Return ``node`` and all nodes before it that were not read yet; operands come first."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False)]

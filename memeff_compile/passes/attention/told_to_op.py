@@ -115,7 +115,7 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs that must be equal for query and key. A table of queries is compared with 1."""
+    """Return the pairs that must be equal for query and key; a table of queries must be 1."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
         found.append((both(*form.queries), Linear(1)))

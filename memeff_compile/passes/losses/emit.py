@@ -180,7 +180,7 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Insert the op and the results of ``group``; return the nodes that are now computed earlier."""
+    """Insert the op and the results of ``group``; return nodes that are now computed earlier."""
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
     again = _late(info, group)
