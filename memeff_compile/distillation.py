@@ -52,8 +52,8 @@ def linear_divergence(
 ) -> Tensor:
     """Compute a divergence between the softmaxes of two heads, without building their logits.
 
-    With p = softmax(z / temperature) of the student's logits z = hidden @ weight.T + bias, and q
-    likewise of the teacher's, a row's number is
+    With p = softmax(z / temperature) of the student's logits z = hidden @ weight.T + bias, and q =
+    the same for the teacher, the result for a row is
 
         forward_kl      sum(q (log q - log p)), KL(teacher || student)
         reverse_kl      sum(p (log p - log q)), KL(student || teacher)
@@ -68,12 +68,15 @@ def linear_divergence(
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
         weight: (V, D), the student's head, in the dtype of hidden.
         teacher: (..., K), the teacher's hidden states; or (..., V), its logits. Deferred logits are
-        not computed, unless they are capped. (Under torch.no_grad() logits are not deferred.)
-        teacher_weight: (V, K), the teacher's head, in the dtype of teacher; None for logits. kind:
-        as above. beta: between 0 and 1, for jsd. temperature: a positive number that divides the
-        logits of both. mask: (...), True or not 0 in the rows that count; None: every row counts.
+            not computed, unless they are capped. (Under torch.no_grad() logits are not deferred.)
+        teacher_weight: (V, K), the teacher's head, in the dtype of teacher; None for logits.
+        kind: as above.
+        beta: between 0 and 1, for jsd.
+        temperature: a positive number that divides the logits of both.
+        mask: (...), True or not 0 in the rows that count; None: every row counts.
         reduction: "mean" over the rows that count, "sum" of these, or "none", which has 0 in the
-        other rows. "mean" is F.kl_div's "batchmean" of (N, V) logits. bias: (V,) or None.
+            other rows. "mean" is F.kl_div's "batchmean" of (N, V) logits.
+        bias: (V,) or None.
         teacher_bias: (V,) or None.
 
     Returns:

@@ -97,18 +97,22 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., D), bf16, fp16, fp32 or fp64; if weight is a DTensor, then a DTensor or a
-        tensor that is equal on all ranks. weight: (V, D), in the dtype of hidden; or a DTensor that
-        is split over ranks by its
+            tensor that is equal on all ranks.
+        weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by its
             classes, as ColwiseParallel leaves it. In that case, call this function on all ranks.
         target: (...), int64 or int32 class indices.
         bias: (V,) or None; split over ranks as weight is.
         ignore_index: rows with this target do not count; None: every row counts.
         reduction: "mean" over the rows that count (weighted by class weights, if given), "sum" or
-        "none". scale: as above. softcap: as above. label_smoothing: between 0 and 1, as in
-        F.cross_entropy. class_weight: (V,) or None, as `weight` of F.cross_entropy. z_loss: adds
-        z_loss * lse**2 to each row that counts; "mean" divides the sum by the number of these rows.
-        filter: "exact", or another mode of `memeff.linear_cross_entropy`. return_stats: also return
-        `Stats`, computed in the same passes over the head.
+            "none".
+        scale: as above.
+        softcap: as above.
+        label_smoothing: between 0 and 1, as in F.cross_entropy.
+        class_weight: (V,) or None, as `weight` of F.cross_entropy.
+        z_loss: adds z_loss * lse**2 to each row that counts; "mean" divides the sum by the number
+            of these rows.
+        filter: "exact", or another mode of `memeff.linear_cross_entropy`.
+        return_stats: also return `Stats`, computed in the same passes over the head.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs), a scalar or shaped like target; with

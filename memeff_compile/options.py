@@ -410,7 +410,7 @@ class Options:
         "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
         "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
         "`attention=8b` and `linear_cross_entropy=block`. `off` switches everything off, whatever "
-        "else is given: the graph goes on as it came, and `generate()` makes the model's own "
+        "other options are set: graphs are not changed, and `generate()` uses the model's default "
         "cache. `MEMEFF_DISABLE=1` in the environment does the same (docs/use/undo.md).",
     )
     linear_cross_entropy: str = _choice(
@@ -427,9 +427,9 @@ class Options:
         0,
         "`auto`, `minimal`, bytes, or a size such as `64MiB`",
         _check_bytes,
-        "Upper bound of the block of logits that exists at a time. Smaller saves memory, larger "
-        "runs fewer and bigger products. `auto`: 640 MiB on compute capability 9.0, 64 MiB on "
-        "other GPUs and 8 MiB on the CPU, more for many rows. "
+        "Upper limit of the block of logits that exists at a time. A smaller block saves memory, "
+        "a larger one needs fewer and larger products. `auto`: 640 MiB on compute capability 9.0, "
+        "64 MiB on other GPUs and 8 MiB on the CPU, more for many rows. "
         "`minimal`: in 16 bits on a GPU, work inside the weight's gradient; always exact.",
     )
     linear_cross_entropy_eps: float | None = _option(
@@ -479,7 +479,7 @@ class Options:
         _check_recompute,
         "The part of activation checkpoints that the backward pass recomputes. `as_written`: "
         "everything. `attention`: everything except the results of attention, which are kept. A "
-        "size: up to so many bytes of attention and linears are kept, those that save most.",
+        "size: the results of attention and linears that save most, up to this many bytes.",
     )
     rotary_tables: str = _switch(
         "On a GPU, compute the cosines and sines of positions once, not in every kernel "
@@ -506,8 +506,8 @@ class Options:
     )
     kv_reads: str = _switch("Whether attention reads only the filled part of static KV caches.")
     kv_codes: str = _switch(
-        "Whether attention reads the codes of a `KVCache` themselves, instead of keys and "
-        "values rebuilt from them."
+        "Whether attention reads the codes of a `KVCache` directly, instead of rebuilt keys and "
+        "values."
     )
     ternary: str = _choice(
         "exact off b1.58 a4.8 a4.8-fp4",
@@ -518,7 +518,7 @@ class Options:
     ternary_gate: str = _choice(
         "recompute keep",
         "Whether training keeps the results of ternary gate and up projections for the "
-        "backward, or multiplies their codes again there: the same integers, in less memory.",
+        "backward, or computes them again from their codes: the same integers, in less memory.",
     )
     weights: str = _choice(
         "exact off win4 win4:k3 win4:k1 win4:k0 tier rans",
@@ -559,7 +559,7 @@ class Options:
         1.0,
         "`1.0`, or another positive number",
         _check_factor,
-        "Every tolerance of `memeff.verify` is multiplied by it.",
+        "A factor for every tolerance of `memeff.verify`.",
     )
     verify_folder: str | None = _option(
         None,
@@ -904,8 +904,8 @@ memeff_compile.compile(model, logits="eager", options={"max_autotune": True})  #
 ```
 
 Keys that start with `memeff.` are in the table below; every other key is an Inductor config key
-and is handed on to Inductor. A key that neither side knows is an `OptionError` with the nearest
-right name. The first value is the default.
+and is passed on to Inductor. A key that neither knows raises an `OptionError` with the most
+similar name. The first value is the default.
 
 | key | values | meaning |
 |---|---|---|
@@ -922,7 +922,7 @@ further dot: `linear_cross_entropy_workspace="64MiB"`.
 ```python
 options={{"memeff.skip": "draft_head"}}                                   # every pass, one module
 options={{"memeff.skip": {{"defer_logits": ["lm_head", "heads.*"]}}}}       # one pass, some modules
-options={{"memeff.strict": "fuse_linear_cross_entropy"}}                  # raise if it did not fire
+options={{"memeff.strict": "fuse_linear_cross_entropy"}}                  # raise unless it applies
 ```
 """
 

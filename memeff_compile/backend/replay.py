@@ -9,8 +9,7 @@ that the next step does not overwrite them.
     the first of all                 the compiled step runs
     the second                       it runs on static buffers, and loads every kernel
     the third                        it is recorded, and replayed
-    the first with other addresses   it is recorded, and replayed, if earlier recordings were
-    worthwhile
+    the first with other addresses   the same, if earlier recordings were worthwhile
 """
 
 from __future__ import annotations

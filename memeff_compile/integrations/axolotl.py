@@ -41,7 +41,8 @@ class MemeffPlugin(BasePlugin):  # type: ignore[misc]
 
     Raises:
         OptionError: When the configuration is read: an option has an unknown name, a wrong type or
-        a value out of range, or the configuration also makes Axolotl compile or replace the loss.
+            a value out of range, or the configuration also makes Axolotl compile or replace the
+            loss.
     """
 
     def get_input_args(self) -> str:

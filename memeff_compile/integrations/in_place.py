@@ -40,8 +40,8 @@ class Request:
 
         Raises:
             OptionError: An option has an unknown name, a wrong type or a value out of range, is set
-            twice, would compress weights after the optimizer was created, or would make linears
-            ternary.
+                twice, would compress weights after the optimizer was created, or would make linears
+                ternary.
         """
         given = options.to_dict() if isinstance(options, Options) else dict(options or {})
         named = {key_of(name): value for name, value in settings.items()}

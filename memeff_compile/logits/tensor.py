@@ -10,10 +10,10 @@ From the outside in:
 
 * `attach.defer` makes them from a graph's outputs, with a separate autograd function.
 * `DeferredLogits` is the wrapper subclass. Views and other operations that do not touch the
-vocabulary dimension (`_LAZY`) return another `DeferredLogits`. Every other operation computes the
-values and continues with a plain tensor. Both happen below autograd, so the autograd graph, the
-views and the version counters are those of eager PyTorch. Other views are also `DeferredLogits`, so
-that every write is detected. Functions that must act above autograd are in `_ABOVE_AUTOGRAD`.
+  vocabulary dimension (`_LAZY`) return another `DeferredLogits`. Every other operation computes the
+  values and continues with a plain tensor. Both happen below autograd, so the autograd graph, the
+  views and the version counters are those of eager PyTorch. Other views are also `DeferredLogits`,
+  so that every write is detected. Functions that must act above autograd are in `_ABOVE_AUTOGRAD`.
 * `Memory` stands for one allocation of eager PyTorch: the logits and all their views share one, a
   copy or a cast starts another.
 * `LogitsSource` has the hidden states and the head, and detects whether they have changed.

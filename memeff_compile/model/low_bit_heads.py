@@ -106,7 +106,8 @@ def use_low_bit_heads_(
         query: bits of queries: 16 (unchanged), 8, 4, 3 or 2.
         key_value: bits of keys and values.
         first: number of first tokens that keep `first_bits`. They are counted from position 0, so
-        pad on the right. first_bits: bits of these first tokens.
+            pad on the right.
+        first_bits: bits of these first tokens.
 
     Returns:
         Undo: call it, or use it as a context manager.

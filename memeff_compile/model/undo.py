@@ -17,7 +17,8 @@ def undo(model: nn.Module) -> Changes:
     It undoes:
 
     - compiled calls, of the model and of modules inside it;
-    - KV caches of `compile(kv_cache=)` and `use_kv_cache_`; - attention with low-bit heads;
+    - KV caches of `compile(kv_cache=)` and `use_kv_cache_`;
+    - attention with low-bit heads;
     - compressed weights, and linear layers that `ternarize_` changed. The weights are restored bit
       for bit, with all training since then.
 

@@ -118,12 +118,13 @@ def explain_cache(
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name; with 16 bits, layers are merged without
-        codes. weights: "dense", or a codec of `compress_`.
+            codes.
+        weights: "dense", or a codec of `compress_`.
 
     Raises:
         ExplainError: the memory is not a size, or the model's config does not have the number of
-        layers, the heads of keys and values, or one head dimension for both. UnsupportedInputError:
-        a setting that `KVCache` refuses.
+            layers, the heads of keys and values, or one head dimension for both.
+        UnsupportedInputError: a setting that `KVCache` refuses.
 
     Example:
         >>> print(memeff_compile.explain_cache(model, memory="141GB", batch=16))  # doctest: +SKIP

@@ -4,11 +4,11 @@
 Two comparisons, each by the Frobenius norm of a whole tensor:
 
 * In float64, the rewritten graph is compared with the original one. Rounding affects only the
-sixteenth digit there, so any larger difference comes from the formula: `EXACT`.
+  sixteenth digit there, so any larger difference comes from the formula: `EXACT`.
 * In the model's arithmetic, both graphs are compared with the truth, the original graph in float64.
-The rewritten graph's error may be `OWN` times that of the original graph, plus the slack of the
-coarsest dtype in the graph (`SLACK`). If there is no truth, the two are compared with each other,
-and only the slack is allowed.
+  The rewritten graph's error may be `OWN` times that of the original graph, plus the slack of the
+  coarsest dtype in the graph (`SLACK`). If there is no truth, the two are compared with each other,
+  and only the slack is allowed.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def encode_chunk(
     """Write the codes and signs of one chunk; count its patches and write their positions.
 
     If there is a step, a weight is decoded, updated and encoded in registers, so it is read and
-    written once. Patches are written to the gradient's memory, next to the others, and read back
-    from there.
+    written once. Updated patches, too, are written to
+    the gradient's memory, and are read back from there.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)

@@ -1,16 +1,18 @@
 """The engine `hopper`: every product of the head in Triton, on tensor cores of capability 9.0.
 
-Forward, by rows: each tile of logits is reduced to a maximum and a sum per row, and these are
-merged in a fixed order. The tile that holds a row's target stores the target's logit. No other
-logit is written to memory.
+The forward pass walks over the rows. It reduces each tile of logits to a maximum and a sum per row,
+and merges these in a fixed order. The tile with a row's target also stores the target's logit. No
+other logit is written to memory.
 
-Backward, by rows: the logits are computed again and written as G = dloss/dlogits in 16 bits, R rows
-by the whole vocabulary. Then come the complete dE of these rows, and their contribution to dC.
-Until the last block dC is in fp16, with a power of two for each class and SLICE features: its sums
-need three more bits than bf16 has, and no more memory. Backward, by classes, takes less memory and
-supports a limited workspace and fp16: dC of W columns is complete after one write, and dE += G C is
-summed in fp32, by one reduction per element and launch. In the minimal workspace, G and the fp32
-sums use the memory of the weight's gradient.
+The backward pass usually walks over blocks of R rows. It computes the logits again and writes their
+gradient, G = dloss/dlogits, in 16 bits for the whole vocabulary. Then it computes dE of these rows
+completely, and adds their contribution to dC. Until the last block, dC is stored in fp16, with a
+power of two for each class and SLICE features, because its sums need three more bits than bf16 has.
+
+Another backward pass walks over blocks of classes. It takes less memory, and supports a limited
+workspace and fp16. It writes dC of W columns once, and adds G C to dE in fp32, with one reduction
+per element and launch. In the minimal workspace, G and the fp32 sums use the memory of the weight's
+gradient.
 
 A loss that is one number takes three products, by rows. The first writes X (probabilities up to a
 factor per row) in 16 bits, and fp32 statistics from the same registers. Once a row's log-sum-exp is
@@ -18,12 +20,15 @@ known, the matrices that X is multiplied with are scaled by its factor. X takes 
 whose logits are far from the expected range are computed again; the GPU decides this.
 
 Ignored rows are left out before any product, by an order of rows that the GPU builds. No call waits
-for the GPU or reads a value on the host. bf16 and fp16 (bf16 by rows), a depth that is a multiple
-of 8, a contiguous weight.
+for the GPU or reads a value on the host. The engine needs bf16 or fp16 (only bf16 for blocks of
+rows), a depth that is a multiple of 8, and a contiguous weight.
 
-Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * blocks / 4.28e12; in
-one walk 3 * 2NDV / 700e12. Floors of that at 790e12 and predictions: N, D, V = 8192, 4096, 128256:
-32.7 and 38 ms; 8192, 2304, 256000: 36.7 and 45 ms; 16384, 2048, 128256: 32.7 and 39 ms.
+Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12; in one
+walk 3 * 2NDV / 700e12. For one walk, the times at 790e12 (floors) and the predictions are:
+
+    N, D, V = 8192, 4096, 128256    32.7 and 38 ms
+    N, D, V = 8192, 2304, 256000    36.7 and 45 ms
+    N, D, V = 16384, 2048, 128256   32.7 and 39 ms
 """
 
 from __future__ import annotations

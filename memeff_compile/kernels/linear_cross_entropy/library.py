@@ -1,12 +1,13 @@
 """The engine `library`: matrix products by cuBLAS, and one Triton pass over each product.
 
-Forward, per strip of classes: S = E C_v^T in fp32 (16-bit inputs, fp32 output), then one pass that
-merges S into a running maximum and sum per row. Backward, per block of classes: the same strips of
-S again, one pass that turns each into G in the input dtype, then dC_v = G^T E straight into its
-rows of the weight gradient (one write, no fp32 copy) and dE += G C_v in fp32. G has a separate
-buffer. Writing it over the fp32 strip would save no memory, since a strip half or a quarter as wide
-as the block takes the same bytes, and results would depend on the order in which warps read and
-write.
+The forward pass computes, for each strip of classes, S = E C_v^T in fp32 (from 16-bit inputs). A
+kernel then merges S into a running maximum and sum per row.
+
+The backward pass computes the same strips of S again, for each block of classes. A kernel turns
+each strip into G in the input dtype. Then dC_v = G^T E is written into its rows of the weight
+gradient (once, without an fp32 copy), and G C_v is added to dE in fp32. G has a separate buffer.
+Writing it over the fp32 strip would save no memory, because a strip half or a quarter as wide as
+the block takes the same bytes; and results would depend on the order in which warps read and write.
 
 A loss that is one number, of a frozen head with a LoRA adapter, takes one walk over the rows. S of
 a block of rows and the whole vocabulary is computed once, with the low-rank product added. S

@@ -1,12 +1,12 @@
 """The engine `reference`: the formula in plain PyTorch, block by block; any device.
 
-16-bit and fp32 inputs are multiplied to fp32 products that enter exp unrounded; fp64 stays fp64.
-Gradients of the products are formed in full precision, target term included. A loss per row walks
-over the classes, and rounds these gradients once to the input dtype, as `library` does. A loss that
-is one number walks over the rows: logits of a block and the whole vocabulary are computed once,
-become row statistics, and then their gradient in place. The weight's gradient is summed over blocks
-in the wide dtype. On a CPU, where reading targets needs no synchronisation, rows with an ignored
-target are left out.
+16-bit and fp32 inputs are multiplied to fp32 products, which enter exp without rounding; fp64 stays
+fp64. Gradients of the products are computed in full precision, including the target's term. For a
+loss per row, the engine walks over the classes, and rounds these gradients once to the input dtype,
+like `library`. For a loss that is one number, it walks over the rows: the logits of a block and the
+whole vocabulary are computed once, become row statistics, and are then replaced by their gradient.
+The weight's gradient is summed over blocks in the wide dtype. On a CPU, rows with an ignored target
+are left out, because reading targets needs no synchronisation there.
 """
 
 from __future__ import annotations

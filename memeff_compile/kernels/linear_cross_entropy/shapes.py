@@ -130,10 +130,10 @@ def library_widths(
 ) -> Widths:
     """Choose the widths of strips and blocks within the workspace; 0 means automatic.
 
-    16-bit inputs: a strip of fp32 products (4 bytes per element) next to a block of gradients in
-    the input dtype (2 bytes); the strip gets half of the budget. fp32 inputs: the gradient replaces
-    the product in place, so strip and block are one buffer. The block is then narrowed until the
-    weight-gradient product fills whole waves of multiprocessors.
+    For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
+    gets half of the budget, and a block of gradients in the input dtype (2 bytes). For fp32 inputs
+    the gradient replaces the product in place, so strip and block are one buffer. The block is then
+    narrowed until the weight-gradient product fills whole waves of multiprocessors.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)

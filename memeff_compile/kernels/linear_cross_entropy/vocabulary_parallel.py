@@ -1,9 +1,8 @@
 """A head whose classes are split over ranks: the statistics of each rank, and their merging.
 
-Rank r of P has the rows of the weight that `torch.chunk` gives it. A loss per row: one op computes
-statistics of the rank's columns, k numbers per row; the statistics of all ranks are gathered, k x N
-numbers from each; another op merges them into the results of `linear_cross_entropy` for all
-classes:
+Rank r of P has the rows of the weight that `torch.chunk` gives it. For a loss per row, one op
+computes the statistics of the rank's columns, k numbers per row. The statistics of all ranks are
+gathered. Another op merges them into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels that turn q, k and v into codes, in four launches.
 
-    _look_kernel     sums and extremes of keys and values, chunk by chunk; sums of some queries or,
-    if the mean of queries is subtracted, the mean of each block _settle_kernel   means, the scales
-    of values and the direction of queries, from the chunks _write_kernel    codes of k and v, and
-    sums of values by block _total_kernel    the values' rounding errors, summed over all blocks up
-    to each _correct_kernel  scores of the queries' means with the keys, if these means are
-    subtracted
+    _look_kernel     sums and extremes of keys and values, chunk by chunk; sums of some queries,
+                         or, if the mean of queries is subtracted, the mean of each block
+    _settle_kernel   means, the scales of values and the direction of queries, from the chunks
+    _write_kernel    codes of k and v, and sums of values by block
+    _total_kernel    the values' rounding errors, summed over all blocks up to each
+    _correct_kernel  scores of the queries' means with the keys, if these means are subtracted
 
 All values are read, but only every SAMPLE-th key, because the mean of keys may be approximate. Only
 `_settle_kernel` and `_total_kernel` accumulate across programs; they read the partial results.

@@ -60,9 +60,8 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, start, C: tl.constexpr):
-    """Return q k^T as fp32.
-
-    MAGIC_SUM adds MAGIC_VALUE to it, STARTS adds `start`, which is as large.
+    """Return q k^T as fp32. MAGIC_SUM adds MAGIC_VALUE to it, STARTS adds `start`, which has about
+    the same size.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")

@@ -71,7 +71,7 @@ def quantizes_first(words: int, rows: int) -> bool:
 
 
 def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
-    """Return whether integer dot products are faster than tensor cores, which take 16 tokens.
+    """Return whether integer dot products are faster than tensor cores, whose tiles have 16 tokens.
 
     Measured on an H200 with nine sizes of weights: two tokens always, four never.
     """

@@ -133,14 +133,16 @@ def calibrate_attention(
     Args:
         model: It runs eagerly, without gradients, and is not changed.
         inputs: For each run a mapping of keyword arguments, a tuple or list of arguments, or the
-        only argument. A single mapping or tensor is one run. min_score: The lowest acceptable
-        score, between 0 and 1; by default 0.98, if there is no `share`. share: Instead of
-        `min_score`: the share of all calls that gets the second of two levels, as in
-        SageAttention2. These are the calls with the worst scores at the first level. levels: The
-        levels to choose from, in this order, by default `8b` and `8b+f16`; if no level is good
-        enough, `exact` is chosen. For `share`, two levels, by default `4b` and `8b`; the second may
-        be `exact`. run: A function that runs the model on one input, if that is not `model(input)`;
-        for example a whole sampling loop.
+            only argument. A single mapping or tensor is one run.
+        min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
+            `share`.
+        share: Instead of `min_score`: the share of all calls that gets the second of two levels, as
+            in SageAttention2. These are the calls with the worst scores at the first level.
+        levels: The levels to choose from, in this order, by default `8b` and `8b+f16`; if no level
+            is good enough, `exact` is chosen. For `share`, two levels, by default `4b` and `8b`;
+            the second may be `exact`.
+        run: A function that runs the model on one input, if that is not `model(input)`; for example
+            a whole sampling loop.
 
     Returns:
         A table for `memeff.attention`, which can be printed, and stored as JSON.

@@ -45,18 +45,19 @@ class FidelityReport(VerbReport):
     Attributes:
         settings: the settings of the cache that was compared with an exact one.
         pairs: for each two neighbouring layers, their `layers`; for keys and for values, the mean
-        cosine between their rows, the 5th percentile of the cosines, and a histogram of `BINS` from
-        -1 to 1; and `aligned`, the mean cosines of `keys` and of `values` when the two layers are
-        aligned. attention: for each call of attention that both runs made, the `mean` and the
-        `worst` cosine
+            cosine between their rows, the 5th percentile of the cosines, and a histogram of `BINS`
+            from -1 to 1; and `aligned`, the mean cosines of `keys` and of `values` when the two
+            layers are aligned.
+        attention: for each call of attention that both runs made, the `mean` and the `worst` cosine
             between its results; empty if the model calls no scaled_dot_product_attention.
         logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
             `kl_worst`, `agreement`, the share of positions with the same most likely token, and the
             losses `loss_exact` and `loss` of the actual tokens.
         memory: `bytes` of the cache, the bytes `before` of keys and values in the model's dtype,
-        and their `ratio`. merged: `KVCache.merged` of the last input. codes: for a cache that
-        merges, `bits`, `kl` and `ratio` of caches that do not merge: with the same bits, with 3 and
-        with 2.
+            and their `ratio`.
+        merged: `KVCache.merged` of the last input.
+        codes: for a cache that merges, `bits`, `kl` and `ratio` of caches that do not merge: with
+            the same bits, with 3 and with 2.
     """
 
     settings: dict[str, Any]
@@ -152,8 +153,10 @@ def fidelity_report(
         model: a causal language model of transformers; it runs eagerly, without gradients, in eval
             mode, and its mode is restored.
         inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, if prompts are
-        padded on the left, ``attention_mask``; or a list of these. Use long inputs: the last
-        `recent` tokens are exact in every cache. bits: as for `KVCache`. merge: as for `KVCache`.
+            padded on the left, ``attention_mask``; or a list of these. Use long inputs: the last
+            `recent` tokens are exact in every cache.
+        bits: as for `KVCache`.
+        merge: as for `KVCache`.
         steps: number of tokens at the end of an input whose predictions are compared, at least 2.
         settings: settings of `KVCache`, except `max_cache_len`.
 

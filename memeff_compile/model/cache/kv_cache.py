@@ -60,16 +60,19 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         max_cache_len: the most tokens that fit. More tokens raise an error on a CPU. On a GPU,
-        which must not wait for the host, logits are nan from there on. bits: 16 (exact), 8, 4, 3 or
-        2. scheme: ``kivi`` (a scale and a zero per channel of keys and per token of values) or
-        ``per_head`` (one scale per token and head). group: tokens that are coded together: 32, 64
-        or 128. recent: at least this many of the latest tokens stay exact; a multiple of 16.
+            which must not wait for the host, logits are nan from there on.
+        bits: 16 (exact), 8, 4, 3 or 2.
+        scheme: ``kivi`` (a scale and a zero per channel of keys and per token of values) or
+            ``per_head`` (one scale per token and head).
+        group: tokens that are coded together: 32, 64 or 128.
+        recent: at least this many of the latest tokens stay exact; a multiple of 16.
         keep_first: this many of a sequence's first tokens stay exact, because in most models all
-        tokens attend to them. attention_mask: for prompts padded on the left: (batch, tokens) with
-        0 for padding. Then `keep_first` counts from the first token, and scales ignore padding.
+            tokens attend to them.
+        attention_mask: for prompts padded on the left: (batch, tokens) with 0 for padding. Then
+            `keep_first` counts from the first token, and scales ignore padding.
         merge: None, ``"minicache"``, or a `MiniCache` that says how: neighbouring layers share the
-        directions of their older tokens. This loses more than codes of 3 bits. It warns unless you
-        pass the result of `fidelity_report` for your model.
+            directions of their older tokens. This loses more than codes of 3 bits. It warns unless
+            you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -170,7 +173,7 @@ class KVCache(Cache):
             layer.reset()
 
     def begin_with_a_step(self) -> None:
-        """Let a prompt of one token run as a step after zero tokens, which is compiled anyway.
+        """Let a prompt of one token run as a decoding step, whose graph is compiled anyway.
 
         Only a cache that can be compiled then has a mask, which excludes empty positions.
         """
@@ -575,14 +578,15 @@ def use_kv_cache_(
         model: a model of transformers that generates, also with PEFT's adapters or compiled.
         bits: as for `KVCache`.
         max_cache_len: the most tokens that fit; by default the tokens that each call needs, rounded
-        up. settings: as for `KVCache`.
+            up.
+        settings: as for `KVCache`.
 
     Returns:
         An object that undoes it: call it, or use it in a ``with`` statement. It is also a report.
 
     Raises:
         UnsupportedInputError: The model does not generate, is an encoder-decoder or has a cache of
-        another kind, or a setting is not supported.
+            another kind, or a setting is not supported.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

@@ -123,7 +123,7 @@ class InPlace(CacheLayerMixin):
 
     @abstractmethod
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens, which fit."""
+        """Write new tokens; the caller has checked that they fit."""
 
     @abstractmethod
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:

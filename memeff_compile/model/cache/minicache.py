@@ -39,26 +39,26 @@ class MiniCache:
 
     Args:
         start_layer: layers before it are not merged; the first pair is this layer and the next. By
-        default merging starts at half of the layers. end_layer: layers from this one on are not
-        merged; by default all are. The last layer may have the largest effect; see
-        `fidelity_report`. align: ``heads`` subtracts each layer's mean from its rows, matches the
-        heads of two layers, and rotates the upper layer's rows towards the lower's before they are
-        merged. These maps are fitted on the first tokens that the cache gets. ``none`` merges rows
-        as they are, as
-            the paper does.
+            default merging starts at half of the layers.
+        end_layer: layers from this one on are not merged; by default all are. The last layer may
+            have the largest effect; see `fidelity_report`.
+        align: ``heads`` subtracts each layer's mean from its rows, matches the heads of two layers,
+            and rotates the upper layer's rows towards the lower's before they are merged. These
+            maps are fitted on the first tokens that the cache gets. ``none`` merges rows as they
+            are, as the paper does.
         rule: the direction that replaces both: ``slerp``, on the arc between them; ``average``,
-        their weighted mean; ``max_norm``, that of the longer row. t: the position on the arc, or
-        the weight: 0 is the lower layer's direction, 1 the upper's. gamma: rows whose distance is
-        within this share of the largest are kept unchanged. A larger share keeps more rows; 1 keeps
-        all that fit. retained: room for such rows, as a share of `max_cache_len`. The rows that
-        differ most come
+            their weighted mean; ``max_norm``, that of the longer row.
+        t: the position on the arc, or the weight: 0 is the lower layer's direction, 1 the upper's.
+        gamma: rows whose distance is within this share of the largest are kept unchanged. A larger
+            share keeps more rows; 1 keeps all that fit.
+        retained: room for such rows, as a share of `max_cache_len`. The rows that differ most come
             first.
         reading: ``distinct`` keeps the rows that differ most; ``similar``, another reading of the
             paper's inequality, those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
         fidelity: the result of `fidelity_report` for the model. Without it, a cache that merges
-        layers warns, and raises for any pair whose rows have a mean cosine below `ALIKE`. force:
-        merge even if layers are not alike, without a warning.
+            layers warns, and raises for any pair whose rows have a mean cosine below `ALIKE`.
+        force: merge even if layers are not alike, without a warning.
 
     Raises:
         UnsupportedInputError: A setting is not supported; the message says why.

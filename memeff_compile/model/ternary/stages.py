@@ -38,10 +38,11 @@ class TernaryStages:
         activation: As in `ternarize_`, for both stages; the paper's is "relu2".
         low_bit_heads: As in `ternarize_`, for the second stage.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
-        group. scheduler: The scheduler of the optimizer's rate, if there is one. Its base rates
-        change too; otherwise it would set the rate of the first stage again. rate: The factor of
-        the learning rate; in the paper 1.5e-3 becomes 1e-3 (700M parameters). weight_decay: The
-        weight decay of the second stage; the paper's 0.1 becomes 0.
+            group.
+        scheduler: The scheduler of the optimizer's rate, if there is one. Its base rates change
+            too; otherwise it would set the rate of the first stage again.
+        rate: The factor of the learning rate; in the paper 1.5e-3 becomes 1e-3 (700M parameters).
+        weight_decay: The weight decay of the second stage; the paper's 0.1 becomes 0.
 
     Example:
         >>> stages = TernaryStages(  # doctest: +SKIP

@@ -95,13 +95,14 @@ def ternarize_(
             larger half of attention's output in INT8; INT8 into down) or "a4.8-fp4" (FP4 instead of
             INT4 and of the half).
         kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8". It
-        overrides the recipe, and is needed for names that the recipe does not know. The first
-        matching pattern counts. skip: Patterns of module paths to leave dense. activation: "relu2"
-        puts the paper's squared ReLU into every gated MLP, and its name into
+            overrides the recipe, and is needed for names that the recipe does not know. The first
+            matching pattern counts.
+        skip: Patterns of module paths to leave dense.
+        activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
             the model's config; the model has to train afterwards. None does not change activations,
             and the report names those for which the paper's recipe is not made.
-        low_bit_heads: Bits of keys and values in attention, or the settings of
-            `use_low_bit_heads_` as a mapping. None does not change attention.
+        low_bit_heads: Bits of keys and values in attention, or the settings of `use_low_bit_heads_`
+            as a mapping. None does not change attention.
 
     Raises:
         OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, there is
@@ -380,8 +381,8 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     Args:
         model: Any module with such linears.
         layers: Further classes of linears: subclasses of nn.Linear that quantise weights by their
-        mean absolute value, and the kind with which each quantises tokens: "int8", "int4", "fp4" or
-        "topk8".
+            mean absolute value. The value is the kind of token quantisation, "int8", "int4", "fp4"
+            or "topk8".
 
     Raises:
         OptionError: There is no linear to pack, or a linear has hooks or parametrisations.

@@ -1,4 +1,4 @@
-"""The calls that the core makes to compressed weights: compress before compiling, and guards."""
+"""The core's calls to compressed weights: compress a model before compiling, and add guards."""
 
 from __future__ import annotations
 

@@ -526,10 +526,10 @@ def optim_in_backward(
         model: compressed or dense, or some of both; sharded by FSDP2 if dense, and not under DDP.
         factory: the class of an optimizer, or a function that makes the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter: a parameter that a
-        backward pass does not reach is updated later. If it is more than one, dense gradients are
-        kept until the update, so their memory is not saved. max_norm: largest norm of each
-        parameter's gradient; larger ones are scaled down. settings: arguments of the class, such as
-        `lr`.
+            backward pass does not reach is updated later. If it is more than one, dense gradients
+            are kept until the update, so their memory is not saved.
+        max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
+        settings: arguments of the class, such as `lr`.
 
     Returns:
         An optimizer for schedulers, checkpoints and training loops.

@@ -107,8 +107,8 @@ def placed(
     Args:
         result: the axes of the chain's result.
         sizes: the sizes of the scores' axes; batch and heads are separate if any tensor has
-        separate axes for them. may_split: whether a joint axis of batch and heads may be split as
-        in the operands.
+            separate axes for them.
+        may_split: whether a joint axis of batch and heads may be split as in the operands.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:

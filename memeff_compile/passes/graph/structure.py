@@ -27,7 +27,7 @@ def structure(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Hashable:
     Args:
         gm: the graph. Names of its nodes and the values of its input tensors do not count.
         inputs: the values with which it is compiled, real or fake; omitted for the body of an
-        operation.
+            operation.
     """
     places: dict[Node, int] = {}
     lines: list[Hashable] = []
