@@ -155,7 +155,7 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 
 
 def _outside(found: Owned) -> Parts:
-    """Return the parts of a moment outside blocks.
+    """Return the bytes, by kind, of tensors outside blocks at a moment of the step.
 
     Each captured block counts for all blocks of its kind.
     """

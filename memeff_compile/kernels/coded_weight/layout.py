@@ -7,8 +7,8 @@ neighbouring weights, which are rebuilt at once:
 
     group[64 * q + 2 * j + h]  is  half h of the pair q (0 to 3) of lane j (0 to 31)
 
-Two neighbours are one 32-bit word of the decoded weight; neighbouring lanes read neighbouring words
-of every buffer.
+Two neighbouring weights form one 32-bit word of the decoded weight. Neighbouring lanes read
+neighbouring words of every buffer.
 """
 
 from __future__ import annotations

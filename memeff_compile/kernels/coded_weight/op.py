@@ -2,11 +2,10 @@
 
 Autograd sees `coded_weight_linear`. It takes the weight as one tensor, a `CodedWeight`, and keeps
 it for the backward pass, which decodes again. Below autograd the weight is split into its parts,
-which an inner compiler sees. `coded_weight_product` chooses at run time: a few tokens are
-multiplied by kernels that decode on the way; otherwise the weight is decoded into a buffer that
-lives as long as the op, and the library multiplies. If a gradient is needed, two ops run,
-`coded_weight_decode` and the dense layer's linear, so that results have the dense layer's bits
-(`trained_product`).
+which an inner compiler sees. `coded_weight_product` chooses at run time: for a few tokens, kernels
+decode and multiply together; otherwise the weight is decoded into a temporary buffer, and the
+library multiplies. If a gradient is needed, two ops run, `coded_weight_decode` and the dense
+layer's linear, so that results have the dense layer's bits (`trained_product`).
 """
 
 from __future__ import annotations

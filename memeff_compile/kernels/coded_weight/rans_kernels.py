@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The codec rans on a GPU: a warp decodes a chunk of 32 interleaved streams, one symbol a step.
+"""The codec rans on a GPU: a warp decodes a chunk of 32 interleaved streams, one symbol per step.
 
 A prefix sum over the warp tells which lanes need a new word, and which word: the words of a step
 are contiguous.

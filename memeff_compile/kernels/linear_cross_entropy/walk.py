@@ -376,7 +376,7 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute one number and its gradients by an engine's forward and then its backward.
 
-    Ranks with other classes exchange statistics in between, as often as in one walk.
+    Between the two walks, ranks with other classes exchange statistics, as often as in one walk.
     """
     operands, settings, ranks = given.operands, given.settings, given.ranks
     if ranks is not None:

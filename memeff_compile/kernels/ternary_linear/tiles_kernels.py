@@ -115,7 +115,7 @@ def _entering_token(
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return a token in float32, rounded wherever PyTorch rounds to its dtype on the way.
+    """Return a token in float32, rounded at each operation at which PyTorch rounds to its dtype.
 
     If HAS_UP is set, x becomes relu(x) ** 2 * up; if HAS_NORM is set, an RMS norm follows.
     """
