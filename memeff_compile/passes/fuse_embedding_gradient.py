@@ -257,8 +257,8 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return the nodes that read ``weight`` for fused heads after ``last``: the ops, a cast, or a
-    slice of the classes. Casts to a narrower dtype are not included: their gradient would stay in
+    """Return the nodes after ``last`` through which fused heads read ``weight``: the op, a cast, or
+    a slice of the classes. Casts to a narrower dtype are not included: their gradient would stay in
     the wide dtype through the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]

@@ -91,7 +91,7 @@ Products = tuple[Product, ...]  # of one body
 
 
 class KeepActivations(GraphPass):
-    """The pass, which has one match for each checkpoint."""
+    """The pass. It has one match for each checkpoint."""
 
     name = "keep_activations"
 

@@ -238,8 +238,7 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _turn_vector(places, step, COUNT: tl.constexpr):
-    """Apply a Hadamard transform to tensors in memory: those at `places`, one step further, and so
-    on."""
+    """Apply a Hadamard transform to tensors in memory, at the offsets `places` + i * step."""
     tl.debug_barrier()
     parts = ()
     for part in tl.static_range(COUNT):

@@ -128,7 +128,8 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node that this match or an earlier one built under this key, or build it."""
+        """Return the node with this key if this match or an earlier one built it, otherwise build
+        it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._undo.append(partial(self.info.shared.pop, key))
